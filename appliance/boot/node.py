@@ -1,6 +1,6 @@
 """A further node of a box: it joins Ray to the box's head and announces its devices and memory, until told to stop.
 
-    python -m appliance.boot.node --config-json JSON --invitation FILE
+    python -m appliance.boot.node --config FILE --invitation FILE
 
 Nothing is decided here: the controller at home starts engines through Ray's actors on this node. When this process
 ends, everything below it ends too, and the box goes on with the devices it has left.
@@ -37,10 +37,10 @@ log = logging.getLogger("appliance.boot.node")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.node", description=__doc__)
-    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--invitation", type=Path, required=True)
     options = parser.parse_args(argv)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
     own_files_only()
     configure_logging("node")

@@ -33,7 +33,8 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class HandoverRecord:
     """done: every chain reached the wanted state. undone: some chain failed and was undone. failed: some undo failed
-    too; later rounds repair the rest."""
+    too; later rounds repair the rest. asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that
+    asked for."""
 
     id: int
     reason: str
@@ -42,6 +43,8 @@ class HandoverRecord:
     ended_s: float | None = None
     steps: tuple[StepRecord, ...] = ()
     error: str = ""
+    asked_by: str = ""
+    asked_for: str = ""
 
 
 class Journal(Protocol):
@@ -61,8 +64,6 @@ class Journal(Protocol):
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:
         """Hand-overs in state "running", oldest first: after a start, those that a crash interrupted."""
-
-    def get(self, handover_id: int) -> HandoverRecord | None: ...
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         """Those with a higher number, oldest first."""
@@ -99,10 +100,6 @@ class MemoryJournal:
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for r in self._records.values() if r.state == "running")
-
-    def get(self, handover_id: int) -> HandoverRecord | None:
-        record = self._records.get(handover_id)
-        return None if record is None else self._whole(record)
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for number, r in sorted(self._records.items()) if number > handover_id)

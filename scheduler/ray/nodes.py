@@ -209,8 +209,9 @@ class Nodes:
     @property
     def devices(self) -> tuple[Device, ...]:
         """All devices: those of home first, then the other nodes' by node name."""
-        names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
-        return tuple(device for name in names for device in self._known[name].devices)
+        there = dict(self._known)  # in one go, for threads ask too
+        names = sorted(there, key=lambda name: (name != self.home.name, len(name), name))
+        return tuple(device for name in names for device in there[name].devices)
 
     def device_count(self, name: str) -> int:
         """How many devices this node has; 0 when it is gone."""

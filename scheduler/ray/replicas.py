@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +75,7 @@ class Versions(Protocol):
         """The version's directory in shared memory, read from disk if necessary. It is held there until `taken` has
         been called once per call of this. Raises LookupError."""
 
-    def taken(self, model: str) -> None:
+    def taken(self, model: str, version: str) -> None:
         """An engine of the model has loaded the version and holds it now, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
@@ -103,7 +102,7 @@ class Replicas:
         self._stopping: set[str] = set()
         self._seen: dict[str, ReplicaView] = {}  # last reported state of each
         self._hanging: set[str] = set()
-        self._died_loading: Counter[str] = Counter()  # engines in a row, by model, that a load while they ran ended
+        self._died_loading: set[str] = set()  # models of which the last load while an engine ran ended it
 
     async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
@@ -126,7 +125,7 @@ class Replicas:
             self._node_configs[plan.id] = node_config
             detail = await ask("start_replica", plan.id, replica.call("start", spec))
         finally:
-            self._versions.taken(plan.model)
+            self._versions.taken(plan.model, plan.version)
         self._seen[plan.id] = ReplicaView(
             plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings
         )
@@ -196,7 +195,7 @@ class Replicas:
         try:
             detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
         finally:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
         self._watch(replica_id, self._replicas[replica_id])
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -207,11 +206,11 @@ class Replicas:
             withheld = self._routing.withhold_adapters(replica_id)
             await self._while_alive("swap_replica", replica_id, withheld, "before it loaded the new weights")
             detail = await self._reload("swap_replica", replica_id, "swap", model, version, path)
-        except EffectFailed:
+        except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
         finally:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
         if self._routing.is_open(replica_id):
             status = await self._ask_replica("swap_replica", replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
@@ -219,16 +218,18 @@ class Replicas:
         return {**detail, "copied_bytes": copied_bytes}
 
     async def _reload(self, verb: str, replica_id: str, method: str, model: str, version: str, path: str) -> Any:
-        """An engine that dies of it, or runs out of memory, may have done so by chance: once."""
+        """An engine that dies of it, or runs out of memory, may have done so by chance: once. Loads of several engines
+        at the same time count as one."""
+        again = model in self._died_loading
         try:
             detail = await self._ask_replica(verb, replica_id, method, model, version, path)
         except EffectFailed as error:
             if error.blame == "own" and isinstance(cause_of(error), EngineFailed):
-                self._died_loading[model] += 1
-                if self._died_loading[model] > 1:
+                self._died_loading.add(model)
+                if again:
                     raise EffectFailed(verb, replica_id, f"{error.reason} (twice in a row)", "reload") from error
             raise
-        del self._died_loading[model]
+        self._died_loading.discard(model)
         return detail
 
     async def unload_adapter(self, name: str) -> None:
@@ -289,7 +290,7 @@ class Replicas:
         try:
             return await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
         except BaseException:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
             raise
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:

@@ -24,7 +24,6 @@ from scheduler.core.inventory import Holder, Lease
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.devices.discovery import logical_devices
 from scheduler.handover.journal import MemoryJournal
-from scheduler.handover.ports import SystemClock
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray import groups, replicas
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, DeviceReservations
@@ -145,7 +144,7 @@ class Shelf:
     async def in_memory(self, model, version):
         return self.path
 
-    def taken(self, model):
+    def taken(self, model, version):
         pass
 
     def engine_settings(self, model, tensor_parallel):
@@ -305,7 +304,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     jobs = tuple(JobView(f"j{i}", 8, 8, (8,), nodes=NODES) for i in range(2))
     store = FakeStore(Policy("split", 16), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
     journal = MemoryJournal()
-    loop = SchedulerLoop(SystemClock()).connect(effects, store, journal)
+    loop = SchedulerLoop(effects, store, journal)
     running = [asyncio.create_task(loop.run()), asyncio.create_task(effects.watch())]
     try:
         await loop.wait_settled(loop.nudge())

@@ -32,7 +32,6 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
-    "appliance.tracking",
     "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
@@ -40,9 +39,7 @@ SUBPACKAGES = (
     "appliance.cli.jobs",
     "appliance.cli.mode",
     "appliance.cli",
-    "appliance.wiring",
-    "appliance.memory",
-    "appliance.tiers",
+    "appliance.controller.scheduling",
     "appliance.controller.oidc",
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
@@ -56,9 +53,12 @@ SUBPACKAGES = (
     "appliance.controller.jobs",
     "appliance.controller.files",
     "appliance.controller.models",
-    "appliance.controller.devices",
     "appliance.controller.http",
     "appliance.controller.context",
+    "appliance.controller.devices",
+    "appliance.controller.engines",
+    "appliance.memory",
+    "appliance.tiers",
     "appliance.controller.access",
     "appliance.controller.bus",
     "appliance.gateway",
@@ -78,7 +78,6 @@ SUBPACKAGES = (
     "appliance.store.objects",
     "appliance.store.records",
     "appliance.store",
-    "scheduler.simulator",
     "scheduler.ray",
     "scheduler.devices",
     "scheduler.loop",
@@ -86,7 +85,6 @@ SUBPACKAGES = (
     "scheduler.plan",
     "scheduler.autoscale",
     "scheduler.core",
-    "train.starter",
     "train.convert",
     "train.run",
     "train.rollouts",
@@ -137,9 +135,8 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "matplotlib": {"scheduler/simulator/plot.py"},
-    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
-    "wandb": {"appliance/tracking/wandb_tracker.py"},
+    "mlflow": {"appliance/tracking.py"},
+    "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -368,8 +365,6 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # The simulator is not a client: it runs what decides, which imports neither Ray nor torch (checked above).
-        and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
         # A backup or an invitation is made by the command itself, which imports it then.
@@ -560,19 +555,17 @@ TASKS = {
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/operations.py Operations.begin": ONE_SHOT,
     "appliance/controller/http/presence.py while_present": AWAITED,
-    "appliance/gateway/main.py serve": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,
     "appliance/tiers/job_snapshots.py JobSnapshots._give_up": "logs what removing raises; what stays is passed over",
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
-    "appliance/controller/grading/sampling_engines.py SocketEngines.sample": AWAITED,
+    "appliance/controller/engines/sampling_engines.py SocketEngines.sample": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._begin": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._something_moves": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling.sample": AWAITED,
-    "appliance/wiring/scheduler_port.py LoopPort.set_mode": AWAITED,
-    "appliance/wiring/version_provider.py VersionProvider.in_memory": AWAITED,
+    "appliance/controller/engines/versions.py VersionProvider.in_memory": AWAITED,
     "runtime/processes/child.py Child.__init__": FENCED,
     "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
@@ -588,7 +581,6 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,

@@ -21,6 +21,8 @@ from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
 from appliance.cli.mode.power import limit_line
 from appliance.cli.own_process import python
+from appliance.paths import BoxPaths
+from runtime.replace_file import replace_file
 
 _STOP_S = 300.0
 
@@ -103,7 +105,10 @@ def join(
 ) -> None:
     """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
     settings = resolved(None, data_dir=data_dir, devices=_devices(devices))
-    command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
+    paths = BoxPaths.of(Path(settings.box.data_dir))
+    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(paths.config_file, settings.model_dump_json().encode())
+    command = python("appliance.boot.node", "--config", str(paths.config_file))
     os.execv(sys.executable, [*command, "--invitation", str(invitation.resolve())])
 
 

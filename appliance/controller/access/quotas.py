@@ -1,37 +1,37 @@
 """Limits what one owner may store and run at once: each kind of object is counted before another one is admitted.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. Uploads still arriving count as stored: of ten concurrent uploads none gets past the limit.
+limited. A file is checked when it is announced and, in the transaction that keeps it, once it has arrived.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import NamedTuple
 
 from appliance.controller.access.disk import Disk
+from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
-from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.upkeep import holdings
 
-Took = Callable[[int], None]
+
+class _Limited(NamedTuple):
+    """Who asks, where limits apply."""
+
+    key_id: str
+    owner: str
+    bounds: OwnerBounds
 
 
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
-        """table: the gateways' table, for its length."""
-        self._db, self._config, self.disk, self._table = db, config, disk, table
-        self._arriving_bytes: Counter[str] = Counter()
-        self._arriving: Counter[str] = Counter()
-        self._again: set[str] = set()  # owners with a file in transit that may be there already
-        self._reading: Counter[str] = Counter()
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
+        """bus: for the length of the gateways' table."""
+        self._db, self._config, self.disk, self._bus = db, config, disk, bus
         self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
 
     def bounds(self, key_id: str) -> OwnerBounds:
@@ -41,77 +41,82 @@ class Quotas:
 
     # --- one more of a kind
 
+    def check_file(self, caller: Principal, size: int) -> None:
+        if (of := self._of(caller)) is not None:
+            self._number(of, "files", self._files(of))
+            self._bytes(of, size)
+
     def check_upload(self, caller: Principal, announced_bytes: int) -> None:
-        """Admit one more upload in parts. It counts twice: until completion the disk holds its parts and the file."""
+        """An upload counts twice: until completion the disk holds its parts and the file."""
         self.disk.check(2 * announced_bytes)
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds = self.bounds(key_id)
-        _number(
-            "uploads",
-            "uploads in progress",
-            holdings.uploads(self._db, key_id)[0],
-            bounds.uploads,
-            "Complete or cancel one first.",
-        )
-        self._files(key_id, bounds)
-        self._bytes(key_id, bounds, 2 * announced_bytes)
+        if (of := self._of(caller)) is not None:
+            self._number(of, "uploads", holdings.uploads(self._db, of.key_id)[0])
+            self.check_file(caller, 2 * announced_bytes)
 
     def check_batch(self, caller: Principal, input_bytes: int) -> None:
-        """One more batch. Its answers become files of the owner, so there must be room for one as large as its input:
-        error files of batches that cost nothing once filled the disk past every bound."""
+        """Its answers become files of the owner, so there must be room for them."""
         self.disk.check(input_bytes)
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds = self.bounds(key_id)
-        _number(
-            "batches",
-            "batches in progress",
-            holdings.batches(self._db, key_id),
-            bounds.batches,
-            "Wait for the end of one or cancel it.",
-            retry=True,
-        )
-        self._files(key_id, bounds)
-        self._bytes(key_id, bounds, holdings.ANSWERS_PER_INPUT * input_bytes)
+        if (of := self._of(caller)) is not None:
+            self._number(of, "batches", holdings.batches(self._db, of.key_id))
+            self.check_file(caller, holdings.ANSWERS_PER_INPUT * input_bytes)
 
     def check_eval(self, caller: Principal, size: int) -> None:
-        """Checks one more evaluation, of `size` bytes."""
         self.disk.check(size)
-        if (key_id := _bounded(caller)) is not None:
-            bounds, (number, used) = self.bounds(key_id), holdings.evals(self._db, key_id)
-            _number("evals", "evals", number, bounds.evals, "Delete one first.")
-            self._eval_bytes(bounds, used + size)
+        if (of := self._of(caller)) is not None:
+            number, used = holdings.evals(self._db, of.key_id)
+            self._number(of, "evals", number)
+            self._eval_bytes(of, used + size)
 
     def check_eval_run(self, caller: Principal) -> None:
-        """Checks one more run of an evaluation."""
         self.disk.check()
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds, (unfinished, size) = self.bounds(key_id), holdings.eval_runs(self._db, key_id)
-        size += holdings.evals(self._db, key_id)[1]
-        _number(
-            "eval_runs",
-            "runs of evals that have not ended",
-            unfinished,
-            bounds.eval_runs,
-            "Wait for the end of one or cancel it.",
-            retry=True,
-        )
-        self._eval_bytes(bounds, size)
+        if (of := self._of(caller)) is not None:
+            unfinished, size = holdings.eval_runs(self._db, of.key_id)
+            self._number(of, "eval_runs", unfinished)
+            self._eval_bytes(of, size + holdings.evals(self._db, of.key_id)[1])
 
     def check_eval_goes_on(self, key_id: str | None) -> None:
         """A run in progress may write more: nobody knows the size of answers and grades beforehand."""
         self.disk.check()
         row = keys.find(self._db, key_id) if key_id is not None else None
         if row is not None and ADMIN not in row.scopes:
-            self._eval_bytes(self.bounds(row.id), holdings.eval_runs(self._db, row.id)[1])
+            of = _Limited(row.id, row.owner, self.bounds(row.id))
+            self._eval_bytes(of, holdings.eval_runs(self._db, row.id)[1])
 
-    def _eval_bytes(self, bounds: OwnerBounds, size: int) -> None:
-        if size >= bounds.eval_bytes:
+    def check_job(self, caller: Principal) -> None:
+        """Checks one more job, and the model that it will make beside those that there are."""
+        self.disk.check()
+        self.check_names(caller)
+        if (of := self._of(caller)) is None:
+            return
+        unfinished, (made, size) = holdings.jobs(self._db, of.key_id), holdings.models(self._db, of.key_id)
+        self._number(of, "jobs", unfinished)
+        self._number(of, "models", made + unfinished)
+        if size >= of.bounds.model_bytes:
+            held = f"Versions of your fine-tuned models hold {size} of at most {of.bounds.model_bytes} bytes."
+            raise _full("model_bytes", f"{held} Delete a model first.")
+
+    def check_job_data(self, caller: Principal, held: int, more: int) -> None:
+        """Admit one more job, besides those whose file copies take `held` bytes; its own will take `more`."""
+        self.disk.check(more)
+        if (of := self._of(caller)) is not None and held + more > of.bounds.file_bytes:
             raise _full(
-                "eval_bytes",
-                f"Your evals and their runs hold {size} of at most {bounds.eval_bytes} bytes. Delete one first.",
+                "file_bytes",
+                f"Jobs of your keys that have not ended hold copies of {held} of at most {of.bounds.file_bytes} bytes; "
+                f"{more} more do not fit. {_WAIT}",
+            )
+
+    def check_background(self, caller: Principal, size: int) -> None:
+        self.disk.check(size)
+        if (of := self._of(caller)) is None:
+            return
+        number, used = holdings.background(self._db, of.key_id)
+        self._number(of, "background", number)
+        if used + size > of.bounds.responses_bytes:
+            raise LimitReached(
+                f"Your keys' responses in background that have not ended hold {used} of at most "
+                f"{of.bounds.responses_bytes} bytes; {size} more do not fit. {_WAIT} {_ASK.format('responses_bytes')}",
+                param="responses_bytes",
+                retry=True,
             )
 
     def check_names(self, caller: Principal) -> None:
@@ -120,11 +125,11 @@ class Quotas:
 
         Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
         together fill it at most once more."""
-        key_id, table, full = _bounded(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
-        if key_id is None or table.table_bytes <= full:
+        of, table, full = self._of(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
+        if of is None or table.table_bytes <= full:
             return
-        owner, part = self._owner(key_id), full // max(1, keys.count_owners(self._db))
-        used = table.bytes_of(owner, holdings.names(self._db, owner))
+        part = full // max(1, keys.count_owners(self._db))
+        used = table.bytes_of(of.owner, holdings.names(self._db, of.owner))
         if used > part:
             raise LimitReached(
                 f"The gateways' table is full, and your models and checkpoints take {used} bytes of it, more than your "
@@ -132,136 +137,7 @@ class Quotas:
                 param="models",
             )
 
-    def check_job(self, caller: Principal) -> None:
-        """Checks one more job, and the model that it will make beside those that there are."""
-        self.disk.check()
-        self.check_names(caller)
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds, unfinished = self.bounds(key_id), holdings.jobs(self._db, key_id)
-        _number(
-            "jobs",
-            "fine-tuning jobs that have not ended",
-            unfinished,
-            bounds.jobs,
-            "Wait for the end of one or cancel it.",
-            retry=True,
-        )
-        made, size = holdings.models(self._db, key_id)
-        _number("models", "fine-tuned models", made + unfinished, bounds.models, "Delete one first.")
-        if size >= bounds.model_bytes:
-            raise _full(
-                "model_bytes",
-                f"Versions of your fine-tuned models hold {size} of at most {bounds.model_bytes} bytes. Delete a model "
-                "first.",
-            )
-
-    def check_job_data(self, caller: Principal, held: int, more: int) -> None:
-        """Admit one more job, besides those whose file copies take `held` bytes; its own will take `more`."""
-        self.disk.check(more)
-        if (key_id := _bounded(caller)) is None:
-            return
-        limit = self.bounds(key_id).file_bytes
-        if held + more > limit:
-            raise _full(
-                "file_bytes",
-                f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
-                "more do not fit. Wait for one to end or cancel one.",
-            )
-
-    def check_background(self, caller: Principal, size: int) -> None:
-        self.disk.check(size)
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds, (number, used) = self.bounds(key_id), holdings.background(self._db, key_id)
-        _number(
-            "background",
-            "responses in background that have not ended",
-            number,
-            bounds.background,
-            "Wait for one to end or cancel one.",
-            retry=True,
-        )
-        if used + size > bounds.responses_bytes:
-            raise LimitReached(
-                f"Your keys' responses in background that have not ended hold {used} of at most "
-                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for one to end or cancel one. "
-                f"{_ASK.format('responses_bytes')}",
-                param="responses_bytes",
-                retry=True,
-            )
-
-    # --- bytes
-
-    @contextmanager
-    def receiving(self, caller: Principal, *, again: bool = False) -> Iterator[Took]:
-        """A file in transit: call the yielded function with the number of bytes received, before they are written.
-
-        again: the file may already exist. One such file of an owner at a time is received past his bounds; if it is new
-        after all, `check_arrived` refuses it."""
-        self.disk.check()
-        key_id = _bounded(caller)
-        if key_id is None:
-            yield self.disk.check
-            return
-        bounds, owner = self.bounds(key_id), self._owner(key_id)
-        again = again and owner not in self._again
-        if not again:
-            self._files(key_id, bounds)
-        mine = 0
-
-        def took(count: int) -> None:
-            nonlocal mine
-            self.disk.check(count)
-            if not again:
-                self._bytes(key_id, bounds, count)
-            mine += count
-            self._arriving_bytes[owner] += count
-
-        self._arriving[owner] += 1
-        if again:
-            self._again.add(owner)
-        try:
-            yield took
-        finally:
-            if again:
-                self._again.discard(owner)
-            self._arriving[owner] -= 1
-            self._arriving_bytes[owner] -= mine
-            if not self._arriving[owner]:
-                del self._arriving[owner], self._arriving_bytes[owner]
-
-    def check_arrived(self, caller: Principal) -> None:
-        """Checks one more file, which has arrived whole and still counts as arriving."""
-        if (key_id := _bounded(caller)) is None:
-            return
-        bounds = self.bounds(key_id)
-        self._files(key_id, bounds, arrived=1)
-        self._bytes(key_id, bounds, 0)
-
-    @contextmanager
-    def reading(self, caller: Principal) -> Iterator[None]:
-        """A file's content in transit. Each holds a descriptor and a connection for as long as its client takes."""
-        key_id = _bounded(caller)
-        if key_id is None:
-            yield
-            return
-        bounds, owner = self.bounds(key_id), self._owner(key_id)
-        _number(
-            "downloads",
-            "downloads under way",
-            self._reading[owner],
-            bounds.downloads,
-            "Wait for the end of one.",
-            retry=True,
-        )
-        self._reading[owner] += 1
-        try:
-            yield
-        finally:
-            self._reading[owner] -= 1
-            if not self._reading[owner]:
-                del self._reading[owner]
+    # --- answers of batches
 
     def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
         """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
@@ -277,7 +153,7 @@ class Quotas:
         row = keys.find(self._db, key_id) if key_id is not None else None
         if row is None or ADMIN in row.scopes or not self._beyond(row.owner):
             return ""
-        used, limit = self._used(row.id), self.bounds(row.id).file_bytes
+        used, limit = self._used(row.id, row.owner), self.bounds(row.id).file_bytes
         if used <= limit:
             return ""
         return f"files of its owner's keys have {used} of at most {limit} bytes, the answers so far included"
@@ -285,45 +161,60 @@ class Quotas:
     def _beyond(self, owner: str) -> int:
         return sum(size for whose, size in self._answers.values() if whose == owner)
 
-    def _files(self, key_id: str, bounds: OwnerBounds, arrived: int = 0) -> None:
-        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0] - arrived
-        _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
+    # --- sums
 
-    def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
-        used = self._used(key_id)
-        if used + more > bounds.file_bytes:
+    def _of(self, caller: Principal) -> _Limited | None:
+        """None: no limits."""
+        if ADMIN in caller.scopes or caller.key_id is None:
+            return None
+        row = keys.find(self._db, caller.key_id)
+        return _Limited(caller.key_id, row.owner if row else caller.key_id, self.bounds(caller.key_id))
+
+    def _number(self, of: _Limited, bound: str, used: int) -> None:
+        what, advice = _KINDS[bound]
+        if used >= (limit := getattr(of.bounds, bound)):
+            text = f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}"
+            raise LimitReached(text, param=bound, retry=advice == _WAIT)
+
+    def _files(self, of: _Limited) -> int:
+        return holdings.files(self._db, of.key_id)[0] + holdings.uploads(self._db, of.key_id)[0]
+
+    def _bytes(self, of: _Limited, more: int) -> None:
+        used, limit = self._used(of.key_id, of.owner), of.bounds.file_bytes
+        if used + more > limit:
             raise _full(
                 "file_bytes",
-                f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
-                f"included; {more} more do not fit. Delete files first.",
+                f"Files of your keys have {used} of at most {limit} bytes, uploads in progress included; {more} more "
+                "do not fit. Delete files first.",
             )
 
-    def _used(self, key_id: str) -> int:
+    def _used(self, key_id: str, owner: str) -> int:
         """Bytes of files."""
-        owner, there = self._owner(key_id), holdings.files(self._db, key_id)[1]
-        coming = 2 * holdings.uploads(self._db, key_id)[1] + self._arriving_bytes[owner]
-        return there + coming + self._beyond(owner)
+        there, coming = holdings.files(self._db, key_id)[1], holdings.uploads(self._db, key_id)[1]
+        return there + 2 * coming + self._beyond(owner)
 
-    def _owner(self, key_id: str) -> str:
-        row = keys.find(self._db, key_id)
-        return row.owner if row else key_id
+    def _eval_bytes(self, of: _Limited, size: int) -> None:
+        if size >= of.bounds.eval_bytes:
+            held = f"Your evals and their runs hold {size} of at most {of.bounds.eval_bytes} bytes."
+            raise _full("eval_bytes", f"{held} Delete one first.")
 
 
 # Running jobs may still publish: the rest has room for their models.
 _SHARE_OF_LINE = 4
 _ASK = "An admin can give a key a higher bound `{}`."
+_WAIT = "Wait for one to end or cancel one."
+_KINDS = {
+    "files": ("files", "Delete some first."),
+    "uploads": ("uploads in progress", "Complete or cancel one first."),
+    "batches": ("batches in progress", _WAIT),
+    "evals": ("evals", "Delete one first."),
+    "eval_runs": ("runs of evals that have not ended", _WAIT),
+    "jobs": ("fine-tuning jobs that have not ended", _WAIT),
+    "models": ("fine-tuned models", "Delete one first."),
+    "background": ("responses in background that have not ended", _WAIT),
+}
+"""By bound: what is counted, and what to do."""
 
 
 def _full(bound: str, text: str) -> ApiError:
     return ApiError(413, f"{text} {_ASK.format(bound)}", code="limit_reached", param=bound, headers=dict(NEVER_RETRY))
-
-
-def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry: bool = False) -> None:
-    if used >= limit:
-        text = f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}"
-        raise LimitReached(text, param=bound, retry=retry)
-
-
-def _bounded(caller: Principal) -> str | None:
-    """The key whose owner is limited; None: no limits."""
-    return None if ADMIN in caller.scopes else caller.key_id

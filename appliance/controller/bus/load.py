@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens", "prompt_tokens")
-_LATEST_MODEL = ("last_request_s",)
-_WORST_MODEL = ("ttft_p95_s", "tpot_p95_s", "computed_part")
-_SLOWEST_MODEL = ("prefill_tokens_per_s",)
 _MAX_NOTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """Requests at one replica."""
-
-    inflight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +26,20 @@ class ModelLoad:
     prompt_tokens: int = 0
     computed_part: float | None = None
     prefill_tokens_per_s: float | None = None
+
+
+_COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "inflight": sum,
+    "held": sum,
+    "waiting_prompt_tokens": sum,
+    "prompt_tokens": sum,
+    "last_request_s": max,
+    "ttft_p95_s": max,
+    "tpot_p95_s": max,
+    "computed_part": max,
+    "prefill_tokens_per_s": min,
+}
+"""How the rows of several gateways for one model become one ModelLoad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,11 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """canaries: by model and start time of its canary, then by version. arrived: by model, since the bus was opened
-    (`appliance.controller.bus.arrivals`). notes: gateways' notes for users. certificate_expires_s: the earliest of the
-    endpoint's certificates, None without TLS."""
+    """replicas: requests at each. canaries: by model and start time of its canary, then by version. arrived: by model,
+    since the bus was opened (`appliance.controller.bus.arrivals`). notes: gateways' notes for users.
+    certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
 
-    replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
+    replicas: Mapping[str, int] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
     arrived: Mapping[str, Arrived] = field(default_factory=dict)
@@ -103,119 +106,72 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A "load" message of one gateway, checked. generation: of the table it has applied. started_s: Unix time at which
-    its process began; `arrived` counts since then."""
+    """A "load" message of one gateway. generation: of the table it has applied. started_s: Unix time at which its
+    process began; `arrived` counts since then. replicas: requests at each."""
 
     gateway: str
     generation: int
-    replicas: Mapping[str, Mapping[str, float]]
-    models: dict[str, dict[str, float]]
+    replicas: Mapping[str, int]
+    models: Mapping[str, Mapping[str, float]]
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
     started_s: float = 0.0
     notes: tuple[str, ...] = ()
     certificate_expires_s: float | None = None
-    prompts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    first_tokens: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-
-    @property
-    def arrived(self) -> dict[str, Arrived]:
-        return {
-            name: Arrived(
-                int(row["arrived_requests"]),
-                int(row.get("arrived_prompt_tokens", 0)),
-                self.prompts.get(name, {}),
-                self.first_tokens.get(name, {}),
-            )
-            for name, row in self.models.items()
-            if "arrived_requests" in row
-        }
+    arrived: Mapping[str, Arrived] = field(default_factory=dict)
 
 
 def parse_report(message: Mapping[str, Any]) -> Report:
-    """Raises ValueError naming what is wrong."""
-    gateway, generation = message.get("gateway"), message.get("generation")
-    if not isinstance(gateway, str) or not 1 <= len(gateway) <= 128:
-        raise ValueError(f"gateway: {gateway!r} given, expected a name")
-    if not isinstance(generation, int) or isinstance(generation, bool):
-        raise ValueError(f"generation: {generation!r} given, expected a whole number")
-    started_s = message.get("started_s", 0.0)
-    if not isinstance(started_s, int | float) or isinstance(started_s, bool):
-        raise ValueError(f"started_s: {started_s!r} given, expected seconds since 1970")
-    expires_s = message.get("certificate_expires_s")
-    if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
-        raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
-    return Report(
-        gateway,
-        generation,
-        _rows(message, "replicas"),
-        _rows(message, "models"),
-        _canaries(message.get("canaries", {})),
-        float(started_s),
-        _notes(message.get("notes", [])),
-        None if expires_s is None else float(expires_s),
-        _by_bucket(message, "arrived_prompts"),
-        _by_bucket(message, "first_tokens"),
-    )
-
-
-def _by_bucket(message: Mapping[str, Any], name: str) -> dict[str, dict[int, int]]:
+    """Raises ValueError for a message of another shape (`appliance.gateway.server.reports.load_report`)."""
     try:
-        return {
-            model: {int(bucket): int(number) for bucket, number in row.get(name, {}).items()}
-            for model, row in message.get("models", {}).items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"models: {name}: expected counts by bucket ({error!r})") from error
+        models, expires_s = message.get("models", {}), message.get("certificate_expires_s")
+        return Report(
+            str(message["gateway"]),
+            int(message["generation"]),
+            {name: int(row["inflight"]) for name, row in message.get("replicas", {}).items()},
+            {name: {key: row[key] for key in _COMBINED if row.get(key) is not None} for name, row in models.items()},
+            {(name, float(row["since_s"])): _versions(row) for name, row in message.get("canaries", {}).items()},
+            float(message.get("started_s", 0.0)),
+            tuple(message.get("notes", ())[:_MAX_NOTES]),
+            None if expires_s is None else float(expires_s),
+            {name: _arrived(row) for name, row in models.items() if "arrived_requests" in row},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a load report of another shape: {error!r}") from error
 
 
-def _notes(given: Any) -> tuple[str, ...]:
-    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise ValueError(f"notes: {given!r:.80} given, expected texts")
-    return tuple(given[:_MAX_NOTES])
+def _arrived(row: Mapping[str, Any]) -> Arrived:
+    prompts, first_tokens = (_buckets(row.get(name, {})) for name in ("arrived_prompts", "first_tokens"))
+    return Arrived(int(row["arrived_requests"]), int(row.get("arrived_prompt_tokens", 0)), prompts, first_tokens)
 
 
-def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
-    given = message.get(name, {})
-    if not isinstance(given, dict) or not all(isinstance(row, dict) for row in given.values()):
-        raise ValueError(f"{name}: expected an object of objects")
+def _versions(row: Mapping[str, Any]) -> dict[str, VersionLoad]:
     return {
-        key: {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        for key, row in given.items()
+        version: VersionLoad(
+            int(one["requests"]), int(one["errors"]), _buckets(one["first_byte"]), _buckets(one["duration"])
+        )
+        for version, one in row["versions"].items()
     }
 
 
-def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
-    try:
-        return {
-            (name, float(row["since_s"])): {version: _version(counts) for version, counts in row["versions"].items()}
-            for name, row in given.items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"canaries: expected counts by model and version ({error!r})") from error
+def _buckets(counts: Mapping[str, Any]) -> dict[int, int]:
+    return {int(bucket): int(number) for bucket, number in counts.items()}
 
 
-def _version(row: Mapping[str, Any]) -> VersionLoad:
-    times = [{int(key): int(number) for key, number in row[name].items()} for name in ("first_byte", "duration")]
-    return VersionLoad(int(row["requests"]), int(row["errors"]), *times)
-
-
-def total(
-    reports: list[Report],
-    arrived: Mapping[str, Arrived] | None = None,
-) -> Load:
-    replicas: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        for name, row in report.replicas.items():
-            _add(replicas.setdefault(name, {}), row, ("inflight",))
+def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -> Load:
+    replicas = Counter[str]()
+    rows: dict[str, list[Mapping[str, float]]] = {}
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
+        replicas.update(report.replicas)
+        for name, row in report.models.items():
+            rows.setdefault(name, []).append(row)
         for key, versions in report.canaries.items():
             sums_of = canaries.setdefault(key, {})
             for version, counts in versions.items():
                 sums_of[version] = sums_of.get(version, VersionLoad()).plus(counts)
     return Load(
-        {name: ReplicaLoad(**row) for name, row in replicas.items()},
-        of_models(reports),
+        replicas,
+        {name: of_model(those) for name, those in rows.items()},
         canaries,
         dict(arrived or {}),
         tuple(dict.fromkeys(text for report in reports for text in report.notes)),
@@ -223,28 +179,7 @@ def total(
     )
 
 
-def of_models(reports: list[Report]) -> dict[str, ModelLoad]:
-    rows: dict[str, list[Mapping[str, float]]] = {}
-    for report in reports:
-        for name, row in report.models.items():
-            rows.setdefault(name, []).append(row)
-    return {name: of_model(those) for name, those in rows.items()}
-
-
 def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
-    """rows: what each gateway says of one model."""
-    sums: dict[str, Any] = {}
-    for row in rows:
-        _add(sums, row, _SUMMED_MODEL)
-        for key in (*_LATEST_MODEL, *_WORST_MODEL):
-            if key in row:
-                sums[key] = max(row[key], sums.get(key, row[key]))
-        for key in _SLOWEST_MODEL:
-            if key in row:
-                sums[key] = min(row[key], sums.get(key, row[key]))
-    return ModelLoad(**sums)
-
-
-def _add(sums: dict[str, Any], row: Mapping[str, float], keys: tuple[str, ...]) -> None:
-    for key in keys:
-        sums[key] = sums.get(key, 0) + int(row.get(key, 0))
+    """rows: what each gateway reports of one model."""
+    values = {name: [row[name] for row in rows if name in row] for name in _COMBINED}
+    return ModelLoad(**{name: _COMBINED[name](those) for name, those in values.items() if those})  # type: ignore[arg-type]

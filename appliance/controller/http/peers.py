@@ -1,4 +1,4 @@
-"""Identifies the peer of a request by the socket it arrived on, never by missing headers.
+"""Identifies the peer of a request by the socket it arrived on, never by missing headers; and each request by an id.
 
 The controller listens on two Unix sockets. `controller.sock` is for the machine's users who own the box, their commands
 and the main process: without an identity they are the box itself, which may do everything. `gateway.sock` is for
@@ -10,16 +10,42 @@ as a head was the administrator.)
 from __future__ import annotations
 
 import hmac
+import re
+import secrets
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.controller.http.middleware import RequestIds
 from appliance.controller.interfaces.errors import Unauthorized
 from appliance.controller.interfaces.identity import BOX, Identity
+from runtime.logs import REQUEST_ID
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
 SESSION, SECRET = b"x-appliance-session", b"x-appliance-secret"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
+
+
+class RequestIds:
+    """Sets `x-request-id` on every answer: the gateway's if it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.match(given) else b"req_" + secrets.token_hex(12).encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        REQUEST_ID.set(request_id.decode())  # of this request's own task
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class FromBox:

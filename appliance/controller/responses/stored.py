@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -24,7 +23,6 @@ from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
 from appliance.store.rows import AnswerKind, ResponseRow, ResponseStatus
-from appliance.store.upkeep import holdings
 
 log = logging.getLogger("appliance.controller")
 
@@ -35,8 +33,6 @@ CONVERSATION_BYTES = 64 << 20
 _TOUCH_EVERY_S = 3600.0
 _COMPLETION_ID_CHARS = 128
 _STATUSES = frozenset(get_args(ResponseStatus))
-# Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
-_MOST_EXPECTED = 100
 
 
 class Turn(NamedTuple):
@@ -53,7 +49,6 @@ class StoredResponses:
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
-        self._expected: Counter[str | None] = Counter()  # by viewer
 
     # --- in
 
@@ -90,8 +85,8 @@ class StoredResponses:
                 times = {"now_s": row.used_s, "older_than_s": row.used_s - _TOUCH_EVERY_S}
                 responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, **times)
         for key_id in {row.key_id for row in new}:
-            bounds = self._quotas.bounds(key_id)
-            holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes)
+            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(self._db, key_id)
+            responses.shrink_owner(self._db, owner, number=bounds.responses, size=bounds.responses_bytes)
         if responses.totals(self._db)[1] > self._config.responses_bytes:
             # To below the limit, or the next response would have to make room again.
             deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
@@ -209,16 +204,10 @@ class StoredResponses:
 
     async def _arrived(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
         row = await self._visible(response_id, viewer, kind)
-        if row is not None or not _is_an_engines(response_id, kind) or self._expected[viewer] >= _MOST_EXPECTED:
+        if row is not None or not _is_an_engines(response_id, kind):
             return row
-        self._expected[viewer] += 1
-        try:
-            # It may have come while the thread looked.
-            arrived = responses.exists(self._db, response_id, viewer) or await self.news(response_id, ARRIVES_WITHIN_S)
-        finally:
-            self._expected[viewer] -= 1
-            if not self._expected[viewer]:
-                del self._expected[viewer]
+        # It may have come while the thread looked.
+        arrived = responses.exists(self._db, response_id, viewer) or await self.news(response_id, ARRIVES_WITHIN_S)
         return await self._visible(response_id, viewer, kind) if arrived else None
 
     async def _visible(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:

@@ -80,7 +80,8 @@ def protocol_error(message: str, status: int = 400) -> HttpError:
 
 
 def body_too_large(limit: int, *, close: bool = True) -> HttpError:
-    return HttpError(413, f"The request body is larger than {limit} bytes.", code="request_too_large", close=close)
+    message = f"The request body is over the limit of {limit} bytes."
+    return HttpError(413, message, code="request_too_large", close=close)
 
 
 def unknown_url(method: str, path: str) -> HttpError:

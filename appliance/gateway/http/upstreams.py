@@ -78,10 +78,7 @@ class Failure(enum.Enum):
     DIED = "the engine broke off"
     BROKEN = "the engine's answer is not whole"
     """It is no HTTP, or ends without its ending; others may still use the engine."""
-    SILENT = "the engine was silent for too long"
     MOVED = "the engine serves another model by now"
-    REFUSED = "the engine refused the request"
-    """For good: it is not sent again."""
 
 
 class AttemptFailed(Exception):
@@ -98,7 +95,8 @@ async def answer_of(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The engine's answer; leaving early closes its connection, by which vLLM aborts the request.
 
-    Raises AttemptFailed, also where the answer breaks off. silence_s: how long an engine may send nothing."""
+    Raises AttemptFailed, also where the answer breaks off, and HttpError 504. silence_s: how long an engine may send
+    nothing."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
     try:
         async with session.post(path, data=body, headers=headers, timeout=timeout) as response:
@@ -106,7 +104,7 @@ async def answer_of(
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise AttemptFailed(Failure.UNREACHED) from error
     except aiohttp.SocketTimeoutError as error:
-        raise AttemptFailed(Failure.SILENT, errors.engine_failed(504)) from error
+        raise errors.engine_failed(504) from error  # the request itself asks for too much
     except aiohttp.ClientResponseError as error:
         raise AttemptFailed(Failure.BROKEN) from error
     except (aiohttp.ClientError, OSError) as error:

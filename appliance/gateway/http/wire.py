@@ -22,7 +22,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import RESPONSES, Kind, is_anthropic
 from appliance.gateway.routing.table import NOBODY
 
-# An engine's answer says so too (serve/api/answer_version.py).
+# An engine's answer says so too (serve/api/answers.py).
 VERSION = b"x-appliance-model-version"
 # A client's, for work that gives way to people: `batch`.
 CLASS = b"x-appliance-class"

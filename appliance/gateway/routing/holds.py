@@ -6,22 +6,13 @@ decides which may wait and which is next; whoever waits awaits its ticket's futu
 
 from __future__ import annotations
 
-import enum
 from asyncio import Future
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from appliance.gateway.routing.fair_queue import FairQueue
 from appliance.gateway.routing.router import Choice, Work
-
-
-class Refusal(enum.Enum):
-    """Why a request may not wait."""
-
-    REQUESTS = "too many requests are waiting"
-    DEADLINE = "no replica became ready in time"
-    TROUBLE = "its engines do not start"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +39,13 @@ class Holds:
         self._models: Counter[str] = Counter()
         self._rows: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
 
-    def add(self, ticket: Ticket) -> Refusal | None:
-        """Queue a request, or return why not."""
+    def add(self, ticket: Ticket) -> bool:
+        """Queue a request; False if too many wait already."""
         if self.count >= self.most:
-            return Refusal.REQUESTS
+            return False
         self._queues.setdefault(ticket.host, FairQueue()).add(ticket.work.owner, ticket, ticket.work.tokens)
         self._count(ticket, 1)
-        return None
+        return True
 
     def take(self, ticket: Ticket, choice: Choice) -> None:
         """Give a queued request its place."""
@@ -91,9 +82,6 @@ class Holds:
     def hosts(self) -> list[str]:
         """Models whose engines requests wait for."""
         return list(self._queues)
-
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter([ticket for queue in self._queues.values() for ticket in queue])
 
     def _count(self, ticket: Ticket, change: int) -> None:
         self.count += change

@@ -25,7 +25,7 @@ from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import Metrics
-from appliance.gateway.routing.holds import Holds, Refusal
+from appliance.gateway.routing.holds import Holds
 from appliance.gateway.routing.router import Choice, Router
 from appliance.gateway.routing.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
@@ -68,7 +68,6 @@ class State:
         # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
-        self.refused_rows: list[str] = []
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
@@ -136,12 +135,12 @@ class State:
         left_s = trouble.next_try_s - time.time()
         return left_s if left_s > trouble.hold_before_s else None
 
-    def not_ready(self, name: str, refusal: Refusal) -> HttpError:
+    def not_ready(self, name: str, why: str) -> HttpError:
         """The error for a request that may not wait (any longer) for a replica of this model."""
         self.metrics.events["hold_refused"] += 1
-        log.info("held no longer: %s", refusal.value, extra={"model": name})
+        log.info("held no longer: %s", why, extra={"model": name})
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
-        message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
+        message = f"The model `{name}` is not ready: {why}. Please retry."
         if model is not None and model.trouble is not None:
             retry_s = max(math.ceil(self.next_try_s(name) or retry_s), 1)
             reason = model.trouble.reason.rstrip(".")
@@ -186,8 +185,8 @@ class State:
             self.spending.account(request)
         elif request.status == 429 or (request.route.kind is Kind.INFERENCE and request.status in range(400, 499)):
             self.spending.refused(request)
-        if request.spans is not None:
-            request.spans.end()
+        if self.tracing is not None and request.span is not None:
+            self.tracing.end(request)
         self.access_log.add(request, now_s)
 
 

@@ -202,26 +202,37 @@ def delete_of_key(db: Database, key_id: str) -> None:
 def shrink(db: Database, to_bytes: int) -> int:
     """Delete the longest unused responses of the owner who holds most, however many keys he has, until `to_bytes` are
     left; returns how many went."""
-    deleted, (_, left) = 0, totals(db)
-    held = {
-        row["owner"]: row["bytes"]
-        for row in db.execute(
-            "SELECT whose AS owner, sum(bytes) AS bytes FROM held WHERE kind = 'responses' GROUP BY whose"
-        )
-    }
+    deleted, left = 0, totals(db)[1]
+    held = dict(db.execute("SELECT whose, sum(bytes) FROM held WHERE kind = 'responses' GROUP BY whose").fetchall())
     while left > to_bytes and held:
         owner = max(held, key=lambda one: held[one])
-        rows = db.execute(
-            f"SELECT id, bytes FROM responses WHERE owner = ? AND status NOT IN ({_UNFINISHED})"
-            " ORDER BY used_s, seq LIMIT 100",
-            [owner],
-        ).fetchall()
+        rows = _unused(db, owner)
         if not rows:
             del held[owner]  # the rest is being answered
-        for row in rows:
+        for response_id, size in rows:
             if left <= to_bytes:
                 break
-            delete(db, row["id"])
-            left, held[owner] = left - row["bytes"], held[owner] - row["bytes"]
-            deleted += 1
+            delete(db, response_id)
+            deleted, left, held[owner] = deleted + 1, left - size, held[owner] - size
     return deleted
+
+
+def shrink_owner(db: Database, owner: str, *, number: int, size: int) -> None:
+    """Delete an owner's longest unused until at most `number` are left with at most `size` bytes. Unanswered ones
+    stay."""
+    held = "SELECT coalesce(sum(number), 0), coalesce(sum(bytes), 0) FROM held WHERE kind = 'responses' AND whose = ?"
+    have, have_bytes = db.execute(held, [owner]).fetchone()
+    while (have > number or have_bytes > size) and (rows := _unused(db, owner)):
+        for response_id, of_it in rows:
+            if have > number or have_bytes > size:
+                delete(db, response_id)
+                have, have_bytes = have - 1, have_bytes - of_it
+
+
+def _unused(db: Database, owner: str) -> list[tuple[str, int]]:
+    """(id, bytes) of an owner's hundred longest unused that are answered."""
+    return db.execute(
+        f"SELECT id, bytes FROM responses WHERE owner = ? AND status NOT IN ({_UNFINISHED})"
+        " ORDER BY used_s, seq LIMIT 100",
+        [owner],
+    ).fetchall()

@@ -3,13 +3,14 @@ crash."""
 
 from __future__ import annotations
 
-from appliance.store.database import Database
+from typing import Unpack
+
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 from appliance.store.table import Table
 
 _TABLE, _STEPS = Table("handovers", HandoverRow), Table("handover_steps", HandoverStepRow, "handover_id", "position")
 find, update = _TABLE.find, _TABLE.update
-insert_step, update_step = _STEPS.insert, _STEPS.update
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
@@ -17,12 +18,19 @@ def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None
     with db.transaction():
         _TABLE.insert(db, row)
         for step in steps:
-            insert_step(db, step)
+            _STEPS.insert(db, step)
 
 
-def list_recent(db: Database, limit: int) -> list[HandoverRow]:
-    """Newest first."""
-    return db.all(HandoverRow, "SELECT * FROM handovers ORDER BY seq DESC LIMIT ?", [limit])
+def put_step(db: Database, row: HandoverStepRow) -> None:
+    """Insert the step, or replace it: those of an undo are not in the plan."""
+    with db.transaction():
+        db.execute("DELETE FROM handover_steps WHERE handover_id = ? AND position = ?", [row.handover_id, row.position])
+        _STEPS.insert(db, row)
+
+
+def page(db: Database, **part: Unpack[Part]) -> Page[HandoverRow]:
+    """Newest first. Raises UnknownCursor."""
+    return db.page(HandoverRow, "handovers", **part)
 
 
 def totals(db: Database) -> list[HandoverTotal]:

@@ -1,11 +1,11 @@
-"""Long operations (import, starter, verify) and how far they are."""
+"""Long operations (import, verify) and how far they are."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Unpack
 
-from appliance.store.database import Database
+from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import OperationRow
 from appliance.store.table import Table
@@ -18,9 +18,9 @@ def list_running(db: Database) -> list[OperationRow]:
     return db.all(OperationRow, "SELECT * FROM operations WHERE state = 'running' ORDER BY seq")
 
 
-def list_recent(db: Database, limit: int) -> list[OperationRow]:
-    """Newest first."""
-    return db.all(OperationRow, "SELECT * FROM operations ORDER BY seq DESC LIMIT ?", [limit])
+def page(db: Database, **part: Unpack[Part]) -> Page[OperationRow]:
+    """Newest first. Raises UnknownCursor."""
+    return db.page(OperationRow, "operations", **part)
 
 
 def set_progress(db: Database, operation_id: str, progress: dict[str, Any]) -> None:

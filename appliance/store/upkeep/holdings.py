@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from operator import itemgetter
-
 from appliance.store.database import Database, sql_list
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE
 
@@ -38,31 +35,6 @@ def responses(db: Database, key_id: str) -> tuple[int, int]:
 def background(db: Database, key_id: str) -> tuple[int, int]:
     """Number and bytes of responses that are still to be answered."""
     return _number_and_bytes(db, f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
-
-
-def shrink_responses(db: Database, key_id: str, number: int, size: int) -> None:
-    """Delete the longest unused until at most `number` are left with at most `size` bytes. Unanswered ones stay."""
-    have, have_bytes = responses(db, key_id)
-    gone = list[str]()
-    if have > number or have_bytes > size:
-        # Key by key in the order of an index, or all 50,000 would be sorted for the few that go.
-        of_keys = [
-            db.execute(
-                "SELECT id, bytes, used_s FROM responses INDEXED BY responses_of_key WHERE key_id = ?"
-                f" AND status NOT IN ({sql_list(UNFINISHED_RESPONSE)}) ORDER BY used_s",
-                [one],
-            )
-            for (one,) in db.execute(f"SELECT key_id FROM held WHERE kind = 'responses' AND {_OF}", [key_id]).fetchall()
-        ]
-        for row in heapq.merge(*of_keys, key=itemgetter("used_s")):
-            if have <= number and have_bytes <= size:
-                break
-            have, have_bytes = have - 1, have_bytes - row["bytes"]
-            gone.append(row["id"])
-        for cursor in of_keys:
-            cursor.close()  # it may have more to give, and would keep its snapshot of the store
-    for response_id in gone:
-        db.execute("DELETE FROM responses WHERE id = ?", [response_id])
 
 
 def batches(db: Database, key_id: str) -> int:

@@ -9,18 +9,11 @@ from typing import Any
 
 import httpx
 import openai
-import orjson
 import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
-from appliance.controller.interfaces.errors import NotFound
 from appliance.controller.responses import items as response_items
-from appliance.controller.responses import stored as stored_responses
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.routes import resolve as route_of
-from appliance.gateway.requests.request_check import check_body
-from appliance.gateway.server.copies import BATCH_BYTES
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -136,21 +129,6 @@ async def test_one_bad_copy_takes_no_other_with_it(control: Control):
     assert await send(control, *bad, copy(1)) == 1
 
 
-async def test_the_densest_copies_are_taken_one_by_one(control: Control):
-    """Several of what a gateway passes may weigh more than is read at once; the gateway sends each alone then."""
-    dense: list[Any] = []
-    for _ in range(100):
-        dense = [dense]
-    asked = [{"role": "user", "content": "x", "more": [dense] * 400}]
-    body = {"model": "starter", "input": asked}
-    checked = check_body(route_of(b"POST", b"/v1/responses"), orjson.dumps(body), Limits())
-    assert checked.transcript is not None and len(checked.transcript.input) * 10 < BATCH_BYTES
-    copies = [copy(number, asked) for number in range(10)]
-    with pytest.raises(httpx.HTTPStatusError, match="400"):
-        await send(control, *copies)
-    assert await send(control, copies[0]) == 1
-
-
 async def test_only_gateways_send_copies(control: Control):
     assert (await control.http.post("/internal/responses", json=[copy(1)])).status_code == 403
     assert not [path for path in control.app.openapi()["paths"] if "internal" in path]
@@ -245,29 +223,6 @@ async def forty_turns(control: Control, monkeypatch: pytest.MonkeyPatch) -> list
 
     monkeypatch.setattr("appliance.controller.openai.response_routes.listed", listed)
     return parsed
-
-
-async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """All of a long conversation was parsed for each page, 6.6 s on the loop that answers everybody."""
-    parsed = await forty_turns(control, monkeypatch)
-    url = f"/v1/responses/{name(40)}/input_items"
-    first = (await control.http.get(url, params={"limit": 3})).json()
-    assert parsed == [name(40), name(39), name(38)] and first["has_more"]
-    parsed.clear()
-    later = (await control.http.get(url, params={"limit": 3, "after": "msg_out5"})).json()
-    assert [item["content"][0]["text"] for item in later["data"]] == ["q5", "a4", "q4"]
-    assert parsed == [name(5), name(4), name(3)]
-
-
-async def test_a_cursor_that_stands_in_every_turn_parses_few_of_them(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """`after=type` parsed a whole conversation: whoever asks chooses what the turns are searched for."""
-    parsed = await forty_turns(control, monkeypatch)
-    url = f"/v1/responses/{name(40)}/input_items"
-    for cursor in ("type", "message", "e", "user"):
-        parsed.clear()
-        answer = await control.http.get(url, params={"after": cursor, "limit": 1})
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_cursor"
-        assert len(parsed) <= 17
 
 
 async def test_what_an_answer_goes_on_from_is_put_together_turn_by_turn(
@@ -390,22 +345,3 @@ def test_whose_keys_hold_most_makes_room_however_many_keys_they_are(db: Database
         responses.insert(db, ResponseRow(name(number), key_id, "completed", 1.0, 1.0, owner=owner, **text))
     assert responses.shrink(db, 11_000) == 5
     assert db.execute("SELECT count(*) FROM responses WHERE owner = 'ben'").fetchone()[0] == 15
-
-
-async def test_waiting_for_answers_that_do_not_come_is_bounded_by_owner(control: Control, monkeypatch):
-    """A thousand of one owner were all that there could be: the others were told "not found" of what was on its way."""
-    monkeypatch.setattr(stored_responses, "_MOST_EXPECTED", 2)
-    box = control.app.state.responses
-    waits = [asyncio.create_task(box.find(name(n), "ann")) for n in range(1, 5)]
-    async with asyncio.timeout(60):
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    assert dict(box._expected) == {"ann": 2} and all(isinstance(one.exception(), NotFound) for one in done)
-    late = asyncio.create_task(box.find(name(9), "bob"))
-    async with asyncio.timeout(60):
-        while "bob" not in box._expected:
-            await asyncio.sleep(0.001)
-    assert box._expected["bob"] == 1
-    for wait in (*waits, late):
-        wait.cancel()
-    await asyncio.gather(*waits, late, return_exceptions=True)
-    assert not box._expected

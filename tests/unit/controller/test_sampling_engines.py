@@ -8,10 +8,10 @@ import contextlib
 import pytest
 
 from appliance.controller.bus.bus import Bus
-from appliance.controller.bus.load import Load, ModelLoad, ReplicaLoad
-from appliance.controller.grading.sampling_engines import SocketEngines
+from appliance.controller.bus.load import Load, ModelLoad
+from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.interfaces.records import LineReturned
 from appliance.gateway.core.config import Limits
 from appliance.gateway.routing.router import BATCH_BEHIND
 from serve.core import sampling
@@ -35,7 +35,7 @@ async def engine_of(folder, script):
 
 @pytest.fixture
 async def lines(tmp_path):
-    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: made.load_changed())
+    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1)
     made = SocketEngines(bus, Limits(upstream_silence_s=1.0), lambda: None)
     yield made
     await made.close()
@@ -45,9 +45,9 @@ async def lines(tmp_path):
     ("load", "expected"),
     [
         (Load(), 32),
-        (Load({"r1": ReplicaLoad(inflight=1)}), 28),
-        (Load({"r1": ReplicaLoad(inflight=9), "r2": ReplicaLoad(inflight=2)}), 8),
-        (Load({"r1": ReplicaLoad(inflight=4), "r2": ReplicaLoad(inflight=4)}), 0),
+        (Load({"r1": 1}), 28),
+        (Load({"r1": 9, "r2": 2}), 8),
+        (Load({"r1": 4, "r2": 4}), 0),
         (Load(models={"starter": ModelLoad(held=1)}), 0),
         (Load(models={"other": ModelLoad(held=1, inflight=9)}), 32),
     ],

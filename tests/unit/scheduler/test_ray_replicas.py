@@ -102,7 +102,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
             home=SimpleNamespace(name="elsewhere"),
         ),
     )
-    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
+    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
     await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"), "lease")
@@ -181,3 +181,33 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
         except EffectFailed as failed:
             blames.append(failed.blame)
     assert blames == ["own", "", "own", "own", "reload", "", "own"]
+
+
+async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
+    found, _ = two
+
+    async def call(method: str, *_: Any) -> dict:
+        await asyncio.sleep(0)
+        raise EngineFailed("swap: the engine died")
+
+    await found.observe()
+    for replica_id in ("r0", "r1"):
+        monkeypatch.setattr(found._replicas[replica_id], "call", call)
+    loads = [found._reload("swap_replica", one, "swap", "m", "v2", "/v") for one in ("r0", "r1")]
+    assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
+
+
+async def test_swap_out_of_time_offers_adapters_again(two):
+    found, _ = two
+    offered = []
+
+    async def withhold(replica_id: str) -> None:
+        await asyncio.Event().wait()
+
+    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append)
+    found._versions = SimpleNamespace(taken=lambda model, version: None)
+    found._bring = lambda *_: asyncio.sleep(0, ("/v", 0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await found.swap_replica("r0", "m", "v2")
+    assert offered == ["r0"]

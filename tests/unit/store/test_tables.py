@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,7 @@ def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
         handovers.insert(db, HandoverRow("1", "why", "running", 1.0), [*steps, steps[0]])
     assert handovers.find(db, "1") is None and handovers.steps(db, "1") == []
     handovers.insert(db, HandoverRow("1", "why", "running", 1.0), steps)
-    handovers.update_step(db, "1", 1, state="done", detail={"seconds": 0.5})
+    handovers.put_step(db, replace(steps[1], state="done", detail={"seconds": 0.5}))
     assert [step.state for step in handovers.steps(db, "1")] == ["planned", "done", "planned"]
     assert [row.id for row in handovers.list_open(db)] == ["1"]
     handovers.update(db, "1", state="done", ended_s=2.0)

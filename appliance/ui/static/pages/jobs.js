@@ -17,28 +17,16 @@ export function Page({ rest }) {
   return html`<div class="buttons top">${tunes ? html`<a class="button main" href="#/jobs/new">${t("jobs.new")}</a>` : html`<p class="dim">${t("jobs.read_only")}</p>`}</div><${List} />`;
 }
 
-/** OpenAI's object in the shape of /admin/v1/jobs, as far as it goes. */
-function ofOpenAI(job) {
-  return {
-    ...job,
-    phase: job.status === "validating_files" ? "validating" : job.status,
-    created_s: job.created_at,
-    finished_s: job.finished_at,
-    eta_s: job.estimated_finish ? job.estimated_finish - Date.now() / 1000 : null,
-    hyperparameters: job.method && job.method[job.method.type] ? job.method[job.method.type].hyperparameters : job.hyperparameters,
-    devices: null,
-  };
-}
+/** Where this person sees jobs: all, or their own. Both have the same objects. */
+const useJobs = () => (useMay("read") ? "/admin/v1/jobs" : "/v1/fine_tuning/jobs");
 
 function List() {
-  const all = useMay("read");
-  const path = all ? "/admin/v1/jobs" : "/v1/fine_tuning/jobs";
-  const shaped = all ? (row) => row : ofOpenAI;
+  const path = useJobs();
   const jobs = useLive((signal) => get(`${path}?limit=100`, signal), 2, [path]);
   return html`<${Live} of=${jobs}>${(answer) => html`<${Card}>
     <${Rows} answer=${answer} older=${(after) => `${path}?limit=100&after=${after}`} empty=${t("jobs.none")}
       text=${(row) => [row.id, row.fine_tuned_model, row.output_model, row.model, row.owner, row.phase || row.status].join(" ")}>${(found, empty) => html`
-    <${Table} label=${t("nav.jobs")} rows=${found.map(shaped)} rowKey=${(row) => row.id} empty=${empty} columns=${[
+    <${Table} label=${t("nav.jobs")} rows=${found} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.fine_tuned_model || row.output_model || row.id}</a><br /><span class="dim">${row.model}</span>`],
       [t("state"), (row) => html`<${Badge} state=${row.phase} />`],
       [t("job.progress"), (row) => row.total_steps ? `${number(row.step)} / ${number(row.total_steps)}` : "–", "right"],
@@ -51,15 +39,15 @@ function List() {
 }
 
 function Job({ id }) {
-  const all = useMay("read");
+  const path = `${useJobs()}/${id}`;
   const tunes = useMay("fine_tuning");
-  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id]);
+  const job = useLive((signal) => get(path, signal), 2, [path]);
   const events = useEvents(id, tunes);
-  const rows = useMetrics(id, all);
+  const rows = useMetrics(path);
   return html`<p class="back"><a href="#/jobs">← ${t("jobs.all")}</a></p>
     <${Live} of=${job}>${(one) => html`
       <${About} job=${one} onChange=${() => { job.reload(); if (events) events.reload(); }} may=${tunes} />
-      <${Curves} job=${one} metrics=${all ? rows.data : null} events=${events.data} />
+      <${Curves} job=${one} metrics=${rows.data} events=${events.data} />
       ${tunes ? html`<${Checkpoints} id=${id} phase=${one.phase} /><${Events} events=${events} />` : html`<p class="alert quiet">${t("scope.needed", { scopes: "fine_tuning" })}</p>`}
     `}</${Live}>`;
 }
@@ -85,19 +73,18 @@ function useEvents(id, may) {
 }
 
 /** All metrics of the job by step; each look asks again for the last steps, which a resume may have done again. */
-function useMetrics(id, may) {
+function useMetrics(path) {
   const known = useRef(new Map());
   return useLive(async (signal) => {
-    if (!may) return [];
     let after = Math.max(-1, ...known.current.keys()) - 20;
     for (;;) {
-      const answer = await get(`/admin/v1/jobs/${id}/metrics?limit=5000&after_step=${Math.max(-1, after)}`, signal);
+      const answer = await get(`${path}/metrics?limit=5000&after_step=${Math.max(-1, after)}`, signal);
       for (const row of answer.data) known.current.set(row.step, row);
       if (!answer.has_more) break;
       after = answer.data[answer.data.length - 1].step;
     }
     return [...known.current.values()].sort((a, b) => a.step - b.step);
-  }, 2, [id, may]);
+  }, 2, [path]);
 }
 
 function About({ job, may, onChange }) {
@@ -122,8 +109,8 @@ function About({ job, may, onChange }) {
       [t("created"), moment(job.created_s)],
       [t("job.finished"), job.finished_s ? moment(job.finished_s) : null],
     ]} />
-    ${job.hyperparameters && Object.keys(job.hyperparameters).length ? html`<details><summary>${t("job.settings")}</summary>
-      <${Facts} pairs=${Object.entries({ ...(job.resolved || {}), ...job.hyperparameters }).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)])} /></details>` : null}
+    ${job.method ? html`<details><summary>${t("job.settings")}</summary>
+      <${Facts} pairs=${Object.entries({ ...(job.resolved || {}), ...job.method[job.method.type].hyperparameters }).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)])} /></details>` : null}
     ${may && !over ? html`<${Acts} job=${job} onChange=${onChange} />` : null}
     ${job.phase === "succeeded" ? html`<div class="buttons"><a class="button" href=${`#/chat/${encodeURIComponent(job.fine_tuned_model)}`}>${t("job.try")}</a></div>` : null}
   </${Card}>`;
@@ -157,7 +144,7 @@ const MEASURED = {
 };
 const validName = ([name, ofValidation]) => ofValidation || `valid_${name}`;
 
-/** Columns over steps: from the rows of metrics where the key may read them, and what methods measure from the events. */
+/** Columns over steps: from the rows of metrics, and what methods measure from the events. */
 function columnsOf(metrics, events) {
   const rows = new Map();
   const at = (step) => {
@@ -171,12 +158,6 @@ function columnsOf(metrics, events) {
     const data = event.data || {};
     if (event.type !== "metrics" || data.step === undefined) continue;
     const row = at(data.step);
-    row.loss ??= data.train_loss;
-    row.valid ??= data.valid_loss;
-    row.tokens ??= data.tokens_per_s;
-    row.devices ??= data.devices;
-    row.rate ??= data.learning_rate;
-    row.norm ??= data.grad_norm;
     for (const names of Object.values(MEASURED)) {
       for (const name of [names[0], validName(names)]) row[name] ??= data[name];
     }

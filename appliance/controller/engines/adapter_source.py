@@ -1,0 +1,43 @@
+"""Loads adapters that an engine misses from the nearest tier into shared memory.
+
+Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
+
+On threads of its own: a tier elsewhere takes seconds for each adapter, which the controller's other work must not wait
+for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.tiers.facts import name_of
+from appliance.tiers.tiers import Tiers
+from serve.adapters.source import AdapterServer
+from weights.format.errors import WeightsError
+from weights.memory.store import Lease, WeightStore
+
+THREADS = 4
+
+
+class AdapterSource(AdapterServer):
+    """Serves engines on the home node, and the nodes of engines elsewhere."""
+
+    def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
+        super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
+        self._db, self._store, self._tiers = db, store, tiers
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _bring_in(self, model: str, version: str) -> Lease:
+        row = models.find_version(self._db, model, version)
+        if row is None or not row.meta.get("adapter"):
+            raise LookupError(f"{model} {version} is not an adapter of this box")
+        loop = asyncio.get_running_loop()
+        return self._store.lease(await loop.run_in_executor(self._pool, self._tiers.bring_in, name_of(row)))
