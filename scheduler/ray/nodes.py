@@ -332,6 +332,7 @@ async def emptied(node_config: NodeConfig, head: str) -> None:
         node = find_actor(NODE + node_config.name)
         if node is not None:
             await node.leave.remote()
+            await asyncio.sleep(2 * LOOK_EVERY_S)  # home has read it by then: an idle node would count as lost
         while await any_reserved({device.id for device in node_config.devices}):
             await asyncio.sleep(EMPTY_EVERY_S)
 
