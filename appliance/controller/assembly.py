@@ -227,7 +227,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         device_readings=health.newest,
         open_engines=routing.open_engines,
         doctor=DoctorProcess(
-            [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config", str(paths.config_file)]
+            [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
         ).look,
         box={
             "id": paths.box_id,

@@ -22,8 +22,6 @@ from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
 from appliance.cli.mode.power import limit_line
 from appliance.cli.own_process import python
-from appliance.paths import BoxPaths
-from runtime.replace_file import replace_file
 
 _STOP_S = 300.0
 
@@ -137,17 +135,16 @@ def join(
         raise BadUsage("--token and --token-file say the same thing; give one of them")
     if renew and (token is not None or token_file is not None):
         raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
+    from appliance.cli.box.up import keep
+
     if token is not None:
         if token == "-":
             token = _asked_for()
         elif (source := ctx.get_parameter_source("token")) is not None and source.name == "COMMANDLINE":
             output.say("note: every user of this machine can read this token, and join in its place: use --token -")
-        # In a file, because every user of this machine could read an argument.
-        token_file = _kept(Path(settings.box.data_dir), token)
-    paths = BoxPaths.of(Path(settings.box.data_dir))
-    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace_file(paths.config_file, settings.model_dump_json().encode())
-    command = python("appliance.boot.node", "--config", str(paths.config_file))
+        token_file = keep(Path(settings.box.data_dir), "join.token", token)
+    config_file = keep(Path(settings.box.data_dir), "config.json", settings.model_dump_json())
+    command = python("appliance.boot.node", "--config", str(config_file))
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
     renew_option = ("--renew",) if renew else ()
     os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])
@@ -161,15 +158,6 @@ def _asked_for() -> str:
     if not token.strip():
         raise BadUsage("no token was given: `appliance node token` on the box prints one")
     return token.strip()
-
-
-def _kept(data_dir: Path, token: str) -> Path:
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = data_dir / "join.token"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    return path
 
 
 @app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))

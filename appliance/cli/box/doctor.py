@@ -1,4 +1,4 @@
-"""`appliance doctor`; the checks are in `appliance.doctor`, run in a process of its own and never imported here."""
+"""`appliance doctor`: runs the checks of `appliance.boot.doctor` in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def doctor(
     """Check whether this machine is fit for the box, and whether the box is well."""
     settings = resolved(config, data_dir=data_dir)
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    answer = json.loads(
-        said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
-    )
+    given = settings.model_dump_json()
+    answer = json.loads(said_by("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=given))
     if output_format == "json":
         output.print_json(answer)
         raise typer.Exit(answer["exit_code"])

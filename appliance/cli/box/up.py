@@ -16,11 +16,20 @@ from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.paths import BoxPaths, UnsafeFolder, check_closed
-from runtime.replace_file import replace_file
+from appliance.paths import UnsafeFolder, check_closed
 
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
+
+
+def keep(data_dir: Path, name: str, text: str) -> Path:
+    """A file of mode 0600 in the data directory: every user of this machine could read an argument."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = data_dir / name
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return path
 
 
 class MainProcess:
@@ -48,8 +57,7 @@ class MainProcess:
                 raise CommandFailed(str(error)) from error
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data_dir.chmod(0o700)
-        config_file = BoxPaths.of(data_dir).config_file
-        replace_file(config_file, config_json.encode())
+        config_file = keep(data_dir, "config.json", config_json)
         from runtime.processes.kernel import die_with_parent  # fenced, for the time of `--help`
 
         end_with_command = partial(die_with_parent, os.getpid(), signal.SIGTERM)
