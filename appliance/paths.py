@@ -33,7 +33,6 @@ class BoxPaths:
         self.database = data_dir / "appliance.db"
         self.ray_token = data_dir / "ray.token"
         self.certificates = data_dir / "ca"  # this node's; at home those of the box's authority too
-        self.join_tokens = self.certificates / "tokens"
         self.first_key = data_dir / "first-key"  # the key that a box without any made for its owner
         self.files = data_dir / "files"
         self.models = data_dir / "models"

@@ -45,8 +45,8 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks._claims import at_least, at_most, record  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
 from benchmarks.gateway_relay import KEY, NGINX_CONFIG, cpu_s, free_port, push_table, tree  # noqa: E402
+from benchmarks.simulator.trace import read_requests  # noqa: E402
 from runtime.devices.kinds import HOST  # noqa: E402
-from scheduler.simulator.trace import read_requests  # noqa: E402
 from serve.core.spec import ReplicaSpec  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402

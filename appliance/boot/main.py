@@ -32,9 +32,8 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, kill_leftovers, own_files_only
 from appliance.boot.tracking import run_exporter, status_file
-from appliance.config import BoxConfig, enrolment_port, load_resolved
-from appliance.nodes.certificate_authority import Authority, Unfit
-from appliance.nodes.enrolment import EnrolmentServer, Tokens
+from appliance.config import BoxConfig, load_resolved
+from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
@@ -42,7 +41,7 @@ from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HOME_NODE, check_build, discover_devices, foreign_use
+from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 5
         try:
             return asyncio.run(_run(config, paths, state))
-        except (BoxError, ray_head.RayStartError, Unfit) as error:
+        except (BoxError, ray_head.RayStartError, InvitationError) as error:
             state.update(state="failed", message=str(error))
             log.error("the box did not start: %s", error)
             return 1
@@ -134,12 +133,10 @@ class Box:
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
         self.hopeless = ""
         self._boot = secrets.token_hex(8)
-        self._enrolment, certificate = None, None
-        if config.box.node_address is not None:
-            authority = Authority(paths.certificates)
-            certificate = authority.prepare(HOME_NODE, config.box.node_address).files
-            self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
-        self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
+        joinable = config.box.node_address is not None
+        if joinable:
+            prepare(paths, config.box.node_address, config.box.node_port)
+        self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, joinable=joinable)
         self._background = BackgroundTasks()
         self._ray_address = ""
         self._devices: tuple[Device, ...] = ()
@@ -168,7 +165,6 @@ class Box:
         self._paths.renew_gateway_token()
         self._say("starting Ray")
         await self._ray.begin()
-        await self._let_nodes_enrol()
         self._say("starting the controller")
         await self._controller.begin()
         await self._wait_for(self._controller)
@@ -191,24 +187,10 @@ class Box:
             exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
             self._background.keep("tracking", exporter)
 
-    async def _let_nodes_enrol(self) -> None:
-        if self._enrolment is None:
-            return
-        address, port = self._config.box.node_address, enrolment_port(self._config.box.node_port)
-        try:
-            await self._enrolment.start(address, port)
-        except OSError as error:
-            raise BoxError(
-                f"nodes are enrolled at {address}:{port}, the port after node_port, and it cannot be opened ({error}); "
-                "free it, or set another node_port"
-            ) from error
-
     async def end(self) -> str:
         """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
         await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
-        if self._enrolment is not None:
-            await self._enrolment.stop()
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
         saved = await self._controller.end(CONTROLLER_END_S)

@@ -177,7 +177,7 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
     mlflow = Mlflow(port)
     try:
         box.up()
-        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.make_starter()
         box.set_mode(policy="train")
         file = box.upload(gsm8k("train", 48))
         job = box.client().fine_tuning.jobs.create(

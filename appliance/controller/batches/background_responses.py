@@ -21,7 +21,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of
 from appliance.controller.responses.stored import DAY_S, StoredResponses

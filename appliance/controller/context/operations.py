@@ -14,7 +14,7 @@ from typing import Any
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import Progress, Report
+from appliance.controller.interfaces.records import Progress, Report
 from appliance.store.ids import new_id
 from appliance.store.records import operations
 from appliance.store.rows import OperationRow, columns

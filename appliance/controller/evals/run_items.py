@@ -13,9 +13,7 @@ from pydantic import ValidationError
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled
 from appliance.controller.grading.given import MAX_DEPTH
-from appliance.controller.http.body_weight import check_weight
 from appliance.controller.http.strict_body import meant
-from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.responses.entries import Entry
 from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
@@ -116,13 +114,9 @@ def in_chunks(entries: Entries) -> Chunks:
 
 
 def _check_text(number: int, text: bytes) -> None:
-    """Raises RunFailed for an entry that is expensive to parse."""
+    """Raises RunFailed for an entry that is too long."""
     if len(text) > requests.MAX_ENTRY_BYTES:
         raise RunFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
-    try:
-        check_weight(text, requests.ENTRY_WEIGHT)
-    except BadRequest as error:
-        raise RunFailed("invalid_data", f"Line {number}: {error.message}") from None
 
 
 def _entry(number: int, line: bytes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "init": ["--data-dir", "--force", "--help", "--output", "--template", "FILE"],
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
-    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--renew", "--token", "--token-file", "HEAD"],
+    "join": ["--data-dir", "--devices", "--help", "INVITATION"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "top": [*BOX, "--every", "--once"],
@@ -34,35 +34,11 @@ FROZEN = {
     "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
-    "simulate": [
-        "--api-key",
-        "--data-dir",
-        "--floor",
-        "--from-box",
-        "--gpus-per-node",
-        "--help",
-        "--jobs",
-        "--min-replicas",
-        "--nodes",
-        "--output",
-        "--plot",
-        "--policy",
-        "--profile",
-        "--scale",
-        "--seed",
-        "--slo-tpot",
-        "--slo-ttft",
-        "--static",
-        "--trace",
-        "--train",
-        "--url",
-    ],
+    "node invite": ["--data-dir", "--help", "ADDRESS", "NODE"],
     "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],
-    "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
-    "gpu limits": [*BOX, "--measure"],
     "gpu forget": [*BOX, "NODE"],
     "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [
@@ -105,7 +81,6 @@ FROZEN = {
     "mode history": [*BOX, "--limit", "HANDOVER"],
     "model import": [*BOX, "--base", "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model catalog": ["--help", "--output"],
-    "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],
     "model show": [*BOX, "MODEL"],
     "model rm": [*BOX, "MODEL"],
@@ -350,9 +325,7 @@ def test_the_overview_tells_the_truth():
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"], ["simulate", "-h"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]])
 def test_help_imports_nothing_heavy(arguments):
     program = (
         "import sys\nfrom appliance.cli.main import run\n"

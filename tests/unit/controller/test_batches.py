@@ -19,11 +19,11 @@ from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.bus import asking
 from appliance.controller.files import quarantine
-from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
 from runtime import background_tasks
-from tests.simulator.control_plane import SimulatedEngines
+from tests.simulator.control_plane import SimulatedEngines, change
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
@@ -121,7 +121,7 @@ async def test_a_batch_answers_every_line_once(control: Control):
     ],
 )
 async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, rows, code, number):
-    control.context.config = control.context.config.model_copy(update={"batch_max_lines": 50})
+    change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 50}))
     batch = await ended(control, await begun(control, rows))
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.effects import SimEffects
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Holder, Lease, Ledger
@@ -17,7 +18,6 @@ from scheduler.handover.box import Box, GroupView
 from scheduler.handover.effects import Effects
 from scheduler.handover.step import Step
 from scheduler.handover.verbs import VERBS
-from scheduler.simulator.effects import SimEffects
 from tests.unit.scheduler import fakes
 from tests.unit.scheduler.fakes import box_of
 
@@ -93,7 +93,7 @@ def test_every_verb_of_the_table_has_everything_and_nothing_else_has_a_verb():
         "scheduler/loop",
         "appliance/controller/admin/handover_views.py",
         "appliance/demo/main.py",
-        "appliance/wiring/journal.py",
+        "appliance/controller/scheduling/journal.py",
     ):
         path = ROOT / module
         for file in path.rglob("*.py") if path.is_dir() else [path]:

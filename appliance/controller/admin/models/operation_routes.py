@@ -1,4 +1,4 @@
-"""/admin/v1/operations, and the routes that begin one: import a model, make the starter, verify.
+"""/admin/v1/operations, and the routes that begin one: import a model, verify.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import Field, StringConstraints
+from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
@@ -20,7 +19,6 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
-from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -31,8 +29,8 @@ from appliance.controller.interfaces.errors import (
     OperationFailed,
     shown,
 )
-from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Report
 from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
@@ -49,10 +47,6 @@ class Import(StrictBody):
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
-
-
-class Starter(StrictBody):
-    minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter, running: Operations) -> None:
@@ -89,21 +83,6 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
             context, running, attempt, caller, "import", body.name or body.source, work, "model.import", **told
         )
 
-    @router.post("/models/starter", status_code=202)
-    async def make_starter(request: Request, caller: Caller, body: Starter | None = None) -> JSONResponse:
-        minutes = body.minutes if body else None
-        attempt, earlier = _attempted(context, request, caller, "model.starter", minutes)
-        if earlier is not None:
-            return _accepted(earlier)
-        if made_by_jobs(db, "starter"):  # else it is refused once it is made
-            raise _exists("starter")
-        context.quotas.disk.check()
-
-        async def work(report: Report) -> dict[str, Any]:
-            return await register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
-
-        return _start(context, running, attempt, caller, "starter", "starter", work, "model.starter", minutes=minutes)
-
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
         row = stored_model(db, name)
@@ -138,21 +117,19 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         return {"operation": operations.view(row)}
 
 
-def _begun(db: Database, attempt: Attempt, operation_id: str) -> OperationRow | None:
-    """The operation that an earlier attempt began. One that failed is no answer to a mere retry: it may be that of
-    an earlier request."""
-    row = operation_rows.find(db, operation_id)
-    return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
-
-
 def _attempted(
     context: ControllerContext, request: Request, caller: Principal, action: str, body: Any
-) -> tuple[Attempt, OperationRow | None]:
-    """The attempt, and the operation that an earlier one of it began."""
-    attempt = Attempt.of(request, caller, f"operations.{action}", body)
-    found = idempotency.find(context.db, context.config, attempt)
-    earlier = _begun(context.db, attempt, found) if found is not None else None
-    if earlier is not None:
+) -> tuple[Attempt[OperationRow], OperationRow | None]:
+    """The attempt, and the operation that an earlier one of it began. One that failed is no answer to a mere retry: it
+    may be that of an earlier request."""
+
+    def begun(operation_id: str) -> OperationRow | None:
+        row = operation_rows.find(context.db, operation_id)
+        is_failed = row is not None and row.state == "failed"
+        return None if is_failed and "idempotency-key" not in request.headers else row
+
+    attempt = Attempt(request, caller, f"operations.{action}", body, begun)
+    if (earlier := attempt.earlier()) is not None:
         record(context, caller, action, earlier.target, repeated=True)
     return attempt, earlier
 
@@ -160,7 +137,7 @@ def _attempted(
 def _start(
     context: ControllerContext,
     running: Operations,
-    attempt: Attempt,
+    attempt: Attempt[OperationRow],
     caller: Principal,
     kind: str,
     target: str,
@@ -178,7 +155,7 @@ def _start(
             )
         return running.insert(kind, target)
 
-    row, new = idempotency.once(context.db, context.config, attempt, partial(_begun, context.db, attempt), make)
+    row, new = attempt.once(make)
     if new:
         running.begin(row, work)
         record(context, caller, action, target, **told)

@@ -1,0 +1,228 @@
+"""Simulates engines: what a continuous-batching server does with requests, in closed form between events.
+
+Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chunked prefill:
+
+    step_s = base_s + per_token_s x (decoding sequences + prefill tokens of this step) + per_context_s x context tokens
+
+Every decoding sequence gets one token per step. A step takes up to `chunk_tokens` of the queued prompts, first come
+first served, and several of them if they are short. A sequence is admitted when its prompt and output fit the KV cache.
+Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs a few
+operations per request, not per token. The model leaves out quadratic prefill attention (below 5 % up to 8k tokens),
+growth of the context between two events, and CPU time.
+
+`base_s` and `per_token_s` are least-squares fits of the H100 profile of Llama-2-7B (32 layers, medians of all linear,
+norm and rotary kernels) in microsoft/vidur's data (MIT); `EngineModel.from_profile` recomputes them from that file.
+`per_context_s` is the model's 512 KiB of KV per token over 70 % of an H100's 3.35 TB/s.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.simulator.trace import Requests
+from scheduler.core.errors import TraceError
+
+_KERNELS = """input_layernorm attn_pre_proj attn_rope attn_post_proj post_attention_layernorm
+    mlp_up_proj mlp_act mlp_down_proj add add""".split()
+_PROFILED_LAYERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """Seconds per step as above. `kv_tokens`: what the KV cache holds."""
+
+    base_s: float = 3.68e-3
+    per_token_s: float = 2.01e-5
+    per_context_s: float = 2.2e-7
+    chunk_tokens: int = 2048
+    kv_tokens: int = 120_000
+    max_num_seqs: int = 256
+
+    @classmethod
+    def from_profile(cls, path: str | Path) -> EngineModel:
+        """Fit a Vidur layer profile (CSV, times in ms per layer). Raises TraceError if it is not one."""
+        points: list[tuple[float, float]] = []
+        opener = gzip.open if str(path).endswith(".gz") else open
+        try:
+            with opener(path, "rt", newline="") as file:
+                for row in csv.DictReader(file):
+                    if row["num_tensor_parallel_workers"] == "1":
+                        total_ms = sum(float(row[f"time_stats.{k}.median"] or 0) for k in _KERNELS)
+                        points.append((float(row["num_tokens"]), total_ms * _PROFILED_LAYERS / 1000))
+        except (OSError, KeyError, ValueError) as error:
+            raise TraceError(path, None, f"is not a layer profile: {error!r}") from error
+        if len(points) < 2:
+            raise TraceError(path, None, "has fewer than two rows for one worker")
+        n = len(points)
+        mean_x, mean_y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+        return cls(base_s=mean_y - slope * mean_x, per_token_s=slope)
+
+    def step_s(self, decoding: int, context_tokens: float, prefill_tokens: float) -> float:
+        return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
+
+    def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
+        """How many requests one replica carries at once: as many as fit its cache and meet the target per further token
+        with a third of the time to spare while their prompts arrive evenly.
+
+        The time to the first token depends on the waiting prompts, not on this number.
+        """
+        n = 1
+        while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
+            prefill_per_step = min((n + 1) * prompt / max(output, 1.0), self.chunk_tokens)
+            if self.step_s(n + 1, (n + 1) * (prompt + output / 2), prefill_per_step) > tpot_s * 2 / 3:
+                break
+            n += 1
+        return n
+
+
+@dataclass(slots=True)
+class Served:
+    """When each request got its first token and ended; -1 if it has not."""
+
+    first_token_s: list[float]
+    end_s: list[float]
+
+    @classmethod
+    def of(cls, count: int) -> Served:
+        return cls([-1.0] * count, [-1.0] * count)
+
+
+class Engine:
+    """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
+
+    __slots__ = (
+        *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "prompt_tokens", "_prefill", "_left"),
+        *("_emitted", "_batch", "_context", "_reserved", "_queued", "_chunk", "_step_s"),
+    )
+
+    def __init__(self, model: EngineModel, requests: Requests, served: Served, now_s: float):
+        self.model, self.requests, self.served, self.now_s = model, requests, served, now_s
+        self.waiting: deque[int] = deque()
+        self.version = 0
+        self._prefill: int | None = None
+        self._left = 0.0
+        self._emitted = 0.0  # tokens of a sequence in the batch since the beginning
+        self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
+        self._context = 0.0
+        self._reserved = 0
+        self._queued = 0  # prompt tokens of `waiting`
+        self.tokens = 0  # prompt and output tokens of all requests that have not ended
+        self.prompt_tokens = 0  # of the same
+        self._chunk, self._step_s = 0.0, 1.0  # constant between two events, set by `next_event_s`
+
+    @property
+    def inflight(self) -> int:
+        return len(self.waiting) + len(self._batch) + (self._prefill is not None)
+
+    @property
+    def running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return int(self._left) + self._queued
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens of requests without a first token, as a gateway counts them: whole prompts."""
+        return self._queued + (0 if self._prefill is None else self.requests.prompt[self._prefill])
+
+    @property
+    def stuck(self) -> bool:
+        """Whether requests wait although no prompt is computed: the cache has no room for the first of them."""
+        return bool(self.waiting) and self._prefill is None
+
+    def take_back(self) -> int:
+        """Remove the longest waiting request, which is not being computed, and return it."""
+        request = self.waiting.popleft()
+        self._queued -= self.requests.prompt[request]
+        self.tokens -= self.requests.prompt[request] + self.requests.output[request]
+        self.prompt_tokens -= self.requests.prompt[request]
+        self._admit()
+        self.version += 1
+        return request
+
+    def add(self, request: int) -> None:
+        self.waiting.append(request)
+        prompt = self.requests.prompt[request]
+        self._queued += prompt
+        self.tokens += prompt + self.requests.output[request]
+        self.prompt_tokens += prompt
+        self._admit()
+        self.version += 1
+
+    def _admit(self) -> None:
+        if self._prefill is not None or not self.waiting or len(self._batch) >= self.model.max_num_seqs:
+            return
+        request = self.waiting[0]
+        need = self.requests.prompt[request] + self.requests.output[request]
+        if self._reserved and self._reserved + need > self.model.kv_tokens:
+            return
+        self.waiting.popleft()
+        self._queued -= self.requests.prompt[request]
+        self._reserved += need
+        self._prefill, self._left = request, float(self.requests.prompt[request])
+
+    def next_event_s(self) -> float | None:
+        """When its state next changes by itself. Call it after every change: it sets the rates that `advance` uses."""
+        prefilling, batch, model = self._prefill is not None, self._batch, self.model
+        if not prefilling and not batch:
+            return None
+        chunk = 0.0
+        if prefilling:
+            # Prompt tokens per step: those of the first in the queue and, if the cache has room, of those behind it.
+            chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
+            chunk = min(chunk, model.chunk_tokens)
+        self._chunk = chunk
+        self._step_s = step_s = (
+            model.base_s + model.per_token_s * (len(batch) + chunk) + model.per_context_s * self._context
+        )
+        steps = self._left / chunk if prefilling else math.inf
+        if batch:
+            steps = min(steps, max(batch[0][0] - self._emitted, 0.0))
+        return self.now_s + steps * step_s
+
+    def advance(self, to_s: float) -> None:
+        """Advance time; `to_s` must not be beyond the next event."""
+        steps = (to_s - self.now_s) / self._step_s
+        self.now_s = to_s
+        if self._batch:
+            self._emitted += steps
+            self._context += steps * len(self._batch)
+        if self._prefill is not None:
+            self._left -= steps * self._chunk
+
+    def finish_events(self) -> None:
+        """Process what is due now: end sequences, complete a prefill."""
+        requests, served = self.requests, self.served
+        self.version += 1
+        while self._batch and self._batch[0][0] - self._emitted < 1e-6:
+            _, request = heapq.heappop(self._batch)
+            served.end_s[request] = self.now_s
+            whole = requests.prompt[request] + requests.output[request]
+            self._reserved -= whole
+            self.tokens -= whole
+            self.prompt_tokens -= requests.prompt[request]
+            self._context -= whole
+        if not self._batch:
+            self._context = 0.0
+        if self._prefill is not None and self._left < 1e-3:
+            request, self._prefill, self._left = self._prefill, None, 0.0
+            served.first_token_s[request] = self.now_s
+            if requests.output[request] <= 1:
+                served.end_s[request] = self.now_s
+                self._reserved -= requests.prompt[request] + requests.output[request]
+                self.tokens -= requests.prompt[request] + requests.output[request]
+                self.prompt_tokens -= requests.prompt[request]
+            else:
+                self._context += requests.prompt[request] + 1
+                heapq.heappush(self._batch, (self._emitted + requests.output[request] - 1, request))
+        self._admit()

@@ -1,0 +1,141 @@
+"""Simulates a gateway's load reports and what the scheduler learns from them, and samples data for the plot."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field, replace
+
+from benchmarks.simulator.effects import REPORT_S, SimEffects, SimModel
+from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.shadow import Seen
+from scheduler.autoscale.standby import StandbyLearner
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView, Standby
+from scheduler.loop.loop import SchedulerLoop
+
+QUIET_REPORTS = 20
+"""While there are no requests, only one in this many reports is simulated."""
+
+
+@dataclass
+class Sample:
+    """One point of the plot."""
+
+    at_s: float
+    inflight: int
+    held: int
+    serving_devices: int
+    training_devices: int
+
+
+@dataclass
+class Reports:
+    """Reports of one model's load. learner: None if the policy learns nothing from it (a fixed split)."""
+
+    model: SimModel
+    config: SchedulerConfig
+    learner: StandbyLearner | None = None
+    _arrived = 0
+    _judged = 0
+
+    def wanted(self, now_s: float) -> int:
+        """Takes a report, and returns the replicas that the planner would want now."""
+        deployment = self.model.deployment()
+        if self.learner is not None:
+            self.model.standby = self._learn(self.learner, deployment, now_s)
+            if self.model.standby != deployment.standby:
+                deployment = replace(deployment, standby=self.model.standby)
+        wanted = demand_.wanted_now(deployment, now_s, self.config)
+        return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
+
+    def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
+        cluster, rate = self.model.cluster, deployment.prefill_tokens_per_s
+        assert rate, "the engine model has a rate"
+        prompts, came = cluster.requests.prompt, range(self._arrived, cluster.arrived)
+        self._arrived = cluster.arrived
+        late, hopeless = self._found_late(now_s, learner.target_s, rate)
+        load = demand_.load(deployment, self.config)
+        seen = Seen(
+            works_s=[prompts[n] / rate for n in came],
+            load=load,
+            running=demand_.running(deployment, cluster.running / max(deployment.demand.requests, 1), self.config),
+            late=late,
+            hopeless=hopeless,
+            awake=cluster.open_count,
+        )
+        return learner.seen(now_s, seen)
+
+    def _found_late(self, now_s: float, target_s: float, rate: float) -> tuple[int, int]:
+        """Requests whose target passed since the last report without a first token: those whose prompt alone takes no
+        longer, and those whose prompt does."""
+        cluster = self.model.cluster
+        requests, first_s, late, hopeless = cluster.requests, cluster.served.first_token_s, 0, 0
+        while self._judged < cluster.arrived:
+            n, due_s = self._judged, requests.arrival_s[self._judged] + target_s
+            if due_s >= now_s:
+                break
+            if not 0 <= first_s[n] <= due_s:
+                if requests.prompt[n] <= target_s * rate:
+                    late += 1
+                else:
+                    hopeless += 1
+            self._judged += 1
+        return late, hopeless
+
+
+@dataclass
+class Gateway:
+    """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
+    request arrives after a pause: by then the planner has forgotten what it kept for the previous one.
+
+    listens: False if the policy ignores demand (a fixed split of one model); then nothing is reported between samples.
+    """
+
+    reports: list[Reports]
+    effects: SimEffects
+    config: SchedulerConfig
+    sample_every_s: float
+    listens: bool
+    samples: list[Sample] = field(default_factory=list)
+
+    async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
+        aio = asyncio.get_running_loop()
+        clusters = [one.model.cluster for one in self.reports]
+        wanted: list[int] = []
+        asked_s = [0.0] * len(clusters)
+        next_sample_s, submitted = 0.0, 0
+        while True:
+            now_s = aio.time()
+            for cluster in clusters:
+                cluster.advance(now_s)
+            now_wanted = [one.wanted(now_s) for one in self.reports]
+            while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
+                submitted, wanted = submitted + 1, []
+            last_s = [cluster.last_request_s or 0.0 for cluster in clusters]
+            pause_s = max(last - asked for last, asked in zip(last_s, asked_s, strict=True))
+            if now_wanted != wanted or pause_s > self.config.give_back_after_s:
+                wanted = now_wanted
+                loop.nudge()
+            asked_s = last_s
+            inflight, held = sum(c.inflight_total for c in clusters), sum(len(c.held) for c in clusters)
+            if now_s >= next_sample_s:
+                next_sample_s = now_s + self.sample_every_s
+                e = self.effects
+                self.samples.append(Sample(now_s, inflight, held, e.serving_devices, e.training_devices))
+            over = now_s >= until_s and not any(cluster.arrivals_left for cluster in clusters)
+            busy = bool(held or inflight)
+            if over and not busy:
+                return
+            await asyncio.sleep(self._until_next_s(now_s, next_sample_s, over, busy))
+
+    def _until_next_s(self, now_s: float, next_sample_s: float, over: bool, busy: bool) -> float:
+        """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""
+        if not self.listens and not over:
+            reports = (next_sample_s - now_s) / REPORT_S
+        elif busy or over:
+            reports = 1.0
+        else:
+            next_s = min(one.model.cluster.next_arrival_s for one in self.reports)
+            reports = min((next_s - now_s) / REPORT_S, QUIET_REPORTS)
+        return REPORT_S * max(math.ceil(reports), 1)
