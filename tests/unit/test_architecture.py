@@ -32,7 +32,6 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
-    "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
     "appliance.cli.commands",

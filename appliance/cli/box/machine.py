@@ -76,7 +76,7 @@ def init(session: Session, args: Namespace) -> None:
 def _findings(settings: BoxConfig) -> str:
     """The doctor's, as JSON; its checks run in a process of their own."""
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    return said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
+    return said_by("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
 
 
 @command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")

@@ -26,7 +26,7 @@ class Doctor:
         self._at_s = 0.0
 
     async def look(self) -> dict[str, Any]:
-        """{"exit_code", "data": findings as `appliance.doctor.checks.Finding` has them, "at_s"}. Raises
+        """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
         OperationFailed."""
         async with self._looking:
             if self._found is None or not 0 <= self._clock() - self._at_s < KEPT_S:

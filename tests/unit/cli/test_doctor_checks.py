@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from appliance import last_backup
+from appliance.boot import doctor as checks
 from appliance.boot.box_state import read_end
+from appliance.boot.doctor import Finding, exit_code, findings
 from appliance.config import load_config
-from appliance.doctor import checks
-from appliance.doctor.checks import Finding, exit_code, findings
 from appliance.last_backup import LastBackup
 from runtime.devices.kind import Reading
 from tests.unit.cli.test_tree import is_command

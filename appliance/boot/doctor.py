@@ -1,26 +1,32 @@
-"""The checks: each reads what it judges in a moment, without a privilege, and says what to do.
+"""The doctor's checks: each reads what it judges in a moment, without a privilege, and says what to do.
+
+    python -m appliance.boot.doctor --config FILE [--runs]      prints them as JSON
 
 What cannot be read is skipped and said to be.
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
+import json
 import os
 import resource
 import shutil
 import sqlite3
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from appliance import last_backup
 from appliance.boot import endpoint
 from appliance.boot.box_state import read_end, read_troubles
-from appliance.config import BoxConfig
+from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
@@ -28,7 +34,6 @@ from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.cpu import host_features
 from runtime.devices.kind import DeviceKind, DevicesRefused, Reading
 from runtime.devices.kinds import HOST, kind_of
-from runtime.libc import libc
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory
@@ -43,7 +48,6 @@ DISK_SHARE = 0.05
 MARGIN_C = 5  # below the temperature at which a device slows down
 BACKUP_LATE_S = 26 * 3600.0  # as the alert BackupOld
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
-_STA_UNSYNC = 0x0040  # adjtimex(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +208,9 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the mount below `folder` (proc_pid_mountinfo(5)); "" if unknown."""
-    found, resolved = ("", ""), folder.resolve()
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        mounted = Path(before.split()[4].replace("\\040", " "))
-        if resolved.is_relative_to(mounted) and len(str(mounted)) >= len(found[0]):
-            found = (str(mounted), after.split()[0])
-    return found[1]
+    """The type of the mount below `folder`; "" if unknown."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
+    return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
 
 
 def _slow_sync_s(folder: Path) -> float | None:
@@ -241,30 +240,12 @@ def _machine() -> Iterator[Finding]:
         f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
         "warn",
     )
-    well = _synchronised()
-    yield _judged(
-        "clock",
-        well,
-        "" if well is None else "synchronised" if well else "nothing synchronises it",
-        "synchronised",
-        "`apt-get install chrony`, or another that synchronises it: certificates, quotas and other nodes go by it",
-        "warn",
-    )
 
 
 def _hard_limit(name: int) -> int | None:
     """The hard limit, which the box raises its own to; None: unlimited."""
     hard = resource.getrlimit(name)[1]
     return None if hard == resource.RLIM_INFINITY else hard
-
-
-def _synchronised() -> bool | None:
-    """Whether something disciplines the clock, by adjtimex(2), which only reads here."""
-    room = (ctypes.c_char * 512)()  # struct timex: `modes` is 0, and 208 bytes long at most
-    if libc.adjtimex(ctypes.byref(room)) < 0:
-        return None
-    status_at = ctypes.sizeof(ctypes.c_long) * 5  # after modes (padded), offset, freq, maxerror, esterror
-    return not int.from_bytes(bytes(room)[status_at : status_at + 4], "little") & _STA_UNSYNC
 
 
 def _endpoint(config: BoxConfig, runs: bool) -> Iterator[Finding]:
@@ -341,3 +322,17 @@ def _backup(newest: Path) -> Iterator[Finding]:
         "`appliance backup make PLACE`, each day by a systemd timer or cron",
         "warn",
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.boot.doctor", description=__doc__)
+    parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
+    parser.add_argument("--runs", action="store_true", help="the box of this configuration is up")
+    options = parser.parse_args(argv)
+    found = findings(load_resolved(options.config), runs=options.runs)
+    print(json.dumps({"exit_code": exit_code(found), "at_s": time.time(), "data": [asdict(one) for one in found]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
