@@ -33,15 +33,14 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     ):
         for table in tables if days is not None else ():
             retention.delete_aged(db, table, now_s - days * DAY_S)
-    _by_number(db, kept)
+    _by_number(context, kept)
     for owner in retention.owners(db, "jobs"):
         retention.delete_graders_beyond(db, owner, kept.graders_per_owner)
         _delete_jobs(context, retention.jobs_beyond(db, owner, kept.jobs_per_owner))
     if kept.jobs_days is not None:
         _delete_jobs(context, retention.jobs_before(db, now_s - kept.jobs_days * DAY_S))
     if kept.eval_runs_days is not None:
-        evals.delete(db, retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S))
-    evals.delete_rows(db)
+        _delete_runs(context, retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S))
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S):
             row = files.find(db, file_id, viewer=None, now_s=0)
@@ -54,17 +53,23 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
             shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
 
 
-def _by_number(db: Database, kept: RetentionSettings) -> None:
+def _by_number(context: ControllerContext, kept: RetentionSettings) -> None:
+    db = context.db
     for owner in retention.owners(db, "batches"):
         retention.delete_batches_beyond(db, owner, kept.batches_per_owner)
     for owner in retention.owners(db, "eval_runs"):
-        evals.delete(db, retention.eval_runs_beyond(db, owner, kept.eval_runs_per_owner))
+        _delete_runs(context, retention.eval_runs_beyond(db, owner, kept.eval_runs_per_owner))
     # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions. GATEWAY: logins
     # that were refused have no key, and a provider's people may ask for them without end.
     for key_id in [*(key.id for key in keys.list_all(db) if ADMIN not in key.scopes), GATEWAY]:
         retention.delete_audit_beyond(db, key_id, kept.audit_rows_per_key)
     for job_id in jobs.unfinished_ids(db):
         retention.delete_events_beyond(db, job_id, kept.events_per_job)
+
+
+def _delete_runs(context: ControllerContext, run_ids: Iterable[str]) -> None:
+    for run_id in run_ids:
+        context.tasks.start(evals.DELETIONS, run_id, None)
 
 
 def _delete_jobs(context: ControllerContext, job_ids: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import date, timedelta
 from typing import Annotated, Any
 
@@ -190,13 +191,15 @@ def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR
 def _revoked(answer: dict[str, Any]) -> str:
     if answer["already_revoked"]:
         return f"{answer['name']} ({answer['id']}) was revoked already, {formats.moment(answer['revoked_s'])}"
-    stopped = answer["stopped"]
+    stopped: dict[str, list[str]] = defaultdict(list, answer["stopped"])
     texts = [
         f"{len(stopped[kind])} {one if len(stopped[kind]) == 1 else many}"
         for kind, one, many in (
             ("jobs", "job is paused", "jobs are paused (`appliance job resume` lets one go on)"),
             ("batches", "batch ends", "batches end"),
-            ("responses", "response in background failed", "responses in background failed"),
+            ("responses", "response in background fails", "responses in background fail"),
+            ("eval_runs", "run of an eval fails", "runs of evals fail"),
+            ("operations", "operation on models fails", "operations on models fail"),
         )
         if stopped[kind]
     ]

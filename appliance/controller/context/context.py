@@ -15,6 +15,7 @@ from appliance.controller.access.quotas import Quotas
 from appliance.controller.access.spending import key_table
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.load import Load
+from appliance.controller.context.tasks import Tasks
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import (
     EngineSizer,
@@ -83,6 +84,7 @@ class ControllerContext:
     power_status: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:
+        self.tasks = Tasks(self.db)
         self.quotas = Quotas(
             self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes), lambda: self.key_sink
         )

@@ -15,8 +15,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.new_run import check_judges, check_new_run, checked_source, insert_run
 from appliance.controller.evals.requests import (
-    KEPT_SCHEMA,
-    CustomConfig,
     EvalCreate,
     EvalUpdate,
     RunCreate,
@@ -79,13 +77,11 @@ def _add_evals(router: APIRouter, context: ControllerContext, runner: EvalRunner
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
-        criteria, source = await _criteria(context, hosts, body, caller), body.data_source_config
-        if isinstance(source, CustomConfig):
-            await _check_schema(hosts, source.item_schema, caller)
-        schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
+        criteria = await _criteria(context, hosts, body, caller)
+        await _check_schema(hosts, body.data_source_config.item_schema, caller)
 
         def make() -> EvalRow:
-            return _insert_eval(context, body, schema, criteria, caller)
+            return _insert_eval(context, body, criteria, caller)
 
         row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return views.eval_object(row, caller)
@@ -121,21 +117,18 @@ def _add_evals(router: APIRouter, context: ControllerContext, runner: EvalRunner
     @router.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         _known(db, eval_id, caller)
-        for run_id in evals.unfinished_ids(db, eval_id=eval_id):
-            runner.let_go(run_id)
-        await runner.delete([eval_id])
+        await runner.delete(eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
 
 def _insert_eval(
     context: ControllerContext,
     body: EvalCreate,
-    schema: dict[str, Any],
     criteria: list[dict[str, Any]],
     caller: Principal,
 ) -> EvalRow:
     source, now_s = body.data_source_config, time.time()
-    size = len(orjson.dumps([schema, criteria]))
+    size = len(orjson.dumps([source.item_schema, criteria]))
     context.quotas.check_eval(caller, size)
     row = EvalRow(
         id=new_id("eval_"),
@@ -144,9 +137,8 @@ def _insert_eval(
         updated_s=now_s,
         key_id=caller.key_id,
         owner=caller.owner,
-        item_schema=schema,
-        include_sample=int(not isinstance(source, CustomConfig) or source.include_sample_schema),
-        kept=None if isinstance(source, CustomConfig) else source.model_dump(),
+        item_schema=source.item_schema,
+        include_sample=int(source.include_sample_schema),
         criteria=criteria,
         metadata=body.metadata,
         bytes=size,
@@ -181,9 +173,7 @@ def _add_runs(router: APIRouter, context: ControllerContext, runner: EvalRunner,
         def make() -> EvalRunRow:
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
-        row, made = idempotency.once(db, context.config, attempt, known_before, make)
-        if made:
-            runner.begin(row.id)
+        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return shown_run(row, caller)
 
     @router.get("/{eval_id}/runs")
@@ -216,8 +206,7 @@ def _add_runs(router: APIRouter, context: ControllerContext, runner: EvalRunner,
     @router.delete("/{eval_id}/runs/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         _known_run(db, eval_id, run_id, caller)
-        runner.let_go(run_id)
-        await runner.delete([run_id])
+        await runner.delete(run_id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
-from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.batches.work import BATCHES, Batches
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
@@ -42,7 +42,7 @@ class BatchCreate(StrictBody):
     output_expires_after: OutputExpiresAfter | None = None
 
 
-def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
+def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     router = make_router("/v1/batches", INFERENCE)
     db = context.db
 
@@ -58,7 +58,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump())
         known_before = partial(batches.find, db, viewer=caller.viewer)
         if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
-            return _view(earlier, _going(earlier, runner), caller)
+            return _view(earlier, runner.progress(earlier), caller)
         file = files.known_file(context, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
             raise BadRequest(
@@ -82,34 +82,33 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
             )
             batches.insert(db, row)
+            context.tasks.start(BATCHES, row.id, row.key_id)
             return row
 
-        row, made = idempotency.once(db, context.config, attempt, known_before, make)
-        if made:
-            runner.begin(row.id)
-        return _view(row, _going(row, runner), caller)
+        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
+        return _view(row, runner.progress(row), caller)
 
     @router.get("")
     def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         page = batches.page(db, viewer=caller.viewer, after=after, limit=limit)
-        return list_object(page, lambda row: _view(row, _going(row, runner), caller))
+        return list_object(page, lambda row: _view(row, runner.progress(row), caller))
 
     @router.get("/{batch_id}")
     def retrieve(batch_id: str, caller: Caller) -> dict[str, Any]:
         row = _known(context, batch_id, caller)
-        return _view(row, _going(row, runner), caller)
+        return _view(row, runner.progress(row), caller)
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
         row = _known(context, batch_id, caller)
         if row.status in ("validating", "in_progress"):
             batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
-            runner.poke(row.id)
+            context.tasks.changed(BATCHES, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(
                 f"Cannot cancel a batch with status '{row.status}'.", param="batch_id", code="batch_not_cancellable"
             )
-        return _view(row := _known(context, batch_id, caller), _going(row, runner), caller)
+        return _view(row := _known(context, batch_id, caller), runner.progress(row), caller)
 
     return router
 
@@ -119,12 +118,6 @@ def _known(context: ControllerContext, batch_id: str, caller: Principal) -> Batc
     if row is None:
         raise NotFound(f"No batch found with id {shown(batch_id)}.", param="batch_id", code="batch_not_found")
     return row
-
-
-def _going(row: BatchRow, runner: BatchRunner) -> tuple[int, int, str | None]:
-    """(completed, failed, why it makes no progress now or None), as the runner has it."""
-    completed, failed = runner.progress(row.id) or (row.completed, row.failed)
-    return completed, failed, None if row.finished else runner.waits_for(row.id)
 
 
 def _view(row: BatchRow, going: tuple[int, int, str | None], caller: Principal) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
-from appliance.controller.jobs.validation import JobValidation, lines_of
+from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
 from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store.objects import job_records, jobs
@@ -35,7 +35,7 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def routes(context: ControllerContext, validation: JobValidation, hosts: GraderHosts) -> APIRouter:
+def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
     db, organization = context.db, context.config.organization
 
@@ -54,11 +54,11 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
         await check_judges(context, hosts, body, caller)
 
         def make() -> JobRow:
-            return insert_job(context, body, caller)
+            row = insert_job(context, body, caller)
+            context.tasks.start(VALIDATIONS, row.id, row.key_id)
+            return row
 
-        row, made = idempotency.once(db, context.config, attempt, known_before, make)
-        if made:
-            validation.start(row.id)
+        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return shown_job(row, caller)
 
     @router.get("")

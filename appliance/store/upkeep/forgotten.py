@@ -166,6 +166,7 @@ _REPEATED = {
     "checkpoints": ("name",),
     "permissions": ("checkpoint", "project_id"),
     "canaries": ("reason",),
+    "tasks": ("cursor",),
     "box": ("value",),
 }
 _SHOWN_CHARACTERS = 200

@@ -15,7 +15,7 @@ from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.objects import batches, jobs, models, responses
+from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
 from appliance.store.upkeep.forgotten import mentions
@@ -244,10 +244,7 @@ async def test_a_model_that_another_uses_is_named_before_anything_is_changed(con
     models.update(control.db, ann.model, owner=NAME)
     await ann.post(f"/v1/models/{ann.model}/share", json={"owners": [OTHER]})
     job = (await ben.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ben.file}))["id"]
-    async with asyncio.timeout(60):
-        # What is answered meanwhile would be written.
-        while list(responses.unfinished(control.db)) or batches.list_unfinished(control.db):
-            await asyncio.sleep(0.001)
+    await control.context.tasks.idle("responses", "batches", "validations")  # what ends meanwhile would be written
     before = written(control)
     refused = await ask(control, 409, cancel=True, models=True)
     assert refused["error"]["code"] == "model_in_use" and job in refused["error"]["message"]
@@ -440,7 +437,7 @@ _SAID = {
     *("jobs.hyperparameters", "files.lineage", "job_events.data", "folder_trials.reason"),
 }
 _KEPT = {"versions", "deployments", "model_shares", "canaries.model", "model_settings", "standby", "checkpoints.model"}
-_GOES = {"idempotency", "models.base", "models.info", "box.name", "eval_deletions", "page_sessions", "held", "spent"}
+_GOES = {"idempotency", "models.base", "models.info", "box.name", "page_sessions", "held", "spent"}
 
 
 async def test_every_text_that_may_hold_a_name_is_looked_at(control: Control):
