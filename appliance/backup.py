@@ -32,7 +32,7 @@ DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"
 # Logs describe this machine, caches are made again, private keys stay here, and the rest belongs to one run.
 LEFT_OUT = frozenset(
     ("logs", "cache", "away-jobs", "ca", "first-key", "ray.token")
-    + ("box.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
+    + ("box.json", "config.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
     + (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 )
 CHUNK_BYTES = 16 << 20

@@ -4,8 +4,7 @@ This is the only file that reads the environment. Order of precedence: command l
 file, defaults. An unknown key is an error that names it, where it stands, and the keys that are known there.
 
 A variable is called APPLIANCE_<KEY> for a key of [box] and APPLIANCE_<SECTION>__<KEY> for any other, for example
-APPLIANCE_PORT and APPLIANCE_SCHEDULER__DRAIN_TIMEOUT_S. pydantic-settings would read them too, but merges the sources
-before it checks, and an error could no longer say which of them is wrong.
+APPLIANCE_PORT and APPLIANCE_SCHEDULER__DRAIN_TIMEOUT_S. An error says which of the sources is wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import difflib
 import json
 import os
 import re
-import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,7 +27,7 @@ from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from weights.format.config import Location, WeightsConfig
+from weights.format.config import URL, Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
 _PREFIX = "APPLIANCE_"
@@ -110,6 +107,7 @@ class BoxSettings(_Section):
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
     hub_endpoint: str = Field(
         "https://huggingface.co",
+        pattern=URL,
         description="hub to download from when hub_offline is false; `HF_ENDPOINT` counts where this is not set",
     )
 
@@ -141,7 +139,7 @@ class ObservabilitySettings(_Section):
 
     otlp_endpoint: str | None = Field(
         None,
-        pattern=r"^https?://\S+$",
+        pattern=URL,
         description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
         "request; unset: no traces",
     )
@@ -171,7 +169,7 @@ class TrackingSettings(_Section):
     """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
 
     mlflow_uri: str | None = Field(
-        None, pattern=r"^https?://\S+$", description="MLflow tracking server; every job becomes a run there"
+        None, pattern=URL, description="MLflow tracking server; every job becomes a run there"
     )
     mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="where these runs are")
     wandb_mode: Literal["offline", "online"] | None = Field(
@@ -180,9 +178,7 @@ class TrackingSettings(_Section):
         "sends later; 'online', a run at wandb_url",
     )
     wandb_dir: str | None = Field(None, description="folder of W&B's files; unset: `tracking` in the data directory")
-    wandb_url: str | None = Field(
-        None, pattern=r"^https?://\S+$", description="W&B server of your own; unset: https://api.wandb.ai"
-    )
+    wandb_url: str | None = Field(None, pattern=URL, description="W&B server of your own; unset: https://api.wandb.ai")
     credentials_file: str | None = Field(
         None,
         description="file for the box's user alone, with lines such as `WANDB_API_KEY=...` and "
@@ -219,9 +215,6 @@ class BoxConfig(_Section):
 
 
 Table = dict[str, Any]
-
-# Keys that bear a better name now: the old one still counts, and a line on stderr says the new one.
-_RENAMED = {("serve", "canary_logprob_tolerance"): "fingerprint_logprob_tolerance"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +262,9 @@ def load_config(
     return _checked(layers, path.parent)
 
 
-def load_resolved(text: str) -> BoxConfig:
-    """A configuration that another process of the box resolved before. Raises ConfigError."""
-    return _checked([_Layer("--config-json", json.loads(text))], Path.cwd())
+def load_resolved(path: Path) -> BoxConfig:
+    """A configuration that another process of the box resolved before and wrote into a file. Raises ConfigError."""
+    return _checked([_Layer(str(path), json.loads(path.read_text()))], Path.cwd())
 
 
 def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
@@ -281,14 +274,12 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         for section, keys in layer.table.items():
             if not isinstance(keys, dict):
                 raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
-        _rename(layer)
         table = _merged(table, layer.table)
     table = _with_public_url(table)
     try:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_message(error.errors(), layers)) from error
-    _check_urls(config, layers)
     _check_ports(config.box, layers)
     gateway = config.gateway.model_copy(
         update={
@@ -316,25 +307,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-_ADDRESSES = ("url", "endpoint", "otlp_endpoint", "hub_endpoint", "host", "node_address", "mlflow_uri", "wandb_url")
-
-
-def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
-    """The resolved configuration is an argument of processes: every user of the machine reads it in `ps`."""
-    for location, text in _texts(config.model_dump()):
-        try:
-            netloc = urlsplit(text).netloc if "://" in text else ""
-        except ValueError as error:
-            raise ConfigError(f"{_said(location, layers)} is {text!r}, which is not a URL: {error}") from error
-        bare = location[-1] in _ADDRESSES and _CREDENTIALS.search(text)
-        if "@" in netloc or bare:
-            raise ConfigError(
-                f"{_said(location, layers)} has credentials in its URL, which every user of this machine would see in "
-                "`ps`; take them out. OTEL_EXPORTER_OTLP_HEADERS has those for a collector, credentials_file those for "
-                "an S3 store or a tracker, HF_TOKEN those for a hub"
-            )
-
-
 def enrolment_port(node_port: int) -> int:
     """Where a box enrols nodes: the port after the one where Ray lets them in."""
     return node_port + 1
@@ -357,36 +329,10 @@ def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
             )
 
 
-def _texts(table: Table, below: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    for key, value in table.items():
-        if isinstance(value, str):
-            yield (*below, key), value
-        elif isinstance(value, dict):
-            yield from _texts(value, (*below, key))
-
-
 def _said(location: tuple[str, ...], layers: list[_Layer]) -> str:
     """A setting with the source that gave it."""
     layer = next((layer for layer in layers if layer.has(location)), None)
     return f"the default of {'.'.join(location)}" if layer is None else f"{layer.source}: {layer.name_of(location)}"
-
-
-def _rename(layer: _Layer) -> None:
-    for (section, old), new in _RENAMED.items():
-        keys = layer.table.get(section, {})
-        if old not in keys:
-            continue
-        if new in keys:
-            raise ConfigError(
-                f"{layer.source}: {layer.name_of((section, old))} is the old name of {layer.name_of((section, new))}, "
-                "which is set too; remove the old one"
-            )
-        print(
-            f"warning: {layer.source}: {layer.name_of((section, old))} is called "
-            f"{layer.name_of((section, new))} now; the old name still counts",
-            file=sys.stderr,
-        )
-        keys[new] = keys.pop(old)
 
 
 def _with_public_url(table: Table) -> Table:
@@ -425,7 +371,8 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
 
 FORMS = {
     r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 of a to z, 0 to 9 and '-', the first of them no '-'",
-    r"^https?://\S+$": "a URL that begins with http:// or https://",
+    URL: "a URL that begins with http:// or https://, without credentials: those are in `credentials_file`, "
+    "OTEL_EXPORTER_OTLP_HEADERS or HF_TOKEN",
 }
 
 

@@ -42,6 +42,11 @@ class BoxPaths:
         return self.data_dir / "box.json"
 
     @property
+    def config_file(self) -> Path:
+        """The resolved configuration of the box or node, 0600: its processes read it there."""
+        return self.data_dir / "config.json"
+
+    @property
     def lock_file(self) -> Path:
         return self.data_dir / "box.lock"
 
@@ -81,8 +86,8 @@ class BoxPaths:
         return self.data_dir / "models"
 
     @property
-    def packed(self) -> Path:
-        return self.data_dir / "packed"
+    def snapshots(self) -> Path:
+        return self.data_dir / "snapshots"
 
     @property
     def jobs(self) -> Path:

@@ -1,8 +1,8 @@
 """Draws docs/auto-regret.svg: training of `auto` over the best constant split's, by kind of traffic.
 
-    python benchmarks/_auto_regret_plot.py [FILE.json ...]
+    python benchmarks/_auto_regret_plot.py
 
-The files are what `auto_regret.py --json` wrote (default: auto_regret.json beside this script).
+From auto_regret.json beside this script, after the first half hour of each run.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ matplotlib.use("Agg")  # there is never a display
 from matplotlib import pyplot  # noqa: E402  (the backend must be chosen before)
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.auto_regret import compared  # noqa: E402
 
 
 def main() -> None:
-    files = [Path(name) for name in sys.argv[1:]] or [HERE / "auto_regret.json"]
-    rows = [row for file in files for row in json.loads(file.read_text())]
-    parts = {"first": "first half hour, in which it learns", "after": "after it"}
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for part in parts:
-            if (one := row[part]) and one["best_hours"]:
-                found.setdefault(row["kind"], {}).setdefault(part, []).append(one["auto_hours"] / one["best_hours"])
-    kinds = sorted(found, key=lambda kind: statistics.fmean(found[kind].get("after", found[kind]["first"])))
+    found: dict[str, list[float]] = {}
+    for row in json.loads((HERE / "auto_regret.json").read_text()):
+        ratio, _ = compared(row)
+        if ratio == ratio:
+            found.setdefault(row["kind"], []).append(ratio)
+    kinds = sorted(found, key=lambda kind: statistics.fmean(found[kind]))
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "auto", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(kinds) + 1.2), layout="constrained")
-    for place, (part, label) in enumerate(parts.items()):
-        values = [statistics.fmean(found[kind].get(part, [float("nan")])) for kind in kinds]
-        axes.barh([n + 0.2 - 0.4 * place for n in range(len(kinds))], values, 0.38, label=label)
+    axes.barh(range(len(kinds)), [statistics.fmean(found[kind]) for kind in kinds], 0.6)
     axes.axvline(1.0, color="black", linewidth=1, label="best constant split in hindsight")
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlim(left=0.8)

@@ -12,10 +12,10 @@ import functools
 import math
 import random
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.simulator.trace import Requests
+from benchmarks.simulator.trace import Requests
 
 Gaps = Literal["gamma", "weibull"]
 
@@ -151,7 +151,7 @@ KINDS: dict[str, Traffic] = {
     "coarse clock of a second": Traffic(20.0, clock_s=1.0),
     "batches by the minute": Traffic(6.0, clients=3, on_s=8, off_s=60, prompt=1500, output=60),
 }
-"""Kinds for eight devices; `at_scale` makes them fit others."""
+"""Kinds for eight devices."""
 
 NEW: dict[str, Traffic] = {
     "summaries of long texts": Traffic(0.9, prompt=9000, output=250, prompt_sigma=0.5, clients=12),
@@ -168,53 +168,4 @@ NEW: dict[str, Traffic] = {
     "nearly full": Traffic(2.8, prompt=6000, output=400, prompt_sigma=0.6, clients=60),
     "small hours": Traffic(0.15, prompt=4000, output=400, clients=4, gap_cv=2.5),
 }
-"""Further kinds for eight devices (`auto_regret.py --new`), on which nothing was chosen."""
-
-SEVERAL: dict[str, tuple[str, ...]] = {
-    "2 models: code and reasoning": ("code, short answers", "reasoning"),
-    "3 models: chat in bursts, light, sparse": ("chat, few clients on and off", "light", "sparse"),
-    "2 models: tides and batches": ("quick tides", "batches by the minute"),
-}
-"""Kinds whose models share the devices, each with the load of the kind that it names."""
-
-
-def at_scale(kind: Traffic, devices: int) -> Traffic:
-    """The same kind with the load that belongs to this many devices instead of eight."""
-    return replace(kind, per_s=kind.per_s * devices / 8)
-
-
-def drawn(rng: random.Random, devices: int) -> Traffic:
-    """A kind that nobody chose: every parameter drawn, loads from nearly none to nearly all of the devices."""
-    prompt = math.exp(rng.uniform(math.log(200), math.log(12_000)))
-    output = math.exp(rng.uniform(math.log(15), math.log(900)))
-    # Device seconds of one request, roughly: prompt tokens, and output tokens in a batch that is a quarter full.
-    device_s = prompt * 2.2e-5 + output * 1.3e-4 * (1 + prompt / 4000)
-    bursty = rng.random() < 0.5
-    return Traffic(
-        per_s=devices * math.exp(rng.uniform(math.log(0.02), math.log(0.6))) / device_s,
-        prompt=prompt,
-        output=output,
-        clients=rng.choice((3, 8, 30, 100)),
-        gaps=rng.choice(("gamma", "weibull")),
-        gap_cv=rng.choice((1.0, 1.0, 1.6, 2.5, 4.0)),
-        on_s=math.exp(rng.uniform(math.log(20), math.log(300))),
-        off_s=math.exp(rng.uniform(math.log(20), math.log(600))) if bursty else 0.0,
-        swing=rng.choice((1.0, 1.0, 2.0, 5.0, 10.0)),
-        period_s=rng.choice((600.0, 1800.0, 3600.0, 7200.0)),
-        prompt_sigma=rng.uniform(0.4, 1.8),
-        tail=rng.choice((0.0, 0.0, 0.15)),
-        tail_alpha=rng.uniform(1.1, 1.6),
-        reasoning=rng.choice((0.0, 0.0, 0.3)),
-        clock_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
-    )
-
-
-def drawn_box(seed: int, most_requests: int, seconds: float) -> tuple[Traffic, int]:
-    """A kind that nobody chose and the devices it is for, 1 to 64. Kinds of more requests than that are drawn again."""
-    rng = random.Random(seed)
-    devices = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
-    for _ in range(200):
-        kind = drawn(rng, devices)
-        if kind.per_s * seconds <= most_requests:
-            break
-    return replace(kind, seconds=seconds, per_s=min(kind.per_s, most_requests / seconds)), devices
+"""Further kinds for eight devices on which nothing was chosen."""

@@ -98,7 +98,7 @@ def main() -> None:
             box.run("model", "import", str(asked.model), "--name", "base", timeout_s=600)
             model = "base"
         else:
-            box.ask("model", "starter", "--minutes", "0.5", timeout_s=900)
+            box.make_starter(steps=60)
             model = "starter"
         box.run("mode", "set", "split", "--train", "1", "--wait")
         client = box.client(max_retries=5)

@@ -418,9 +418,11 @@ async def measure(
                 "port": ports[name],
                 "log_path": str(folder / f"{name}.access.log"),
             }
+            config_file = folder / f"{name}.json"
+            config_file.write_text(json.dumps(config))
             pids[name] = stack.enter_context(
                 pinned(
-                    [python, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
+                    [python, "-m", "appliance.gateway.main", "--config", str(config_file)],
                     own_core,
                     cwd=project,
                     stdout=subprocess.DEVNULL,

@@ -45,8 +45,8 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks._claims import at_least, at_most, record  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
 from benchmarks.gateway_relay import KEY, NGINX_CONFIG, cpu_s, free_port, push_table, tree  # noqa: E402
+from benchmarks.simulator.trace import read_requests  # noqa: E402
 from runtime.devices.kinds import HOST  # noqa: E402
-from scheduler.simulator.trace import read_requests  # noqa: E402
 from serve.core.spec import ReplicaSpec  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402
@@ -162,7 +162,9 @@ async def measure(asked: list[Asked], rounds: int, with_nginx: bool) -> dict[str
             "port": ports["gateway"],
             "log_path": str(folder / "access.log"),
         }
-        commands = {"gateway": [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)]}
+        config_file = folder / "gateway.json"
+        config_file.write_text(json.dumps(config))
+        commands = {"gateway": [sys.executable, "-m", "appliance.gateway.main", "--config", str(config_file)]}
         if with_nginx:
             (folder / "nginx.conf").write_text(
                 NGINX_CONFIG.format(

@@ -92,7 +92,7 @@ def main() -> None:
         if options.model:
             box.run("model", "import", str(options.model), "--name", model, timeout_s=600)
         else:
-            box.ask("model", "starter", "--minutes", "0.5")
+            box.make_starter(steps=60)
         for seed in options.seeds:
             found[str(seed)] = run(box, model, seed, options)
             if options.json:

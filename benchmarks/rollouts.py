@@ -84,7 +84,7 @@ def main() -> None:
     asked = options.parse_args()
     print(f"load before {os.getloadavg()}", flush=True)
     with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
-        box.ask("model", "starter", "--minutes", "0.05")
+        box.make_starter()
         box.run("mode", "set", "split", "--train", "1", "--wait")
         client, ended = box.client(max_retries=5), threading.Event()
         if asked.pin:

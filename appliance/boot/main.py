@@ -1,6 +1,6 @@
 """The box's main process: boot, watch, end in order.
 
-    python -m appliance.boot.main up --config-json JSON
+    python -m appliance.boot.main up --config FILE
 
 It locks the data directory, clears what a killed run left, starts Ray, the controller and the gateway, prints the
 endpoint, and keeps all three running until told to stop. It ends in the other order: the gateway finishes its requests,
@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -31,7 +32,7 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.liveness import Pulse
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
-from appliance.boot.tracking import TrackingProcess
+from appliance.boot.tracking import run_exporter, status_file
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens
@@ -40,6 +41,7 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
+from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HOME_NODE, check_build, discover_devices, foreign_use
 from serve.core import segments
@@ -57,9 +59,9 @@ class BoxError(RuntimeError):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
     parser.add_argument("command", choices=["up"])
-    parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
+    parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
     options = parser.parse_args(argv)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
     own_files_only()
     configure_logging("main")
@@ -146,7 +148,6 @@ class Box:
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
         self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
         self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
-        self._tracking = TrackingProcess(config.tracking, paths, self._environment) if config.tracking.is_on else None
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -190,8 +191,9 @@ class Box:
         self._background.keep("pulse of the controller", controller.watch)
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        if self._tracking is not None:
-            self._background.keep("tracking", self._tracking.run)
+        if self._config.tracking.is_on:
+            exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
+            self._background.keep("tracking", exporter)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -252,7 +254,7 @@ class Box:
     async def _start_controller(self) -> asyncio.subprocess.Process:
         # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
         await self._ray.running()
-        options = ("--config-json", self._config.model_dump_json(), "--ray-address", self._ray_address)
+        options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
@@ -268,7 +270,9 @@ class Box:
             "otlp_endpoint": self._config.observability.otlp_endpoint,
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
-        return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+        file = self._paths.run / "gateway.json"
+        replace_file(file, json.dumps(gateway).encode())
+        return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config", str(file))
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
@@ -276,7 +280,7 @@ class Box:
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
-        told = [] if self._tracking is None else read_troubles(self._tracking.status_file)
+        told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
         self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble), *told])
 
     def _give_up(self, why: str) -> None:

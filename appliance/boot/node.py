@@ -1,6 +1,6 @@
 """A further node of a box: it joins Ray to the box's head and announces its devices and memory, until told to stop.
 
-    python -m appliance.boot.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE] [--renew]
+    python -m appliance.boot.node --config FILE --head HOST:PORT --name NAME [--token-path FILE] [--renew]
 
 `--token-path`: a one-time token of the box, or its `ray.token`; not needed if this node has its certificate already.
 `--renew`: it gets another one for that; within 60 days of its end it does so by itself.
@@ -44,13 +44,13 @@ log = logging.getLogger("appliance.boot.node")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.node", description=__doc__)
-    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--head", required=True)
     parser.add_argument("--token-path", type=Path)
     parser.add_argument("--name", required=True)
     parser.add_argument("--renew", action="store_true")
     options = parser.parse_args(argv)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
     own_files_only()
     configure_logging("node", node=options.name)

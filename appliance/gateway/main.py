@@ -1,4 +1,4 @@
-"""Starts the gateway process: `python -m appliance.gateway.main --config-json JSON`."""
+"""Starts the gateway process: `python -m appliance.gateway.main --config FILE`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections.
     """
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
-    parser.add_argument("--config-json", required=True, metavar="JSON", help="a resolved GatewayConfig")
+    parser.add_argument("--config", required=True, type=Path, help="a resolved GatewayConfig, JSON")
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
     dies_as(DiesAs.GATEWAY)
     try:
-        config = GatewayConfig.from_json(arguments.config_json)
+        config = GatewayConfig.from_json(arguments.config.read_text())
         site()  # compressing its files takes 20 ms, which no stream shall wait for
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine

@@ -1,7 +1,6 @@
 """The memory of all hosts of the box: one `HostMemory` for home and one for each node that has joined.
 
-The same policy decides for each host, from its node's reports, and its orders are carried out on that node. A job may
-begin where there is memory for it; an engine that has no memory on its node waits.
+A job may begin where there is memory for it; an engine that has no memory on its node waits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from appliance.memory.host_memory import HostMemory, Means
+from appliance.memory.host_memory import HostMemory, Means, Stored
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
@@ -38,25 +37,9 @@ class Away(Protocol):
     async def evict(self, name: str, nbytes: int) -> int: ...
 
 
-class StoredAway:
-    """Bytes that the shared memory of a joined node holds and nobody needs there; `host_memory.Stored`."""
-
-    def __init__(self, nodes: Away, name: str):
-        self._nodes, self._name = nodes, name
-
-    async def idle_bytes(self) -> tuple[int, int]:
-        return await self._nodes.idle_bytes(self._name)
-
-    async def trim_pool(self) -> int:
-        return await self._nodes.trim_pool(self._name)
-
-    async def evict(self, nbytes: int) -> int:
-        return await self._nodes.evict(self._name, nbytes)
-
-
 class BoxMemory:
     """Call `look` every `LOOK_EVERY_S`. Runs entirely on the controller's loop. reserve: of each host; None: its own
-    default."""
+    default. A node that has not reported yet refuses nothing."""
 
     def __init__(
         self,
@@ -68,13 +51,9 @@ class BoxMemory:
         clock: Callable[[], float] = time.time,
     ):
         self.home, self._nodes, self._means = home, nodes, means
-        self._make = lambda name: HostMemory(
-            db, StoredAway(nodes, name), reserve, means, lambda: self._readings[name], clock, name
-        )
+        self._db, self._reserve, self._clock = db, reserve, clock
         self._readings: dict[str, MemoryReading] = {}
-        self._away: dict[str, HostMemory] = {}
-
-    # --- asked by the loop ----------------------------------------------------------------------------------------
+        self._hosts = {HOME_NODE: home}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
         """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
@@ -84,10 +63,10 @@ class BoxMemory:
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:
         """The numbers of devices on which every node that has as many, and that the job can run on, has memory for it
-        now. The smallest node bounded jobs on the others. A node that has not reported yet may have any number."""
-        hosts, nodes = self._hosts(), self.job_nodes(row)
-        each = [hosts[name].sizes(row) for name in nodes if name in hosts]
-        sizes = set().union(*each) if hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
+        now. A node that has not reported yet may have any number."""
+        nodes = self.job_nodes(row)
+        each = [self._hosts[name].sizes(row) for name in nodes if name in self._hosts]
+        sizes = set().union(*each) if self._hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
         return tuple(size for size in sorted(sizes) if all(one.get(size, True) for one in each))
 
     def waits_for(self, row: JobRow) -> str:
@@ -97,53 +76,43 @@ class BoxMemory:
         if not all(lacking):
             return ""
         for name in alike:
-            self._hosts()[name].want(row)
+            self._hosts[name].want(row)
         return lacking[0]
 
     def _lacks(self, name: str, row: JobRow) -> str:
-        """Nothing if the node has not reported yet: its jobs must not be suspended for that."""
-        host = self._hosts().get(name)
-        return "" if host is None else host.lacks(row)
+        return self._hosts[name].lacks(row) if name in self._hosts else ""
 
     def max_asleep(self) -> dict[str, int]:
         """How many sleeping engines may stay on each node; on a node that is not in it, the configured number may."""
-        bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
-        return {name: bound for name, bound in bounds.items() if bound is not None}
+        return {name: bound for name, host in self._hosts.items() if (bound := host.max_asleep()) is not None}
 
     def book_engine(self, model: str, node: str) -> bool:
         """Whether the memory of this node's host allows one more engine of the model."""
-        host = self._hosts().get(node)
-        return host is None or host.book_engine(model)
+        return node not in self._hosts or self._hosts[node].book_engine(model)
 
     def too_large(self, model: str) -> str:
         """Why no host of the box is ever large enough for an engine of the model; "" where one may be."""
-        hosts = self._hosts()
-        if not hosts.keys() >= set(self._nodes.alike()):
-            return ""  # one has not reported yet, as after each start of the controller: a canary was rolled back
-        told = [host.too_large(model) for host in hosts.values()]
+        told = [self._hosts[name].too_large(model) if name in self._hosts else "" for name in self._nodes.alike()]
         return told[0] if all(told) else ""
-
-    # --- one pass ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         """Look at each host once. A node that is gone affects only its own holders."""
+        self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
+        away = {name: self._hosts.get(name) or self._host(name) for name in self._readings}
+        self._hosts = {HOME_NODE: self.home, **away}
         await self.home.look()
-        self._follow()
-        for name, host in list(self._away.items()):
+        for name, host in away.items():
             try:
                 await host.look()
             except EffectFailed as error:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 
-    def _follow(self) -> None:
-        """Takes in what nodes have reported, and drops those that are gone."""
-        self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
-        self._away = {name: self._away.get(name) or self._make(name) for name in self._readings}
-
-    def _hosts(self) -> dict[str, HostMemory]:
-        return {HOME_NODE: self.home, **self._away}
-
-    # --- status and notes -------------------------------------------------------------------------------------------
+    def _host(self, name: str) -> HostMemory:
+        nodes = self._nodes
+        stored = Stored(
+            lambda: nodes.idle_bytes(name), lambda: nodes.trim_pool(name), lambda nbytes: nodes.evict(name, nbytes)
+        )
+        return HostMemory(self._db, stored, self._reserve, self._means, lambda: self._readings[name], self._clock, name)
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`: of home, see HostMemory.status."""
@@ -151,11 +120,11 @@ class BoxMemory:
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The same of each node that has joined."""
-        return {name: host.status() for name, host in sorted(self._away.items())}
+        return {name: host.status() for name, host in sorted(self._hosts.items()) if name != HOME_NODE}
 
     def notes(self) -> list[str]:
         """What users should know now, one sentence each."""
-        return [note for host in self._hosts().values() for note in host.notes()]
+        return [note for host in self._hosts.values() for note in host.notes()]
 
 
 def _named(reading: MemoryReading, node: str) -> MemoryReading:

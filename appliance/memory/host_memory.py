@@ -1,9 +1,7 @@
-"""Watches and manages the memory of one node's host: `memory_policy` decides, this reads, acts and
-reports. `box_memory` has one of these per node.
+"""The memory of one node's host: `memory_policy` decides, this reads, acts and reports. `box_memory` has one per node.
 
-This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`lacks`, `max_asleep`, `book_engine`) and
-is nudged.
+It frees by itself what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler's loop
+controls engines and jobs: it asks here for limits (`lacks`, `max_asleep`, `book_engine`), and is nudged.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from appliance.memory import memory_policy
 from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
@@ -33,14 +31,14 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 WANTED_FOR_S = 3.0
-"""A refused engine counts as wanted until the loop has not asked for it for this long."""
+"""A refused engine or job counts as wanted until the loop has not asked for it for this long."""
 STARTING_FOR_S = 15.0
 """For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
 
 
 class Parked(Protocol):
-    """Parked ranks; `scheduler.ray.groups`."""
+    """Parked ranks; `scheduler.ray.effects`."""
 
     async def parked(self, node: str) -> tuple[str, ...]:
         """Jobs with parked ranks on this node."""
@@ -49,42 +47,35 @@ class Parked(Protocol):
         """End all parked ranks on this node."""
 
 
-class Stored(Protocol):
-    """What a node's shared memory holds that nobody needs there."""
+class Stored(NamedTuple):
+    """A node's shared memory. idle_bytes: of the store's pool, and of versions that nobody reads and another tier has.
+    trim_pool, evict: return the bytes freed."""
 
-    async def idle_bytes(self) -> tuple[int, int]:
-        """Bytes that the store's pool holds, and those of versions that nobody reads and another tier has."""
-
-    async def trim_pool(self) -> int:
-        """Returns the bytes freed."""
-
-    async def evict(self, nbytes: int) -> int:
-        """Returns the bytes freed."""
+    idle_bytes: Callable[[], Awaitable[tuple[int, int]]]
+    trim_pool: Callable[[], Awaitable[int]]
+    evict: Callable[[int], Awaitable[int]]
 
 
-class StoredHere:
+def stored_here(store: WeightStore) -> Stored:
     """This machine's."""
 
-    def __init__(self, store: WeightStore):
-        self._store = store
+    async def idle_bytes() -> tuple[int, int]:
+        pool_bytes = (await asyncio.to_thread(store.usage)).pool_bytes
+        return pool_bytes, await asyncio.to_thread(store.evictable_bytes)
 
-    async def idle_bytes(self) -> tuple[int, int]:
-        pool_bytes = (await asyncio.to_thread(self._store.usage)).pool_bytes
-        return pool_bytes, await asyncio.to_thread(self._store.evictable_bytes)
-
-    async def trim_pool(self) -> int:
-        return await asyncio.to_thread(self._store.trim_pool, 0)
-
-    async def evict(self, nbytes: int) -> int:
-        return await asyncio.to_thread(self._store.evict, nbytes)
+    return Stored(
+        idle_bytes,
+        lambda: asyncio.to_thread(store.trim_pool),
+        lambda nbytes: asyncio.to_thread(store.evict, nbytes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
     """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
     what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
-    has. replicas, jobs: from the loop's status. nudge: wakes the loop. on_enough: called when memory suffices again
-    after it was short. save: starts copying snapshots to disk."""
+    has. loop_status: its replicas and jobs. nudge: wakes the loop. on_enough: called when memory suffices again after
+    it was short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
@@ -110,31 +101,29 @@ class HostMemory:
         node: str = HOME_NODE,
     ):
         self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
+        self._means = means
         self._reading = read()
         self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
         self._state = MemoryState()
-        self._wanted: dict[str, tuple[int, float]] = {}
-        self._too_large: set[str] = set()
-        self._starting: deque[tuple[float, int]] = deque()
+        self._wanted: dict[str, tuple[int, float]] = {}  # engines and jobs that wait: bytes, when the loop asked last
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
+        self._starting: list[tuple[float, int]] = []
         self._parked: frozenset[str] = frozenset()
-        self._barren: dict[str, float] = {}
+        self._barren: dict[str, float] = {}  # kinds that freed nothing, and until when they are not tried
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
-        self._exhausted = False
-        self._means = means
 
-    # --- asked by the loop ----------------------------------------------------------------------------------------
+    # What the loop asks
 
     def lacks(self, row: JobRow) -> str:
         """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
+        have = f"Memory is short ({gb(self._reading.available)} available); it"
         if row.id in self._state.jobs:
-            return f"Memory is short{self._have()}; it continues by itself when there is enough."
+            return f"{have} continues by itself when there is enough."
         if row.phase == "running" and (not row.devices or node_of(row.devices[0]) == self._node):
             return ""
         if self._state.short:
-            return f"Memory is short{self._have()}; it starts by itself when there is enough."
-        needs = self._needs(row)
-        needed = min(needs.values())
+            return f"{have} starts by itself when there is enough."
+        needed = min(self._needs(row).values())
         # Parked ranks have their memory; without this, a job waited for as much again while its own ranks held it.
         if needed <= self._room() or row.id in self._parked:
             self._waiting_jobs.pop(row.id, None)
@@ -152,7 +141,7 @@ class HostMemory:
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
         found = {size: size <= held or needed <= room for size, needed in needs.items()}
-        parked = row.id in self._parked and not row.devices  # its ranks have their memory
+        parked = row.id in self._parked and not row.devices
         return found if any(found.values()) and not parked else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
@@ -160,44 +149,23 @@ class HostMemory:
         if row.id not in self._state.jobs and not self._state.short:
             self._waiting_jobs[row.id] = (min(self._needs(row).values()), self._clock())
 
-    def _needs(self, row: JobRow) -> dict[int, int]:
-        """By the numbers of devices that this node has; by the smallest if it has fewer."""
-        needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
-        most = max(self._means.devices(self._node), min(needs))
-        return {size: needed for size, needed in needs.items() if size <= most}
-
     def max_asleep(self) -> int | None:
         """How many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
     def book_engine(self, model: str) -> bool:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
-        box gives up other memory; a further engine waits."""
-        needed = self._means.engine_bytes(model)
-        if told := self.too_large(model):
-            # It would find no room, whatever others gave up for it: one request suspended all jobs for ever.
-            if model not in self._too_large:
-                log.error(told)
-                self._too_large.add(model)
-            self._wanted.pop(model, None)
-            return False
-        self._too_large.discard(model)
-        # When nothing else can be freed, half of the reserve may be used: only these requests need it.
-        room = self._room() + (self.reserve // 2 if self._exhausted else 0)
-        has_one = (needed > room or bool(self._state.short)) and self._is_awake(model)
-        if needed <= room and not has_one:
+        box gives up other memory; a further engine waits. One that is too large waits too, and takes nothing."""
+        needed, room = self._means.engine_bytes(model), self._room()
+        has_one = any(one["model"] == model and one["state"] in AWAKE for one in self._means.loop_status()["replicas"])
+        if needed <= room and not (self._state.short and has_one):
             self._wanted.pop(model, None)
             self._starting.append((self._clock(), needed))
             return True
-        if not has_one:
+        if not has_one and not self.too_large(model):
             if model not in self._wanted:
                 log.warning(
-                    "an engine of %s waits for memory of %s: it needs %s, %s can be allocated",
-                    model,
-                    self._reading.where,
-                    gb(needed),
-                    gb(max(0, room)),
-                    extra={"model": model},
+                    "an engine of %s waits for memory: it needs %s, has %s", model, gb(needed), gb(max(0, room))
                 )
             self._wanted[model] = (needed, self._clock())
         return False
@@ -205,31 +173,43 @@ class HostMemory:
     def too_large(self, model: str) -> str:
         """Why no memory of this host is ever enough for an engine of the model, in a sentence; "" where it may be."""
         needed = self._means.engine_bytes(model)
-        fits = needed <= self._reading.total - self.reserve // 2
+        fits = needed <= self._reading.total - self.reserve
         return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
 
-    # --- one pass ---------------------------------------------------------------------------------------------------
+    def _needs(self, row: JobRow) -> dict[int, int]:
+        """By the numbers of devices that this node has; by the smallest if it has fewer."""
+        needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
+        most = max(self._means.devices(self._node), min(needs))
+        return {size: needed for size, needed in needs.items() if size <= most}
+
+    def _room(self) -> int:
+        return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
+
+    # One pass
 
     async def look(self) -> None:
         """Read, decide, and do at most one thing."""
         now_s = self._clock()
         self._reading = self._read()
         self._forget(now_s)
-        wanted = sum(needed for needed, _ in self._wanted.values())
-        await self._look_at_parked()
-        enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
-        if enough and not self._state.holds_back and not self._waiting_jobs:
-            self._exhausted = False
-            if self._wanted:
+        if self._waiting_jobs or self._parked:
+            self._parked = frozenset(await self._means.parked.parked(self._node))
+            for job_id in self._parked & self._waiting_jobs.keys():
+                del self._waiting_jobs[job_id]
                 self._means.nudge()
-            return
-        status = self._means.loop_status()
+        wanted = sum(needed for needed, _ in self._wanted.values())
+        enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
+        if not enough or self._state.holds_back or self._waiting_jobs:
+            await self._decide(wanted, now_s)
+        if self._wanted:
+            self._means.nudge()
+
+    async def _decide(self, wanted: int, now_s: float) -> None:
+        status, was_short = self._means.loop_status(), self._state.short
         known = {job["id"] for job in status["jobs"]}
         self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
         holdings = await self._holdings(status, wanted)
-        was_short = self._state.short
         self._state, action = memory_policy.decide(self._reading, holdings, self._state, now_s, self.reserve)
-        self._exhausted = bool(self._state.short) and action is None and now_s >= self._state.next_s
         if self._state.short and not was_short:
             log.warning("memory is short: %s", self._state.short)
         if was_short and not self._state.short:
@@ -237,43 +217,34 @@ class HostMemory:
             self._means.on_enough()
         if action is not None:
             await self._carry_out(action, now_s)
-        if self._wanted:
-            self._means.nudge()
 
     async def _carry_out(self, action: Action, now_s: float) -> None:
         log.warning("%s", action.why)
         self._told.append({"at_s": now_s, "what": action.kind, "back": action.back, "why": action.why})
-        freed = None
-        match action.kind:
-            case "pool":
-                freed = await self._stored.trim_pool()
-            case "versions":
-                freed = await self._stored.evict(action.nbytes)
-            case "parked":
-                await self._means.parked.drop_parked(self._node)
-            case "job":
-                self._means.save()
-        if freed == 0:
-            self._barren[action.kind] = now_s + BARREN_FOR_S
+        if action.kind in ("pool", "versions"):
+            stored = self._stored
+            if await (stored.trim_pool() if action.kind == "pool" else stored.evict(action.nbytes)) == 0:
+                self._barren[action.kind] = now_s + BARREN_FOR_S
+            self._means.nudge()
+            return
+        if action.kind == "parked":
+            await self._means.parked.drop_parked(self._node)
+        if action.kind == "job":
+            self._means.save()
         self._means.nudge()
-        if freed is None:
-            audit.insert(
-                self._db,
-                AuditRow(
-                    new_id("audit_"),
-                    None,
-                    "memory.taken" if action.back else "memory.given",
-                    action.what or ("box" if self._node == HOME_NODE else self._node),
-                    "done",
-                    "",
-                    now_s,
-                    {"what": action.kind, "reason": action.why},
-                ),
-            )
+        done, target = (
+            "memory.taken" if action.back else "memory.given",
+            "box" if self._node == HOME_NODE else self._node,
+        )
+        detail = {"what": action.kind, "reason": action.why}
+        row = AuditRow(new_id("audit_"), None, done, action.what or target, "done", "", now_s, detail)
+        audit.insert(self._db, row)
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
+        """Nothing but what is wanted while there is clearly enough."""
         job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
-        if not self._is_or_may_be_short(max(wanted, job_wanted)):
+        needed = self.reserve * memory_policy.ENOUGH_OF_RESERVE + max(wanted, job_wanted)
+        if self._reading.available >= needed:
             return Holdings(wanted=wanted)
         pool, versions = await self._stored.idle_bytes()
         running = [job["id"] for job in status["jobs"] if self._has(job)]
@@ -287,37 +258,18 @@ class HostMemory:
             job_wanted=job_wanted,
         )
 
-    async def _look_at_parked(self) -> None:
-        """Only while a job waits, or ranks of one were seen: whether it is a job whose ranks are already there."""
-        if not self._waiting_jobs and not self._parked:
-            return
-        self._parked = frozenset(await self._means.parked.parked(self._node))
-        for job_id in self._parked & self._waiting_jobs.keys():
-            del self._waiting_jobs[job_id]
-            self._means.nudge()
-
-    def _is_or_may_be_short(self, wanted: int) -> bool:
-        return self._reading.available < self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
-
     def _has(self, holder: Mapping[str, Any]) -> bool:
         """Whether this job or replica is here. No job and no engine spans nodes."""
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
     def _forget(self, now_s: float) -> None:
-        self._wanted = _asked_lately(self._wanted, now_s)
-        self._waiting_jobs = _asked_lately(self._waiting_jobs, now_s)
+        for asked in (self._wanted, self._waiting_jobs):
+            for name in [name for name, (_, at_s) in asked.items() if now_s - at_s >= WANTED_FOR_S]:
+                del asked[name]
         self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
-        while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
-            self._starting.popleft()
+        self._starting = [(at_s, needed) for at_s, needed in self._starting if now_s - at_s < STARTING_FOR_S]
 
-    def _is_awake(self, model: str) -> bool:
-        replicas = self._means.loop_status()["replicas"]
-        return any(replica["model"] == model and replica["state"] in AWAKE for replica in replicas)
-
-    def _room(self) -> int:
-        return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
-
-    # --- status and notes -------------------------------------------------------------------------------------------
+    # What people see
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`, in bytes."""
@@ -337,18 +289,8 @@ class HostMemory:
         """What users should know now, one sentence each."""
         if not self._state.holds_back and not self._wanted:
             return []
-        waiting = [
-            *(["training waits"] if self._state.jobs else []),
-            *([f"{', '.join(sorted(self._wanted))} waits for an engine"] if self._wanted else []),
-        ]
-        of = "" if self._node == HOME_NODE else f" of {self._node}"
-        word = f"memory{of} is short" if self._state.short else f"memory{of} was short"
-        return ["; ".join([f"{word}: {gb(self._reading.available)} available", *waiting])]
-
-    def _have(self) -> str:
-        return f" ({gb(self._reading.available)} available)"
-
-
-def _asked_lately(asked: Mapping[str, tuple[int, float]], now_s: float) -> dict[str, tuple[int, float]]:
-    """For each name its bytes, and when they were last asked for."""
-    return {name: (needed, at_s) for name, (needed, at_s) in asked.items() if now_s - at_s < WANTED_FOR_S}
+        training = ["training waits"] if self._state.jobs else []
+        engines = [f"{', '.join(sorted(self._wanted))} waits for an engine"] if self._wanted else []
+        of, is_short = "" if self._node == HOME_NODE else f" of {self._node}", "is" if self._state.short else "was"
+        words = f"memory{of} {is_short} short: {gb(self._reading.available)} available"
+        return ["; ".join([words, *training, *engines])]

@@ -6,12 +6,11 @@ ModelError
 ├── ModelNameRequired       the source gives no usable name
 ├── NotEnoughDisk           carries the numbers
 ├── NotEnoughMemory         carries the numbers
-├── HubError
-│   ├── HubDisallowed       the box is offline towards hubs (the default)
-│   ├── HubNotFound         no such repository, revision, or no access
-│   ├── HubUnreachable      network; running it again resumes
-│   └── DownloadCorrupt     the bytes are not those the hub announced
-└── StarterFailed           pretraining ended without a model
+└── HubError
+    ├── HubDisallowed       the box is offline towards hubs (the default)
+    ├── HubNotFound         no such repository, revision, or no access
+    ├── HubUnreachable      network; running it again resumes
+    └── DownloadCorrupt     the bytes are not those the hub announced
 
 CheckpointRefused           (weights.checkpoint.errors) what is there cannot or must not be used
 ├── MissingTokenizer        no tokenizer files
@@ -110,7 +109,3 @@ class DownloadCorrupt(HubError):
             "it was deleted. Run the import again; if this repeats, something between here and the hub changes files"
         )
         self.file = file
-
-
-class StarterFailed(ModelError):
-    """The pretraining process ended without a model; its last words are in the message."""

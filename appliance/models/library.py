@@ -41,7 +41,6 @@ from weights.tiers import copies
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.record import Name
 
-STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
@@ -259,13 +258,6 @@ class ModelLibrary:
             hub.download(listing, folder, self._hub, on_bytes)
         return folder
 
-    def make_starter(self, *, minutes: float | None = None, report: Report = silent) -> ModelVersion:
-        """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
-        with self._made("starter", 0) as made:
-            result = maker_process.make_starter(made, STARTER_MINUTES if minutes is None else minutes, report)
-            meta = {"pretraining": result}
-            return self._take_in(made, STARTER_NAME, source="made here", meta=meta, report=report, move=True)
-
     @contextlib.contextmanager
     def _made(self, kind: str, least_bytes: int) -> Iterator[Path]:
         """A path where another process makes a checkpoint of at least this many bytes; what is left there goes. Raises
@@ -435,7 +427,7 @@ class ModelLibrary:
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
-        return DirectoryTier("disk", self._root).remove(Name("version", name, version))
+        return DirectoryTier(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A checkpoint that a process of its own makes: the pretraining of `starter`, the conversion of a GGUF file.
+"""The conversion of a GGUF file, in a process of its own.
 
 The process prints one JSON object per line: its progress, and at the end {"event": "done", …}. It dies with the caller.
 """
@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from appliance.models.errors import NotEnoughMemory, StarterFailed
+from appliance.models.errors import NotEnoughMemory
 from runtime.processes.ended import how_it_ended
 from weights.checkpoint.errors import CheckpointRefused
 
@@ -24,23 +23,6 @@ Report = Callable[[float, float | None, str, str], None]
 
 class MakerFailed(Exception):
     """The process ended without a result; the text has its exit status and the end of what it wrote to stderr."""
-
-
-def make_starter(out: Path, minutes: float, report: Report) -> dict[str, Any]:
-    """Pretrains the small model into the new directory `out`; returns what the pretraining says of it. Raises
-    StarterFailed."""
-    vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
-    options = ["--out", str(out), "--minutes", str(minutes), "--vocabulary-text", str(vocabulary), "--die-with-parent"]
-
-    def on_event(event: dict[str, Any]) -> None:
-        report(event["fraction"], 1.0, "fraction", _pretraining(event))
-
-    report(0.0, 1.0, "fraction", "making its tokenizer")
-    try:
-        result = _run("train.starter.main", options, on_event)
-    except MakerFailed as error:
-        raise StarterFailed(f"pretraining {error}") from None
-    return {key: value for key, value in result.items() if key != "path"}
 
 
 def convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
@@ -95,9 +77,3 @@ def _run(module: str, options: Sequence[str], on_event: Callable[[dict[str, Any]
             said = errors.read().strip()[-1000:]
             raise MakerFailed(how_it_ended(process.returncode) + (f": {said}" if said else ""))
     return result
-
-
-def _pretraining(event: Mapping[str, Any]) -> str:
-    if "loss" in event:
-        return f"pretraining: step {event['step']}, loss {event['loss']:.2f}, {event['tokens_per_s']} tokens/s"
-    return {"tokenizer": "making the vocabulary", "threads": "beginning to pretrain", "save": "saving"}[event["stage"]]

@@ -23,11 +23,6 @@ class Facts:
     over: frozenset[Name]
     rows: tuple[VersionRow, ...]
 
-    def say_on_disk(self, db: Database, row: VersionRow, path: str | None) -> None:
-        """Writes into the row of a version where on disk it is; a row that was deleted meanwhile stays deleted."""
-        if row.disk_path != path and models.find_version(db, row.model, row.version) is not None:
-            models.update_version(db, row.model, row.version, disk_path=path)
-
 
 def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
     """`created`: creation time of everything that any place holds. What no row knows is not judged."""

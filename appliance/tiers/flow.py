@@ -1,9 +1,8 @@
-"""The flow of versions and snapshots from shared memory to disk and to the remote tier; `restore` is the way back.
+"""The flow of versions and snapshots from shared memory to the disk and to the remote place.
 
-It is level-triggered: a pass reads what is in each place, asks `weights.tiers.retention` what is missing and what is
-too much, and does one thing after the other. Between passes it remembers only when to try again, so a crash at any
-point costs nothing: the next pass finds what is left to do. Each tier has its own thread at low priority, so a mount
-that hangs holds up nobody else.
+It is level-triggered: a pass reads what is in each place, works out what is missing and what is too much, and does one
+thing after the other. A crash at any point costs nothing: the next pass finds what is left to do. Each tier has its own
+thread, so a mount that hangs holds up nobody else.
 """
 
 from __future__ import annotations
@@ -11,40 +10,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from appliance.store.database import Database
+from appliance.store.objects import models
 from appliance.store.records import box, tier_removals
 from appliance.tiers.facts import Facts, name_of, read_facts
-from appliance.tiers.tiers import Level, Tier, Tiers
+from appliance.tiers.tiers import Tier, Tiers
 from runtime.background_tasks import BackgroundTasks
 from train.state.cadence import every_s
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
-from weights.format.manifest import KINDS
 from weights.memory.lease import StoredVersion, take_lease, unpin
-from weights.tiers.directory import DirectoryTier
-from weights.tiers.pace import Pace
-from weights.tiers.packed import PackedTier
 from weights.tiers.record import Name
-from weights.tiers.retention import TierPlan, plan_tier
+from weights.tiers.remote import RemoteTier
+from weights.tiers.retention import keep
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-BACKOFF_MAX_S = 300.0
 END_WAIT_S = 10.0
 
 
 class TransferStopped(Exception):
-    """The box ends while a copy runs; the next pass continues it."""
+    """The box ends while a copy runs; the next pass starts it again."""
 
 
 class TierFlow:
-    """`run` works until it is cancelled. All methods belong to the loop's thread.
+    """`run` works until it is cancelled. Other methods belong to the loop's thread.
 
-    `owner` names the box: a remote tier belongs to one. `is_held(name)` says whether the box serves a version now.
+    `owner` names the box: a remote place belongs to one. `is_held(name)` says whether the box serves a version now; it
+    is called on the tiers' threads.
     """
 
     def __init__(
@@ -60,204 +57,173 @@ class TierFlow:
         self._background = background or BackgroundTasks()
         self._stopping = threading.Event()
         self._deleted: set[Name] = set()
+        self._collected: set[str] = set()
         self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
 
     async def run(self) -> None:
-        """Works until it is cancelled."""
-        self._tiers.loop = asyncio.get_running_loop()
         # One task each: an error of one tier holds up none of the others.
         await asyncio.gather(
-            *(self._background.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
+            *(self._background.keep(f"tier: {tier.name}", partial(self._work, tier)) for tier in self._tiers.all)
         )
 
     async def finish(self) -> bool:
-        """Ends the work and copies what the first tier lacks to it, at full speed. False if something is not safe."""
+        """Ends the work and copies to disk what only memory has. False if something is not safe."""
         self._stopping.set()
         for tier in self._tiers.all:
             await asyncio.wait([asyncio.wrap_future(tier.pool.submit(lambda: None))], timeout=END_WAIT_S)
         self._stopping.clear()
-        if not self._tiers.all:
-            return True
-        first = self._tiers.all[0]
-        await self.run_once(first.level.name, unthrottled=True)
-        return not first.backlog
+        await self.run_once("disk", everything=True)
+        return not self._tiers.disk.backlog
 
     async def _work(self, tier: Tier) -> None:
         while True:
             tier.changed.clear()
-            wait_s = EVERY_S
-            if tier.next_try_s is not None:
-                wait_s = tier.next_try_s - self._tiers.clock()
-            if tier.next_try_s is None or wait_s <= 0:
-                await self.run_once(tier.level.name)
-                wait_s = EVERY_S if tier.next_try_s is None else tier.next_try_s - self._tiers.clock()
+            await self.run_once(tier.name)
             try:
-                async with asyncio.timeout(max(0.05, wait_s)):
+                async with asyncio.timeout(EVERY_S):
                     await tier.changed.wait()
             except TimeoutError:
                 continue
 
-    async def run_once(self, name: str, *, unthrottled: bool = False) -> None:
-        """One pass over the tier of this name. Its errors are noted for `Tiers.status` and delay the next pass."""
-        index = next(i for i, tier in enumerate(self._tiers.all) if tier.level.name == name)
-        tier = self._tiers.all[index]
+    async def run_once(self, name: str, *, everything: bool = False) -> None:
+        """One pass over the tier of this name. Its errors are noted for `Tiers.status`."""
+        (tier,) = (tier for tier in self._tiers.all if tier.name == name)
         try:
-            await self._pass(tier, self._tiers.all[:index], unthrottled)
+            await asyncio.get_running_loop().run_in_executor(tier.pool, self._pass, tier, everything)
         except TransferStopped:
             return
         except (WeightsError, OSError) as error:
-            tier.failures += 1
-            tier.next_try_s = self._tiers.clock() + min(BACKOFF_MAX_S, 2.0**tier.failures)
-            self._tiers.note(tier, f"{error}; trying again in {tier.next_try_s - self._tiers.clock():.0f} s")
-        else:
-            tier.failures, tier.next_try_s = 0, None
+            self._tiers.note(tier, f"{error}; trying again in {EVERY_S:.0f} s")
 
-    async def _pass(self, tier: Tier, above: list[Tier], unthrottled: bool) -> None:
-        level = tier.level
-        if isinstance(level.versions, PackedTier):
-            known = f"tier {level.where}"
-            await self._on(tier, level.versions.claim, self._owner, box.get(self._db, known) is None)
+    def _pass(self, tier: Tier, everything: bool) -> None:
+        held = tier.copies
+        if isinstance(held, RemoteTier):
+            known = f"tier {held.where}"
+            held.claim(self._owner, box.get(self._db, known) is None)
             box.put(self._db, known, self._owner)
-        for row in tier_removals.list_of(self._db, level.name):
-            await self._on(tier, level.of(row.kind).remove, Name(row.kind, row.model, row.version))
+        if tier.name not in self._collected:
+            held.collect()
+            self._collected.add(tier.name)
+        for row in tier_removals.list_of(self._db, tier.name):
+            held.remove(Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row)
-            tier.dirty = True
-        tier.here = await self._on(tier, level.names)
-        stored = await asyncio.to_thread(self._tiers.in_memory)
-        higher = {name: created_s for other in above for name, created_s in other.here.items()}
-        created = tier.here | higher | {name: found.manifest.created_s for name, found in stored.items()}
+        tier.here = held.names()
+        stored, sources = self._sources(tier)
+        created = {
+            **{name: found.manifest.created_s for name, found in stored.items()},
+            **self._tiers.disk.here,
+            **tier.here,
+        }
         facts = read_facts(self._db, created, self._is_held)
-        plan = self._plan(level, facts, {*stored, *higher}, tier.here)
-        tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in plan.push}
-        full: TierFull | None = None
-        for name in plan.push:
-            if not unthrottled and self._too_soon(tier, name):
-                tier.backlog.pop(name, None)
-                continue
-            began_s = self._tiers.clock()
-            try:
-                await self._push(tier, name, stored.get(name), above, unthrottled)
-            except (VersionNotFound, StoreError) as error:
-                log.info("%s was not copied to the %s tier: %s", name, level.name, error)  # gone meanwhile
-            except TierFull as error:
-                full = error
-                break
-            except TierUnavailable:
-                raise
-            except WeightsError as error:
-                self._tiers.note(tier, f"{name} cannot be copied: {error}")
-                continue
-            tier.backlog.pop(name, None)
-            if name.kind == "snapshot":
-                now_s = self._tiers.clock()
-                self._not_before_s[tier.level.name, name.model] = now_s + every_s(now_s - began_s)
-        for name in plan.drop if full is None else _spare_newest(plan.drop, tier.here, facts.over):
-            await self._on(tier, level.of(name.kind).remove, name)
-            tier.here.pop(name, None)
-            tier.dirty = True
-            log.info("%s left the %s tier: no rule keeps it", name, level.name)
-        if not above:
-            self._after_first(facts, tier.here, stored, plan)
-        if (tier.dirty and not tier.backlog) or full is not None:
-            for holding in level.all():
-                await self._on(tier, holding.collect)
-            tier.dirty = False
-        tier.used_bytes = await self._on(tier, lambda: sum(holding.usage_bytes() for holding in level.all()))
-        if full is not None:
-            raise full
+        push, drop = _plan(tier, facts, set(sources))
+        tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in push}
+        is_full = self._push_all(tier, push, stored, sources, everything)
+        for name in _spare_newest(drop, tier.here, facts) if is_full else drop:
+            held.remove(name)
+            tier.here = {other: made_s for other, made_s in tier.here.items() if other != name}
+            log.info("%s left the %s tier: no rule keeps it", name, tier.name)
+        if tier is self._tiers.disk:
+            self._after_disk(facts, stored, push)
+        tier.used_bytes = held.usage_bytes()
 
-    def _too_soon(self, tier: Tier, name: Name) -> bool:
-        """Whether copying this snapshot would take more than 2 % of the time: a running job writes one every few
-        seconds. What is not copied yet stays in memory, pinned, and the next one may take its place."""
-        not_before_s = self._not_before_s.get((tier.level.name, name.model), 0.0)
-        return name.kind == "snapshot" and self._tiers.clock() < not_before_s
+    def _sources(self, tier: Tier) -> tuple[dict[Name, StoredVersion], dict[Name, Path]]:
+        """What memory has, and the directory of everything that could be copied to this tier."""
+        stored, disk = self._tiers.in_memory(), self._tiers.disk
+        below = {} if tier is disk else {name: disk.copies.path(name) for name in disk.here}
+        return stored, {**below, **{name: found.path for name, found in stored.items()}}
 
-    def _plan(self, level: Level, facts: Facts, above: Iterable[Name], here: Mapping[Name, float]) -> TierPlan[Name]:
-        push: list[Name] = []
-        drop = [name for name in here if name in facts.over]
-        above = set(above)
-        for kind in KINDS:
-            rules = level.snapshot_rules if kind == "snapshot" else level.version_rules
-            described = {name: kept for name, kept in facts.kept.items() if name.kind == kind}
-            could_push = [kept for name, kept in described.items() if name in above]
-            plan = plan_tier(could_push, [name for name in here if name.kind == kind], described, rules)
-            push += plan.push
-            drop += plan.drop
-        return TierPlan(tuple(push), tuple(drop))
+    def _push_all(
+        self,
+        tier: Tier,
+        push: list[Name],
+        stored: dict[Name, StoredVersion],
+        sources: dict[Name, Path],
+        everything: bool,
+    ) -> bool:
+        """Returns whether the tier is full. everything: also snapshots that another copy preceded a moment ago."""
+        for name in push:
+            job, began_s = (tier.name, name.model), self._tiers.clock()
+            if everything or name.kind != "snapshot" or began_s >= self._not_before_s.get(job, 0.0):
+                try:
+                    self._push(tier, name, stored.get(name), sources[name])
+                except (VersionNotFound, StoreError, FileNotFoundError) as error:
+                    log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # gone meanwhile
+                except TierFull as error:
+                    self._tiers.note(tier, str(error))
+                    return True
+                except TierUnavailable:
+                    raise
+                except WeightsError as error:
+                    self._tiers.note(tier, f"{name} cannot be copied: {error}")
+                    continue
+                if name.kind == "snapshot":
+                    now_s = self._tiers.clock()
+                    self._not_before_s[job] = now_s + every_s(now_s - began_s)
+            tier.backlog = {other: nbytes for other, nbytes in tier.backlog.items() if other != name}
+        return False
 
-    async def _push(
-        self, tier: Tier, name: Name, stored: StoredVersion | None, above: list[Tier], unthrottled: bool
-    ) -> None:
-        target, rate = tier.level.of(name.kind), None if unthrottled else tier.level.rate_bytes_s
-        pace = Pace(rate, 0 if stored is None else stored.nbytes, partial(self._go_on, name), self._stopping.wait)
+    def _push(self, tier: Tier, name: Name, stored: StoredVersion | None, source: Path) -> None:
+        def moved(nbytes: int) -> None:
+            if self._stopping.is_set():
+                raise TransferStopped
+            if name in self._deleted:
+                raise VersionNotFound(f"{name} was deleted while it was copied")
+            tier.busy = name, nbytes + (tier.busy[1] if tier.busy else 0)
 
-        def push() -> None:
-            if isinstance(target, DirectoryTier):
-                assert stored is not None, "the first tier has no tier above"
-                target.put(stored.path, pace=pace)
-            elif stored is not None:
-                with take_lease(stored):
-                    target.put(stored.path, pace=pace)
-                unpin(stored)
-            else:
-                source = next(other.level.of(name.kind) for other in above if name in other.here)
-                if isinstance(source, DirectoryTier):
-                    target.put(source.path(name), pace=pace)
-                else:
-                    target.copy_from(source, name, pace=pace)
-
-        tier.busy = name, pace
+        tier.busy = name, 0
         try:
-            await self._on(tier, push)
+            if stored is None:
+                tier.copies.put(source, moved)
+            else:
+                with take_lease(stored):
+                    tier.copies.put(source, moved)
+                unpin(stored)
         finally:
             tier.busy = None
             self._deleted.discard(name)
-        tier.here[name] = self._tiers.clock()
+        tier.here = {**tier.here, name: self._tiers.clock()}
 
-    def _after_first(
-        self, facts: Facts, here: Mapping[Name, float], stored: Mapping[Name, StoredVersion], plan: TierPlan[Name]
-    ) -> None:
+    def _after_disk(self, facts: Facts, stored: dict[Name, StoredVersion], push: list[Name]) -> None:
         """Writes into the store's rows what is on disk, and unpins in memory what is safe or what no rule keeps."""
-        versions = self._tiers.all[0].level.versions
+        disk = self._tiers.disk
         for row in facts.rows:
-            name = name_of(row)
-            path = None
-            if name in here:
-                path = str(versions.path(name)) if isinstance(versions, DirectoryTier) else versions.where
-            facts.say_on_disk(self._db, row, path)
+            path = str(disk.copies.path(name_of(row))) if name_of(row) in disk.here else None
+            if row.disk_path != path and models.find_version(self._db, row.model, row.version) is not None:
+                models.update_version(self._db, row.model, row.version, disk_path=path)
         for name, found in stored.items():
-            if name in facts.kept and (name in here or name not in plan.push) and found.path.is_dir() and found.pinned:
+            if name in facts.kept and (name in disk.here or name not in push) and found.path.is_dir() and found.pinned:
                 try:
                     unpin(found)
                 except VersionNotFound:
                     continue
 
-    def _go_on(self, name: Name, done: int, total: int) -> None:
-        if self._stopping.is_set():
-            raise TransferStopped
-        if name in self._deleted:
-            raise VersionNotFound(f"{name} was deleted while it was copied")
-
-    async def _on(self, tier: Tier, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(tier.pool, work, *arguments)
-
     def stop_copying(self, name: Name) -> None:
-        """End copies of `name`, which is about to be deleted. Call it on the loop's thread."""
+        """End copies of `name`, which is about to be deleted."""
         if any(tier.busy is not None and tier.busy[0] == name for tier in self._tiers.all):
             self._deleted.add(name)
 
     def forget(self, name: Name) -> None:
-        """A person deleted `name`: it leaves every tier, later also one that cannot be reached now. Call it on the
-        loop's thread."""
+        """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
         for tier in self._tiers.all:
-            tier_removals.insert(self._db, tier.level.name, *name)
+            tier_removals.insert(self._db, tier.name, *name)
         self._tiers.nudge()
 
 
-def _spare_newest(drop: Iterable[Name], here: Mapping[Name, float], over: Set[Name]) -> list[Name]:
+def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[Name]]:
+    """What to copy to the tier, snapshots and then the newest first, and what to remove from it."""
+    judged = [facts.kept[name] for name in {*above, *tier.here} if name in facts.kept]
+    kept = [
+        *keep([one for one in judged if one.key.kind == "snapshot"], tier.snapshot_rules),
+        *keep([one for one in judged if one.key.kind == "version"], tier.version_rules),
+        *keep([one for one in judged if one.key.kind == "adapter"], tier.version_rules),
+    ]
+    push = [name for name in kept if name not in tier.here]
+    known = {one.key for one in judged} | facts.over
+    return push, [name for name in tier.here if name in known and name not in kept]
+
+
+def _spare_newest(drop: list[Name], here: dict[Name, float], facts: Facts) -> list[Name]:
     """What may leave a full tier before what replaces it is in: not the newest that the tier has of a model or of a job
     that goes on."""
-    newest: dict[tuple[str, str], Name] = {}
-    for name in sorted(here, key=lambda name: here[name]):
-        newest[name.kind, name.model] = name
-    return [name for name in drop if name in over or newest[name.kind, name.model] != name]
+    newest = {(name.kind, name.model): name for name in sorted(here, key=lambda name: here[name])}
+    return [name for name in drop if name in facts.over or newest[name.kind, name.model] != name]

@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.records import tier_removals
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from weights.format.errors import StoreFull, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import step_of
@@ -29,20 +27,24 @@ class JobSnapshots:
     """What is given up and could not be removed yet is known to this process alone: after a restart a job may try it
     once more, and give it up again."""
 
-    def __init__(self, db: Database, store: WeightStore, jobs_dir: Path, tiers: Tiers, back: TierReturn):
-        self._db, self._store, self._jobs_dir = db, store, jobs_dir
-        self._tiers, self._back = tiers, back
+    def __init__(self, db: Database, tiers: Tiers):
+        self._db, self._tiers = db, tiers
         self._given_up: dict[str, tuple[int, float]] = {}
         self._removing: dict[str, asyncio.Task[None]] = {}
 
     def newest(self, job_id: str) -> StoredVersion | None:
         """From shared memory or beside the job, or else read in from the nearest tier. Callable from any thread."""
         newest = max(self._written(job_id), key=lambda stored: step_of(stored.version), default=None)
-        for name in self._back.newest_snapshot(job_id, self._is_usable):
+        for name, made_s in self._tiers.snapshots_of(job_id).items():
             if newest is not None and step_of(name.version) <= step_of(newest.version):
                 break
+            if not self._is_usable(name, made_s):
+                continue
             try:
-                return self._bring_in(name)
+                try:
+                    return self._tiers.bring_in(name)
+                except StoreFull:
+                    return self._tiers.bring_in(name, self._tiers.beside_job(job_id))
             except LookupError as error:
                 log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
         return newest
@@ -124,13 +126,5 @@ class JobSnapshots:
         ]
 
     def _stores(self, job_id: str) -> list[WeightStore]:
-        # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
-        own = self._jobs_dir / job_id / "snapshots"
-        return [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
-
-    def _bring_in(self, name: Name) -> StoredVersion:
-        try:
-            return self._back.bring_in(name)
-        except StoreFull:
-            own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
-            return self._back.bring_in(name, own)
+        beside = self._tiers.beside_job(job_id)
+        return [self._tiers.store, *([beside] if (beside.root / "snapshots").is_dir() else [])]

@@ -15,7 +15,7 @@ from pathlib import Path
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.tiers.facts import name_of
-from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
 from serve.adapters.source import AdapterServer
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
@@ -26,9 +26,9 @@ THREADS = 4
 class AdapterSource(AdapterServer):
     """Serves engines on the home node, and the nodes of engines elsewhere."""
 
-    def __init__(self, path: Path, db: Database, store: WeightStore, back: TierReturn) -> None:
+    def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
-        self._db, self._store, self._back = db, store, back
+        self._db, self._store, self._tiers = db, store, tiers
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
 
     async def stop(self) -> None:
@@ -40,4 +40,4 @@ class AdapterSource(AdapterServer):
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is not an adapter of this box")
         loop = asyncio.get_running_loop()
-        return self._store.lease(await loop.run_in_executor(self._pool, self._back.bring_in, name_of(row)))
+        return self._store.lease(await loop.run_in_executor(self._pool, self._tiers.bring_in, name_of(row)))

@@ -21,7 +21,6 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
 from appliance.tiers.job_snapshots import JobSnapshots
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.policies import Policies, Unload
 from train.methods.methods import method_of
@@ -58,12 +57,11 @@ class JobRuns:
         shm_root: Path,
         events: JobEvents,
         tiers: Tiers,
-        back: TierReturn,
         opening: Opening,
         on_change: Callable[[], None],
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
-        self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
+        self._events, self._tiers, self._on_change = events, tiers, on_change
         self._opening = opening
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
@@ -73,7 +71,7 @@ class JobRuns:
         self._can_answer = asyncio.Event()
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
-        self._snapshots = JobSnapshots(db, store, jobs_dir, tiers, back)
+        self._snapshots = JobSnapshots(db, tiers)
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
@@ -142,7 +140,7 @@ class JobRuns:
                 whole = False
             if not whole:
                 try:
-                    await asyncio.to_thread(self._back.bring_in, name_of(row))
+                    await asyncio.to_thread(self._tiers.bring_in, name_of(row))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
             try:

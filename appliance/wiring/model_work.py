@@ -72,11 +72,6 @@ class LibraryOps:
         )
         return _stats(made)
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        made = await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report))
-        await self._opening.passed(made.path)
-        return _stats(made)
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         found = await self._check([Name(one.kind, name, one.version) for one in paths], report)
         for folder in dict.fromkeys(path for one in paths for path in (one.disk_path, one.shm_path) if path):

@@ -16,7 +16,7 @@ from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import deployments
 from appliance.store.rows import ModelRow
-from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from serve.core.sizing import adapter_rank_limit
@@ -40,13 +40,13 @@ class VersionProvider:
         self,
         db: Database,
         store: WeightStore,
-        back: TierReturn,
+        tiers: Tiers,
         opening: Opening,
         config: BoxConfig,
         device: Device,
         sizes: EngineSizer,
     ):
-        self._db, self._store, self._back, self._opening = db, store, back, opening
+        self._db, self._store, self._tiers, self._opening = db, store, tiers, opening
         self._sizes = sizes
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
@@ -69,7 +69,7 @@ class VersionProvider:
         owner = self._owner(model)
         name = Name("version", owner.id, version)
         try:
-            stored = await asyncio.to_thread(self._back.bring_in, name)
+            stored = await asyncio.to_thread(self._tiers.bring_in, name)
             await self._opening.check(stored.path, owner.id)
         except WeightsError as error:
             raise LookupError(str(error)) from error
@@ -102,10 +102,10 @@ class VersionProvider:
             old[1].release()
 
     def holds(self, name: Name) -> bool:
-        """Whether an engine serves this version, or is about to."""
+        """Whether an engine serves this version, or is about to. May be called from any thread."""
         return any(
             version == name.version and self._owner_id(model) == name.model
-            for model, (version, _) in self._leases.items()
+            for model, (version, _) in list(self._leases.items())
         )
 
     def _owner_id(self, name: str) -> str | None:

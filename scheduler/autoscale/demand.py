@@ -1,9 +1,9 @@
 """Decides how many replicas each model should have, and which model gets the next one when devices are scarce.
 
-Growing is immediate: for the requests expected soon (`by_rise`), and never below the floor learned from the last half
-hour (`recent_load`). Shrinking starts when the devices have idled for longer than a hand-over there and back would cost
-training (the rent exceeds the price), and no sooner than `give_back_after_s`; at most `give_backs_per_hour` times an
-hour, which bounds the hand-overs that its traffic causes.
+Growing is immediate, and never below what was learned of the last half hour (`standby.py`). Shrinking starts when the
+devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no
+sooner than `give_back_after_s`; at most `give_backs_per_hour` times an hour, which bounds the hand-overs that its
+traffic causes.
 
 Requests in flight alone mislead: a load that saturates one replica looks small on two, so the planner would release and
 request the second again forever under a flat load. Replicas that were wanted back before their release paid off are
@@ -63,13 +63,6 @@ def _caches(deployment: DeploymentView) -> float:
     return max(tokens, 0) / deployment.kv_tokens if deployment.kv_tokens else 0.0
 
 
-def by_rise(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
-    """Replicas needed for the number of requests expected soon; 0 if it is not rising, or if their number is fixed."""
-    if _fixed(deployment, now_s, config) is not None:
-        return 0
-    return ceil(deployment.demand.expected / _carried(deployment, config))
-
-
 def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
     target = float(deployment.target_inflight or config.target_inflight)
     measured_s, wanted_s = deployment.demand.tpot_p95_s, deployment.tpot_target_s
@@ -78,21 +71,9 @@ def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
     return target
 
 
-def _fixed(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int | None:
-    """Replicas of a model in use whose traffic is served best by a constant number; None if the number moves. A model
-    is in use until its floor ends: three engines stayed awake for a night because the evening had needed them, whatever
-    `idle_sleep_s` said."""
-    standby, in_use_until_s = deployment.standby, IdlePolicy(config).floor_until_s(deployment)
-    if standby is None or not standby.fixed or in_use_until_s is None or in_use_until_s <= now_s:
-        return None
-    return min(max(standby.replicas, deployment.floor_replicas), deployment.max_replicas)
-
-
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand needs, without memory of earlier demand."""
     demand = deployment.demand
-    if (fixed := _fixed(deployment, now_s, config)) is not None:
-        return fixed
     count = by_concurrency(deployment, config)
     if deployment.standby is not None:
         count = deployment.standby.asked_by_load(load(deployment, config))
@@ -120,19 +101,17 @@ def required(
     switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
-    hysteresis = replace(hysteresis, load=hysteresis.load.seen(want, now_s))
     idle = IdlePolicy(config)
     reviews: list[float] = []
     if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
     if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
-        floor = deployment.standby.replicas if deployment.standby else hysteresis.load.floor(config.late_share)
+        floor = deployment.standby.replicas if deployment.standby else 0
         if hysteresis.proved_until_s > now_s:
             floor = max(floor, hysteresis.proved)
             reviews.append(hysteresis.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
-    want = max(want, min(by_rise(deployment, now_s, config), deployment.max_replicas))
     if want >= hysteresis.replicas:
         found = _grown(deployment, hysteresis, want, now_s, config, switch_device_s)
     else:

@@ -51,12 +51,8 @@ class IdlePolicy:
         return max(self.lower_for_s(deployment), min(switch_s, self.config.give_back_at_latest_s))
 
     def floor_until_s(self, deployment: DeploymentView) -> float | None:
-        """Until when a model keeps the floor learned from its load; None: it never had a request."""
-        # A learned standby outlasts gaps in the traffic; a floor from the planner's rounds alone expires sooner.
-        hold_s = self.config.floor_hold_s
-        if deployment.standby:
-            hold_s = max(hold_s, self.config.give_back_at_latest_s)
-        return _after(deployment, min(_sleep_after_s(deployment), hold_s))
+        """Until when a model keeps the standby learned from its traffic; None: it never had a request."""
+        return _after(deployment, min(_sleep_after_s(deployment), self.config.give_back_at_latest_s))
 
     def proved_for_s(self, switch_s: float, before_s: float) -> float:
         """How long to keep replicas that were wanted back too soon: twice `before_s` each time."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import FULL, PATIENT, Standby
+from scheduler.core.workload import FULL, Standby
 
 _ALL_LATE = 0.1
 """How much requests in flight exceed what replicas carry when all that come are late."""
@@ -78,36 +78,15 @@ class Shadow:
         self.coming, self.coming_at_s, self.rested_at_s = 0, 0.0, 0.0
         self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
 
-    def rests(self, now_s: float, load: float, full: float) -> bool:
-        """Whether only what is always kept is awake, no prompt waits, and requests in flight ask for no more."""
-        n = self.choice.replicas
-        return self.busy_until_s <= now_s and self.replicas == n and not self.coming and load <= n * full
-
-    def empty(self, now_s: float) -> None:
-        """Called when nothing waits for it any more."""
-        self.free, self.busy_until_s = [0.0] * len(self.free), min(self.busy_until_s, now_s)
-
-    def overrun(self, now_s: float, filled: float) -> bool:
-        """Whether what comes now is late soon: prompts wait for long, or requests in flight fill its replicas."""
-        n = self.replicas
-        if filled > n:
-            return True
-        if self.busy_until_s <= now_s:
-            return False
-        return sum([max(at_s - now_s, 0.0) for at_s in self.free]) > PATIENT * self.target_s * n
-
-    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs, full: float = FULL) -> float:
-        """Let `passed_s` pass, in which this was seen. full: how full replicas may be. Returns how many of the requests
-        are late."""
+    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs) -> None:
+        """Let `passed_s` pass, in which this was seen."""
         if self.coming and self.coming_at_s <= now_s:
             self.replicas, self.coming = self.coming, 0
             self._spread(now_s)
         self.cost_s += passed_s * max(self.replicas, self.coming)
-        late = self._serve(now_s, seen, costs) if seen.works_s else 0.0
-        self.late += late
-        if not self.choice.fixed:
-            self._move(now_s, seen.load / full, most, costs)
-        return late
+        if seen.works_s:
+            self.late += self._serve(now_s, seen, costs)
+        self._move(now_s, seen.load / FULL, most, costs)
 
     def _serve(self, now_s: float, seen: Seen, costs: Costs) -> float:
         if not self.free:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Seconds = Annotated[float, Field(gt=0)]
-WhenLate = Literal["serve", "split"]
 
 
 class SchedulerConfig(BaseModel):
@@ -36,14 +35,6 @@ class SchedulerConfig(BaseModel):
     late_requests_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of a model's requests that `auto` lets be late, as learned from the last half hour: it keeps as few
     replicas on standby as that allows."""
-    when_late: WhenLate = "serve"
-    """What `auto` does while more of a model's requests than that are late even with all devices, and for ten minutes
-    after: "serve" gives it all of them, "split" leaves half to training."""
-    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """If no standby is learned: share of the demand of the last half hour that may exceed the floor `auto` keeps for a
-    model."""
-    floor_hold_s: Seconds = 60.0
-    """How long `auto` keeps that floor after a model's last request."""
     job_dwell_s: Seconds = 30.0
     """A running job does not grow again before this long after its last (re)start. Shrinking is never delayed."""
     turn_s: Seconds = 30.0
@@ -109,11 +100,6 @@ class SchedulerConfig(BaseModel):
     # --- looking
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""
-
-    @property
-    def next_answer_s(self) -> float:
-        """The soonest that a hand-over after one that begins now could take effect: its job must first train again."""
-        return self.job_pause_s + self.reaction_s
 
     @property
     def changes_per_hour(self) -> int:

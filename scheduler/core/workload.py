@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
-from scheduler.core.recent_load import RecentLoad
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
@@ -25,8 +24,8 @@ Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
 FULL = 0.8
-"""Share of the requests that one replica carries at which a moving number asks for another: requests differ in size, so
-caches are full, and all that come are late, before their number says so."""
+"""Share of the requests that one replica carries at which another is woken: requests differ in size, so caches are
+full, and all that come are late, before their number says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,7 @@ class Demand:
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
     tokens of requests without a first token, as far as known; prompt_tokens: of all of them that engines compute.
-    ttft_p95_s, tpot_p95_s: recent time to first token and per further token, None if unknown. expected: number of
-    requests at the time a further hand-over could serve them, while that number is rising
-    (`scheduler.autoscale.forecast`); 0 while it is not.
+    ttft_p95_s, tpot_p95_s: recent time to first token and per further token, None if unknown.
     """
 
     inflight: int = 0
@@ -153,7 +150,6 @@ class Demand:
     last_request_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
-    expected: float = 0.0
     prompt_tokens: int = 0
 
     @property
@@ -164,23 +160,18 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Standby:
     """replicas: always awake. backlog_share: share of the latency target that a backlog may take before more are
-    woken; times: multiple of the replicas that the backlog needs. full: share of the requests one replica carries at
-    which another is woken. fixed: neither more nor fewer while the model is in use."""
+    woken."""
 
     replicas: int
     backlog_share: float = PATIENT
-    times: int = 1
-    fixed: bool = False
-    full: float = FULL
 
     def asked_by_load(self, load: float) -> int:
         """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
-        return math.ceil(load / self.full)
+        return math.ceil(load / FULL)
 
     def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
         """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""
-        count = math.ceil(backlog_s / (self.backlog_share * target_s))
-        return count * self.times if count > self.replicas else count
+        return math.ceil(backlog_s / (self.backlog_share * target_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +293,7 @@ class Workload:
 class Hysteresis:
     """What the planner remembers of a model between rounds, so that its replicas do not follow every change of demand.
 
-    low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since. load: recent need.
+    low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since.
     given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the count before the last
     fall. proved: replicas that were wanted back too soon after such a fall, kept until `proved_until_s`; that period
     lasts `proved_hold_s`.
@@ -312,7 +303,6 @@ class Hysteresis:
     low_since_s: float | None = None
     low_peak: int = 0
     waiting_since_s: float | None = None
-    load: RecentLoad = field(default_factory=RecentLoad)
     given_back_s: tuple[float, ...] = ()
     taken_s: tuple[float, ...] = ()
     given_back_from: int = 0

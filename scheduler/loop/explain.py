@@ -10,7 +10,7 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import DeploymentView, PlanInput, Policy, ReplicaView, Standby
+from scheduler.core.workload import FULL, DeploymentView, PlanInput, Policy, ReplicaView, Standby
 from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.runner import Doing
 from scheduler.handover.verbs import VERBS
@@ -149,13 +149,10 @@ def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float)
 
 
 def _standby(deployment: DeploymentView, learned: Standby) -> str:
-    more = "and neither more nor fewer" if learned.fixed else "and to wake more when the backlog takes "
-    if not learned.fixed:
-        more += (
-            f"{learned.backlog_share:.0%} of the target for the first token or requests fill {learned.full:.0%} of them"
-        )
     return (
-        f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, {more}; one replica computes about "
+        f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, and to wake more when the "
+        f"backlog takes {learned.backlog_share:.0%} of the target for the first token or requests fill {FULL:.0%} of "
+        f"them; one replica computes about "
         f"{deployment.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
     )
 

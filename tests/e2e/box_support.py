@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -13,6 +15,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +40,16 @@ DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
 def gsm8k(kind: str, count: int) -> bytes:
     """The shortest examples: half the tokens of the first ones, and half the arithmetic of a step."""
     return "\n".join(sorted((DEMO_DATA / f"gsm8k_{kind}.jsonl").read_text().splitlines(), key=len)[:count]).encode()
+
+
+@functools.cache
+def starter_folder(steps: int) -> Path:
+    """The starter's checkpoint, made once in this process and deleted with it."""
+    kept = tempfile.mkdtemp(prefix="starter-")
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", "--steps", str(steps)]
+    subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2], capture_output=True)
+    return Path(kept, "starter")
 
 
 class WholeBox:
@@ -67,6 +80,12 @@ class WholeBox:
     def submit(self, model: str, file: str | Path, options: str, *more: str) -> str:
         """The id of a new job. file: a path here, or the id of an uploaded one. options: as one types them."""
         return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
+
+    def make_starter(self, steps: int = 10) -> dict[str, Any]:
+        """The operation that took in the small model `starter`; after ten steps it stammers."""
+        made = self.ask("model", "import", str(starter_folder(steps)), "--name", "starter")
+        assert made["state"] == "succeeded" and made["result"]["name"] == "starter", made
+        return made
 
     def environment(self) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_")}

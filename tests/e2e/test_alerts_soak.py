@@ -133,7 +133,7 @@ def test_a_rank_that_runs_half_of_the_time_is_named_to_its_owner_and_to_who_is_o
     data_dir.mkdir()
     settings = "[box]\ndevices = 2\nstart_timeout_s = 600\n[serve]\nstart_timeout_s = 600\n"
     with whole_box(data_dir, settings) as box, prometheus(tmp_path / "prometheus", box) as address:
-        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.make_starter()
         box.set_mode(policy="train")
         options = "--epochs 50 --batch-size 8 --min-devices 2 --set max_length=256"
         job = box.submit("starter", box.upload(gsm8k("train", 64)), options)

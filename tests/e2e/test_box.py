@@ -45,8 +45,7 @@ def box(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def starter(box):
-    made = box.ask("model", "starter", "--minutes", "0.05")  # which stammers: ten steps
-    assert made["state"] == "succeeded" and made["result"]["name"] == "starter", made
+    box.make_starter()
     return "starter"
 
 

@@ -30,8 +30,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeBox]:
     # Here it is not the devices that kill.
     settings = f"[box]\ndevices = {DEVICES}\n[scheduler]\ndevice_deaths = 0\n"
     with whole_box(tmp_path_factory.mktemp("box"), settings) as one:
-        made = one.ask("model", "starter", "--minutes", "0.05")
-        assert made["state"] == "succeeded", made
+        one.make_starter()
         yield one
 
 

@@ -10,6 +10,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.e2e.box_support import wait_for, whole_box
 from tests.e2e.engine_support import save_model
+from weights.format.config import Location
 from weights.tiers.objects_s3 import S3Objects
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
@@ -27,8 +28,9 @@ def s3(tmp_path):
         "credentials_file": str(credentials),
         "credentials_profile": "box",
     }
-    S3Objects("weights", "box", **settings)._client.create_bucket(Bucket="weights")
-    yield {"url": "s3://weights/box", **settings}
+    settings["url"] = "s3://weights/box"
+    S3Objects(Location(**settings))._client.create_bucket(Bucket="weights")
+    yield settings
     server.stop()
 
 

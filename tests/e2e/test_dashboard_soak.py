@@ -46,7 +46,7 @@ def test_every_panel_has_something_to_show(tmp_path: Path) -> None:
     data_dir.mkdir()
     (tmp_path / "backups").mkdir()
     with whole_box(data_dir, SETTINGS) as box:
-        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.make_starter()
         box.run("backup", "make", str(tmp_path / "backups"))
         job = box.submit("starter", box.upload(gsm8k("train", 48)), "--epochs 40 --batch-size 4 --min-devices 1")
         with prometheus(tmp_path / "prometheus", box) as address:

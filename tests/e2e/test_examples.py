@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
     with whole_box(tmp_path_factory.mktemp("box")) as one:
-        one.ask("model", "starter", "--minutes", "0.05")
+        one.make_starter()
         one.set_mode(policy="split", train_devices=2)
         yield one
 

@@ -104,7 +104,7 @@ def test_a_whole_box_by_mouse_and_over_the_death_of_its_controller(tmp_path: Pat
         page.get_by_text("n0/1", exact=True).wait_for()
 
         go(page, "Models")
-        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.make_starter()
         page.get_by_role("link", name="starter", exact=True).wait_for()
 
         begin_job(page, data, 2)

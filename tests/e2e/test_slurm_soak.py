@@ -178,7 +178,7 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
                 "json",
             )
             assert len(json.loads(told)["devices"]) == 2
-            box.run("model", "starter", "--minutes", "0.1", "--wait")
+            box.make_starter()
             box.set_mode(policy="train")
             job = box.submit("starter", box.upload(gsm8k("train", 48)), "--epochs 10 --batch-size 4")
             wait_for(lambda: len(box.losses(job)) >= 3, "the first steps", 300)

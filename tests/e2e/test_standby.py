@@ -24,7 +24,6 @@ SETTINGS = f"""
 [scheduler]
 give_back_after_s = 4
 give_back_at_latest_s = {REST_S}
-floor_hold_s = {REST_S}
 job_dwell_s = 5
 """
 

@@ -245,9 +245,10 @@ def running_front(
             "shutdown_s": 1,
             **gateway,
         }
+        (folder / "gateway.json").write_text(json.dumps(config))
         with open(folder / "gateway.err", "wb") as errors:
             front.gateway = subprocess.Popen(
-                [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
+                [sys.executable, "-m", "appliance.gateway.main", "--config", str(folder / "gateway.json")],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=errors,

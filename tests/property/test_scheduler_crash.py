@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from benchmarks.simulator import virtual_time
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 
 # Looking seldom asks more of events and of the rounds after a failure, and takes a third of the time.

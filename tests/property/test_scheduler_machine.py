@@ -30,13 +30,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.simulator.virtual_time import VirtualClock, VirtualLoop
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator.virtual_time import VirtualClock, VirtualLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 
 CONFIG = SchedulerConfig(
@@ -44,7 +44,6 @@ CONFIG = SchedulerConfig(
     give_back_after_s=20,
     give_back_at_latest_s=20,
     give_backs_per_hour=1000,
-    floor_hold_s=15,
     job_dwell_s=15,
     turn_s=10,
     backoff_max_s=8,

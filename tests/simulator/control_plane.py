@@ -191,9 +191,6 @@ class SimulatedModelOps:
         stats = await self.import_model(source, name=found.name, revision=found.revision, report=report)
         return replace(stats, adapter_rank=min(8, base.rank_limit))
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        return await self.import_model("starter", name="starter", revision=None, report=report)
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         return {"versions": [one.version for one in paths], "tensors": 3, "bytes": 10}
 
@@ -216,7 +213,6 @@ class SimulatedTiers:
             "damaged": 0,
             "last_error": None,
             "last_error_s": None,
-            "next_try_s": None,
         }
         told: list[dict[str, Any]] = [
             {

@@ -32,7 +32,6 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
-    "appliance.tracking",
     "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
@@ -79,7 +78,6 @@ SUBPACKAGES = (
     "appliance.store.objects",
     "appliance.store.records",
     "appliance.store",
-    "scheduler.simulator",
     "scheduler.ray",
     "scheduler.devices",
     "scheduler.loop",
@@ -87,7 +85,6 @@ SUBPACKAGES = (
     "scheduler.plan",
     "scheduler.autoscale",
     "scheduler.core",
-    "train.starter",
     "train.convert",
     "train.run",
     "train.rollouts",
@@ -138,9 +135,8 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "matplotlib": {"scheduler/simulator/plot.py"},
-    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
-    "wandb": {"appliance/tracking/wandb_tracker.py"},
+    "mlflow": {"appliance/tracking.py"},
+    "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -369,8 +365,6 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # The simulator is not a client: it runs what decides, which imports neither Ray nor torch (checked above).
-        and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
         # A backup is taken and restored by the command itself, which imports it then.
@@ -589,7 +583,6 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,

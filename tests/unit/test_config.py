@@ -102,10 +102,14 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         (
             "[observability]\notlp_endpoint = 'https://me:secret@collector:4318'",
             {},
-            "box.toml: observability.otlp_endpoint has credentials in its URL",
+            "box.toml: observability.otlp_endpoint is 'https://***@collector",
         ),
-        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HUB_ENDPOINT has credentials in its URL"),
-        ("[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'", {}, "weights.remote.endpoint has credentials"),
+        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HUB_ENDPOINT is 'https://***@hub"),
+        (
+            "[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'",
+            {},
+            "weights.remote.endpoint is 'https://***@minio",
+        ),
     ],
 )
 def test_mistakes_name_their_source_and_key(tmp_path, text, environ, said):
@@ -147,9 +151,12 @@ def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
     config = load(
         tmp_path, "[gateway.limits]\nsequences = 5\n[gateway]\ntls_cert_path='c'\ntls_key_path='k'", port=1234
     )
-    assert load_resolved(config.model_dump_json()) == config
-    with pytest.raises(ConfigError, match="--config-json: unknown key other"):
-        load_resolved(json.dumps({"other": {}}))
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    assert load_resolved(file) == config
+    file.write_text(json.dumps({"other": {}}))
+    with pytest.raises(ConfigError, match="unknown key other"):
+        load_resolved(file)
 
 
 def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
@@ -159,20 +166,6 @@ def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)
     assert (built.workers, built.limits, built.holds) == (1, config.gateway.limits, config.gateway.holds)
     assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
-
-
-def test_a_key_that_was_renamed_still_counts_and_says_its_new_name(tmp_path, capsys):
-    path = tmp_path / "box.toml"
-    path.write_text("[serve]\ncanary_logprob_tolerance = 0.4\n")
-    assert load_config(path, environ={}).serve.fingerprint_logprob_tolerance == 0.4
-    assert "serve.canary_logprob_tolerance is called serve.fingerprint_logprob_tolerance now" in capsys.readouterr().err
-
-    path.write_text("[serve]\ncanary_logprob_tolerance = 0.4\nfingerprint_logprob_tolerance = 0.3\n")
-    with pytest.raises(ConfigError, match=r"is the old name of serve\.fingerprint_logprob_tolerance"):
-        load_config(path, environ={})
-    variables = {"APPLIANCE_SERVE__CANARY_LOGPROB_TOLERANCE": "0.2"}
-    assert load_config(None, {"data_dir": str(tmp_path)}, variables).serve.fingerprint_logprob_tolerance == 0.2
-    assert "APPLIANCE_SERVE__FINGERPRINT_LOGPROB_TOLERANCE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,7 +180,8 @@ def test_the_url_that_browsers_know_is_one_whichever_key_has_it(tmp_path, given)
         path.write_text(text)
         config = load_config(path, environ={})
         assert config.box.public_url == config.controller.oidc.box_url == "https://box.example.org"
-        assert load_resolved(config.model_dump_json()) == config
+        (tmp_path / "config.json").write_text(config.model_dump_json())
+        assert load_resolved(tmp_path / "config.json") == config
     path.write_text(f'[box]\npublic_url = "{given}"\n[controller.oidc]\nbox_url = "https://other.example.org"\n')
     config = load_config(path, environ={})
     assert (config.box.public_url, config.controller.oidc.box_url) == (given[:23], "https://other.example.org")
@@ -212,7 +206,6 @@ def test_no_message_shows_the_credentials_that_it_refuses(tmp_path):
         "[weights.remote]\nurl = 'ftp://key:se@secret@host'",
         "[observability]\notlp_endpoint = 'http://key:secret@host x'",
         "[gateway]\ncors_origins = ['https://key:secret@page']",
-        "[box]\nhost = 'key:secret@host'",
     ],
 )
 def test_no_mistake_beside_credentials_shows_them_or_lets_them_pass(tmp_path, text: str):
@@ -220,11 +213,6 @@ def test_no_mistake_beside_credentials_shows_them_or_lets_them_pass(tmp_path, te
         load(tmp_path, text, {})
     assert "secret" not in str(caught.value) and "secret" not in repr(caught.value)
     assert text.split("\n")[1].split(" = ")[0] in str(caught.value), "it names the key"
-
-
-def test_what_is_no_url_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="otlp_endpoint.*not a URL"):
-        load(tmp_path, "[observability]\notlp_endpoint = 'http://[::1'", {})
 
 
 def test_ports_of_a_box_alone_are_free_to_choose(tmp_path):

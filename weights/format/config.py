@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+URL = r"^https?://[^\s/@]+(/\S*)?$"
+"""Without credentials: people see addresses in messages and in `ps`."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,20 +31,9 @@ class SnapshotRules(KeepRules):
     keep_last: int | None = Field(default=1, ge=1, description="how many of the newest are kept")
 
 
-class Packing(_Strict):
-    """How snapshots are written to a packed tier, beside the lossless compression."""
+class DiskTier(_Strict):
+    """The local disk: versions and snapshots as plain directories."""
 
-    moments: Literal["exact", "int8"] = Field(
-        default="exact",
-        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
-        "it goes on close to, not exactly as before",
-    )
-
-
-class DiskTier(Packing):
-    """The local disk: snapshots packed, versions as plain directories. The keys of packing hold for snapshots."""
-
-    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to disk")
     free_bytes: int = Field(default=1 << 30, ge=0, description="room on the disk that tiers leave free")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
@@ -51,7 +43,9 @@ class Location(_Strict):
     """Where objects are kept: a directory on a mount, or an S3-compatible store."""
 
     url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
-    endpoint: str | None = Field(default=None, description="https address of the S3-compatible store; unset: Amazon's")
+    endpoint: str | None = Field(
+        default=None, pattern=URL, description="https address of the S3-compatible store; unset: Amazon's"
+    )
     region: str | None = Field(default=None, description="region of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(default=None, description="section of the credentials file")
@@ -64,10 +58,14 @@ class Location(_Strict):
         return url
 
 
-class RemoteTier(Location, Packing):
-    """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
+class RemoteTier(Location):
+    """A directory on a mount, or an S3-compatible store. Off without `url`."""
 
-    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to the remote")
+    moments: Literal["exact", "int8"] = Field(
+        default="exact",
+        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
+        "it goes on close to, not exactly as before",
+    )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 

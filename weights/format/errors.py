@@ -13,7 +13,6 @@ WeightsError
 │   ├── VersionLeased        a reader holds a lease, so it stays
 │   ├── DraftNotFound        attach to a draft that was committed, aborted or swept
 │   └── HandleClosed         use of a draft or lease after its end, or in a forked child
-├── TierExists               the destination of a disk copy is taken
 ├── TierFull                 a tier has no room left (its disk, or what it must leave free)
 ├── TierUnavailable          a tier cannot be reached, or is not the one this box wrote to
 └── IntegrityError           bytes differ from what their metadata says; carries path, file and tensor
@@ -21,7 +20,7 @@ WeightsError
     ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
     ├── ChecksumMismatch     bytes differ from their recorded checksum
     ├── NotSealed            no checksums were recorded, so nothing can be verified
-    ├── ObjectDamaged        an object of a packed tier is missing, truncated or not the bytes of its name
+    ├── ObjectDamaged        an object at a remote place is missing or cannot be decoded
     └── UnsafeFile           a symlink, device or unsafe name inside a version
 """
 
@@ -144,10 +143,6 @@ class HandleClosed(StoreError):
     """Use of a draft or lease after its end, or in a child forked while it was held."""
 
 
-class TierExists(WeightsError):
-    """The destination of a disk copy is taken."""
-
-
 class TierFull(WeightsError):
     """A tier has no room left: its disk is full, or would fall below its required free space. Nothing was committed."""
 
@@ -187,7 +182,7 @@ class NotSealed(IntegrityError):
 
 
 class ObjectDamaged(IntegrityError):
-    """An object of a packed tier is missing, truncated or does not match its name's checksum. `path` names it."""
+    """An object at a remote place is missing or cannot be decoded. `path` names it."""
 
 
 class UnsafeFile(IntegrityError):

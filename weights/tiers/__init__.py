@@ -1,5 +1,5 @@
-"""Copies versions to disks and remote stores, as plain directories or as packed objects that share bytes.
+"""Copies versions and snapshots to the local disk and to one remote place, a directory or S3, and back.
 
-Never: Schedules copies; appliance.tiers does.
-Begin with copies.py, packed.py.
+Never: Decides when; appliance.tiers does.
+Begin with directory.py (disk), remote.py.
 """

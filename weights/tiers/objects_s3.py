@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import boto3
 import botocore.config
 import botocore.session
 from botocore.exceptions import BotoCoreError, ClientError
 
+from weights.format.config import Location
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
 
 # At debug level they log requests with their signed headers.
@@ -26,29 +28,18 @@ _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 
 
 class S3Objects:
-    """`bucket` must exist. `endpoint` None: Amazon's. Raises TierUnavailable if the settings are invalid for a
-    client."""
+    """Of a `location` with an s3:// url; the bucket must exist. Raises TierUnavailable if the settings are invalid for
+    a client."""
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str = "",
-        *,
-        endpoint: str | None = None,
-        region: str | None = None,
-        credentials_file: str | None = None,
-        credentials_profile: str | None = None,
-        timeout_s: float = 30.0,
-        page_keys: int = 1000,
-    ) -> None:
-        self._bucket = bucket
-        self._page_keys = page_keys
+    def __init__(self, location: Location, timeout_s: float = 30.0) -> None:
+        assert location.url is not None
+        self._bucket, _, prefix = location.url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self.where = f"s3://{bucket}/{self._prefix}"
+        self.where = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
         with self._translated(""):
-            session = botocore.session.Session(profile=credentials_profile)
-            if credentials_file is not None:
-                session.set_config_variable("credentials_file", credentials_file)
+            session = botocore.session.Session(profile=location.credentials_profile)
+            if location.credentials_file is not None:
+                session.set_config_variable("credentials_file", str(Path(location.credentials_file).expanduser()))
             config = botocore.config.Config(
                 connect_timeout=timeout_s,
                 read_timeout=timeout_s,
@@ -56,10 +47,10 @@ class S3Objects:
                 # Stores other than Amazon's often do not support trailing checksums; every read checks ours.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
-                s3={"addressing_style": "path" if endpoint else "auto"},
+                s3={"addressing_style": "path" if location.endpoint else "auto"},
             )
             self._client = boto3.session.Session(botocore_session=session).client(
-                "s3", endpoint_url=endpoint, region_name=region or "us-east-1", config=config
+                "s3", endpoint_url=location.endpoint, region_name=location.region or "us-east-1", config=config
             )
 
     def put(self, key: str, data: bytes) -> None:
@@ -70,17 +61,10 @@ class S3Objects:
         with self._translated(key):
             return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)["Body"].read()
 
-    def size(self, key: str) -> int | None:
-        try:
-            with self._translated(key):
-                return self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"]
-        except ObjectDamaged:
-            return None
-
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         with self._translated(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": self._page_keys}
+                Bucket=self._bucket, Prefix=self._prefix + prefix
             )
             for page in pages:
                 for entry in page.get("Contents", ()):
@@ -101,7 +85,7 @@ class S3Objects:
             # Only code and operation: a server's message may repeat the access key.
             code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
             if code in _MISSING:
-                raise ObjectDamaged("it is missing", path=self.where + key) from error
+                raise ObjectDamaged("it is missing", path=f"{self.where}/{key}") from error
             kind = TierFull if code in _FULL else TierUnavailable
             raise kind(f"{self.where}: {operation} was refused with {code}") from None
         except (BotoCoreError, OSError) as error:

@@ -1,11 +1,8 @@
-"""Decides what a tier keeps and what it removes. Pure functions of records.
-
-A tier removes what no rule keeps. A tier without rules keeps everything.
-"""
+"""Decides what a tier keeps. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,17 +23,9 @@ class Kept(Generic[K]):
     protected: bool = False
 
 
-@dataclass(frozen=True)
-class TierPlan(Generic[K]):
-    """`push`: what to copy to the tier, in order; `drop`: what to remove from it."""
-
-    push: tuple[K, ...]
-    drop: tuple[K, ...]
-
-
-def keep(records: Iterable[Kept[K]], rules: KeepRules) -> set[K]:
-    """The keys to keep: of each family the newest `keep_last`, the `keep_best` with the lowest validation loss, and
-    protected ones."""
+def keep(records: Iterable[Kept[K]], rules: KeepRules) -> list[K]:
+    """The keys to keep, the newest first: of each family the newest `keep_last`, the `keep_best` with the lowest
+    validation loss, and protected ones; everything without rules."""
     newest_first = sorted(records, key=lambda record: record.created_s, reverse=True)
     measured = [record for record in newest_first if record.valid_loss is not None]
     best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: of equals the newest
@@ -44,22 +33,4 @@ def keep(records: Iterable[Kept[K]], rules: KeepRules) -> set[K]:
     for family in {record.family for record in newest_first}:
         for ranked, count in ((newest_first, rules.keep_last), (best_first, rules.keep_best)):
             kept |= {record.key for record in [one for one in ranked if one.family == family][: count or 0]}
-    return kept
-
-
-def plan_tier(
-    above: Iterable[Kept[K]], here: Collection[K], described: Mapping[K, Kept[K]], rules: KeepRules
-) -> TierPlan[K]:
-    """The copies and removals that make a tier meet its rules: `above` could be copied to it, `here` is in it.
-
-    `described` describes the items of `here`; items that it lacks stay. It pushes the newest first, so that the most
-    important state is safe soonest.
-    """
-    candidates = {record.key: record for record in above}
-    judged = candidates | {key: described[key] for key in here if key in described}
-    kept = keep(judged.values(), rules)
-    missing = [record for key, record in candidates.items() if key in kept and key not in here]
-    return TierPlan(
-        push=tuple(record.key for record in sorted(missing, key=lambda record: record.created_s, reverse=True)),
-        drop=tuple(key for key in here if key in judged and key not in kept),
-    )
+    return [record.key for record in newest_first if record.key in kept]

@@ -85,7 +85,7 @@ def opened(settings: BoxConfig, place: str | None) -> Iterator[Objects]:
     """The place to use; errors of backups in the block become CommandFailed."""
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError
-    from weights.tiers.locations import objects_at
+    from weights.tiers.objects import objects_at
 
     if place is not None and not place.startswith("s3://"):
         place = str(Path(place).expanduser().resolve())

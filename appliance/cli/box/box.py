@@ -22,6 +22,8 @@ from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
 from appliance.cli.mode.power import limit_line
 from appliance.cli.own_process import python
+from appliance.paths import BoxPaths
+from runtime.replace_file import replace_file
 
 _STOP_S = 300.0
 
@@ -142,7 +144,10 @@ def join(
             output.say("note: every user of this machine can read this token, and join in its place: use --token -")
         # In a file, because every user of this machine could read an argument.
         token_file = _kept(Path(settings.box.data_dir), token)
-    command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
+    paths = BoxPaths.of(Path(settings.box.data_dir))
+    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(paths.config_file, settings.model_dump_json().encode())
+    command = python("appliance.boot.node", "--config", str(paths.config_file))
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
     renew_option = ("--renew",) if renew else ()
     os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])

@@ -36,7 +36,9 @@ def doctor(
     """Check whether this machine is fit for the box, and whether the box is well."""
     settings = resolved(config, data_dir=data_dir)
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    answer = json.loads(said_by("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs))
+    answer = json.loads(
+        said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
+    )
     if output_format == "json":
         output.print_json(answer)
         raise typer.Exit(answer["exit_code"])

@@ -78,7 +78,7 @@ def bundle(
     target = to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     box_file = BoxFile.read(settings.box.data_dir)
     runs = ["--runs"] if box_file.pid is not None else []
-    doctor = said_by("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
+    doctor = said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
     parts = [
         ("config.json", settings.model_dump_json(indent=1)),
         ("box.json", json.dumps(box_file.fields, indent=1)),

@@ -16,7 +16,8 @@ from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.paths import UnsafeFolder, check_closed
+from appliance.paths import BoxPaths, UnsafeFolder, check_closed
+from runtime.replace_file import replace_file
 
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
@@ -47,13 +48,15 @@ class MainProcess:
                 raise CommandFailed(str(error)) from error
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data_dir.chmod(0o700)
+        config_file = BoxPaths.of(data_dir).config_file
+        replace_file(config_file, config_json.encode())
         from runtime.processes.kernel import die_with_parent  # fenced, for the time of `--help`
 
         end_with_command = partial(die_with_parent, os.getpid(), signal.SIGTERM)
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if detach else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "appliance.boot.main", "up", "--config-json", config_json],
+                [sys.executable, "-P", "-m", "appliance.boot.main", "up", "--config", str(config_file)],
                 cwd=data_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

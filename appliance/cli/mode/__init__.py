@@ -1,5 +1,5 @@
-"""Commands about the mode of the box: set, plan, schedule, history; and `simulate`.
+"""Commands about the mode of the box: set, plan, schedule, history.
 
-Never: Decides, except `simulate`, which runs the scheduler's own code on a trace.
+Never: Decides.
 Begin with mode.py.
 """

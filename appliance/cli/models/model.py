@@ -59,23 +59,6 @@ def import_model(
         session.show(finish(session, started, wait or found.temporary, timeout), _operation)
 
 
-@box_command(app, "appliance model starter", "appliance model starter --minutes 5")
-def starter(
-    session: Session,
-    minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.05, max=1440, help="How long to pretrain it.")
-    ] = None,
-    wait: WAIT = True,
-    timeout: TIMEOUT = None,
-) -> None:
-    """Make the small model `starter` on this box, without any download.
-
-    It speaks in short simple sentences and knows next to nothing: a model to try everything with.
-    """
-    started = session.client.post("/admin/v1/models/starter", given(minutes=minutes))
-    session.show(finish(session, started, wait, timeout), _operation)
-
-
 @box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """List models: the version that answers, its challenger (a canary), and whether it is awake.
@@ -233,7 +216,7 @@ def _table(answer: dict[str, Any]) -> Any:
             )
             for m in answer["data"]
         ),
-        empty="no models; `appliance model starter` makes a small one, `appliance model import` brings a real one",
+        empty="no models; `appliance model import` brings one, `appliance model catalog` names some",
     )
     return output.stack(table, output.notes(troubles))
 

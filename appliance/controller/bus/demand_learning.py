@@ -1,4 +1,4 @@
-"""Learns from each model's traffic: how fast it rises, and what to keep on standby. Fed by the gateways' reports.
+"""Learns from each model's traffic what to keep on standby. Fed by the gateways' reports.
 
 What has been learned of standby is stored every minute, and read when a learner begins: a restarted controller goes on
 with it, faded by the time between. A learner whose bounds or target have changed begins again.
@@ -18,7 +18,6 @@ from appliance.store.database import Database
 from appliance.store.records import standby as standby_rows
 from appliance.store.rows import StandbyRow
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.forecast import DemandForecast
 from scheduler.autoscale.shadow import Seen, standby_costs
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
@@ -47,7 +46,7 @@ class Traffic:
 
 
 class DemandLearning:
-    """Adds to deployments the rise of their requests, the measured prefill rate and the learned standby.
+    """Adds to deployments the measured prefill rate and the learned standby.
 
     A model has neither of the latter two while its rate is unknown or it has no target for the first token (so nothing
     defines late); the planner's own floor applies then.
@@ -66,11 +65,8 @@ class DemandLearning:
         self._db, self._unix_s = db, unix_s
         self._saved_s: dict[str, float] = {}
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
-        self._forecasts: dict[str, DemandForecast] = {}
-        # For each name, which of its arrivals have been learned from. _came: the same by model, all its names
-        # together.
+        # For each name, which of its arrivals have been learned from.
         self._counted: dict[str, Arrived] = {}
-        self._came: dict[str, int] = {}
         # For each model, the prompts too long for the target that have not been found late.
         self._hopeless: dict[str, float] = {}
         self._looked_s: float | None = None
@@ -85,8 +81,6 @@ class DemandLearning:
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
             self._saved_s = {name: kept for name, kept in self._saved_s.items() if name in names}
-            self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
-            self._came = {name: kept for name, kept in self._came.items() if name in names}
             fade = math.exp(-passed_s / HOPELESS_S)
             self._hopeless = {name: kept * fade for name, kept in self._hopeless.items() if name in names}
         traffic = {d.model: self._traffic(d.model) for d in deployments}
@@ -98,9 +92,7 @@ class DemandLearning:
     def _one(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
         # Count arrivals even before learning is possible, or they would later count as one burst.
         new = self._new(traffic.arrived) if look else Arrived()
-        # Not the sum of the totals: that falls when an adapter goes.
-        self._came[deployment.model] = self._came.get(deployment.model, 0) + new.requests
-        deployment = replace(self._rising(deployment, now_s, look), kv_tokens=traffic.kv_tokens)
+        deployment = replace(deployment, kv_tokens=traffic.kv_tokens)
         rate = traffic.prefill_tokens_per_s
         if not rate or not deployment.ttft_target_s or not deployment.max_replicas:
             self._learners.pop(deployment.model, None)
@@ -131,12 +123,6 @@ class DemandLearning:
         self._hopeless[model] = max(waiting - found, 0.0)
         return found
 
-    def _rising(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
-        forecast = self._forecasts.setdefault(deployment.model, DemandForecast(self._config.next_answer_s))
-        if look:
-            forecast.seen(now_s, deployment.demand.requests, self._came[deployment.model])
-        return replace(deployment, demand=replace(deployment.demand, expected=forecast.expected))
-
     def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:
         """The deployment's learner; a new one when its parameters have changed."""
         # In replicas: with tensor parallelism one is several devices.
@@ -150,7 +136,6 @@ class DemandLearning:
                 most=deployment.max_replicas,
                 target_s=target_s,
                 late_share=self._config.late_requests_share,
-                when_late=self._config.when_late,
             )
             self._restore(deployment.model, learner, settings)
             known = self._learners[deployment.model] = (settings, learner)
@@ -162,7 +147,7 @@ class DemandLearning:
             return
         try:
             learner.restore(row.state, self._now_s(), self._unix_s() - row.saved_s)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             # It is of another release: an hour of learning is not worth a box that does not start.
             log.warning("what was learned of the traffic of %s cannot be read, and is learned again: %r", model, error)
 

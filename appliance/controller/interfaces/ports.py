@@ -199,9 +199,6 @@ class ModelOps(Protocol):
         """Import the adapter that `find_adapter` found as a new version of its name, checked against the base that it
         is to be served on."""
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        """Pretrain the small model named `starter`."""
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of
@@ -269,7 +266,7 @@ class TierPort(Protocol):
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         """As of now, and what it returns is called on any thread: per tier, nearest first, {"name", "where",
         "versions", "snapshots", "bytes", "limit_bytes", "backlog", "backlog_bytes", "busy", "damaged", "last_error",
-        "last_error_s", "next_try_s"}."""
+        "last_error_s"}."""
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         """Names of the tiers that have a version."""

@@ -1,4 +1,4 @@
-"""Long operations on models behind the admin API: import, make the starter, verify.
+"""Long operations on models behind the admin API: import and verify.
 
 Each is a task with a row of its own, which has its progress and its result. After a restart it starts over from what is
 on disk.
@@ -60,9 +60,6 @@ class Operations:
                 return await ops.verify_tiers(report)
             paths = [paths_of(one) for one in models.list_versions(self._db, row.target)]
             return await ops.verify(row.target, paths, report)
-        if row.kind == "starter":
-            made = await ops.make_starter(minutes=given["minutes"], report=report)
-            return await register(context, made, caller)
         if given["adapter"] is not None:
             found, base = AdapterFound(*given["adapter"]["found"]), AdapterBase(*given["adapter"]["base"])
             made = await ops.import_adapter(given["source"], found=found, base=base, report=report)

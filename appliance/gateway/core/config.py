@@ -108,7 +108,7 @@ class GatewayConfig:
         try:
             return cls.from_mapping(msgspec.json.decode(text))
         except msgspec.DecodeError as error:
-            raise ConfigInvalid(f"--config-json: not JSON ({error})") from error
+            raise ConfigInvalid(f"not JSON ({error})") from error
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> GatewayConfig:

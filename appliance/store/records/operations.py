@@ -1,4 +1,4 @@
-"""Long operations (import, starter, verify) and how far they are."""
+"""Long operations (import, verify) and how far they are."""
 
 from __future__ import annotations
 

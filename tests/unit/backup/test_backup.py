@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -46,7 +47,8 @@ def paths(tmp_path: Path) -> BoxPaths:
 
 @pytest.fixture
 def place(tmp_path: Path) -> DirectoryObjects:
-    return DirectoryObjects(tmp_path / "place", create=True)
+    (tmp_path / "place").mkdir()
+    return DirectoryObjects(tmp_path / "place")
 
 
 @pytest.fixture(autouse=True)
@@ -204,11 +206,17 @@ def test_take_and_restore_refuse_wrong_places_and_directories(paths, place, tmp_
         take(paths, place, keep=9)
 
 
-def test_full_place_keeps_its_backups(paths, place, tmp_path):
+def test_full_place_keeps_its_backups(paths, place, tmp_path, monkeypatch):
     made = take(paths, place, keep=1)
     (paths.files / "large").write_bytes(os.urandom(200_000))
-    with pytest.raises(TierFull):
-        take(paths, DirectoryObjects(place.root, free_bytes=1 << 60), keep=1)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(TierFull):
+            take(paths, place, keep=1)
     assert names(place) == [made.name] and restore(place, None, tmp_path / "back") == made
     assert not (paths.data_dir / backup.COPY).exists()
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from dataclasses import replace
 
 import pytest
 
-from benchmarks._traffic import KINDS, Traffic, at_scale, drawn, made
+from benchmarks._traffic import KINDS, Traffic, made
+from benchmarks.simulator.cluster import Cluster
+from benchmarks.simulator.engine import EngineModel
+from benchmarks.simulator.simulate import Setup, run_policy
+from benchmarks.simulator.trace import Requests
 from scheduler.core.workload import Policy
-from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.simulate import Setup, run_policy, static_shares
-from scheduler.simulator.trace import Requests
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -39,13 +38,6 @@ def test_gaps_have_the_variation_that_was_asked() -> None:
     assert cv(Traffic(**one)) == pytest.approx(1.0, abs=0.05)
     assert cv(Traffic(**one, gap_cv=3.0)) == pytest.approx(3.0, rel=0.15)
     assert cv(Traffic(**one, gaps="weibull", gap_cv=2.0)) == pytest.approx(2.0, rel=0.15)
-
-
-def test_more_devices_get_more_load_of_the_same_kind() -> None:
-    assert at_scale(KINDS["reasoning"], 32).per_s == 4 * KINDS["reasoning"].per_s
-    for seed in range(20):
-        kind = replace(drawn(random.Random(seed), 4), seconds=300.0)
-        assert len(made(kind, seed)) > 0
 
 
 def test_a_coarse_clock_is_seen_and_its_arrivals_are_spread() -> None:
@@ -96,14 +88,9 @@ def test_new_requests_go_where_their_first_token_comes_first() -> None:
     assert cluster.served.first_token_s[2] - 1.0 < 0.1
 
 
-def test_every_split_is_tried() -> None:
-    assert static_shares(8) == list(range(9)) and static_shares(32) == list(range(33))
-    assert len(static_shares(1024)) == 65 and static_shares(1024)[-1] == 1024
-
-
 @pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
 def test_auto_finds_the_best_constant_within_half_an_hour(name: str) -> None:
-    """What a seed makes of two kinds; `tests/property/test_no_regret.py` draws thousands."""
+    """What a seed makes of two kinds."""
     kind = KINDS[name]
     setup = Setup(made(replace(kind, seconds=1800.0), 11))
     auto = run_policy(setup, Policy("auto"))

@@ -14,7 +14,7 @@ import pytest
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.main import Box, BoxError
-from appliance.config import load_resolved
+from appliance.config import BoxConfig
 from appliance.gateway import main as gateway_main
 from appliance.paths import BoxPaths
 
@@ -53,7 +53,7 @@ def box(tmp_path, foreign, monkeypatch):
     paths = BoxPaths.of(tmp_path / "box", tmp_path)
     paths.create()
     settings = {"data_dir": str(paths.data_dir), "port": foreign, "start_timeout_s": 30}
-    config = load_resolved(json.dumps({"box": settings}))
+    config = BoxConfig.model_validate({"box": settings})
     one = Box(config, paths, BoxState(paths.state_file))
 
     async def no_ray():
@@ -86,12 +86,13 @@ async def test_it_is_not_ready_while_another_box_answers(box):
         await waiting
 
 
-def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch):
+def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(gateway_main, "configure_logging", lambda _: None)
     monkeypatch.setattr(gateway_main.resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(gateway_main, "_private_listener", lambda _: None)
     config = {"port": foreign, "workers": 2, "controller_socket": "/c", "bus_socket": "/b"}
-    assert gateway_main.main(["--config-json", json.dumps(config)]) == 1
+    (tmp_path / "gateway.json").write_text(json.dumps(config))
+    assert gateway_main.main(["--config", str(tmp_path / "gateway.json")]) == 1
     assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text
 
 

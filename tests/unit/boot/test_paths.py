@@ -127,7 +127,8 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
     before = os.umask(0o022)
     try:
         config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
-        assert main.main(["up", "--config-json", config.model_dump_json()]) == 1
+        (tmp_path / "config.json").write_text(config.model_dump_json())
+        assert main.main(["up", "--config", str(tmp_path / "config.json")]) == 1
     finally:
         os.umask(before)
         shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root)

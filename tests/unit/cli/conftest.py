@@ -47,8 +47,7 @@ def run(*arguments: str, input: str | None = None) -> Result:
 @pytest.fixture
 def main_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like the main process of the box in `box` to the commands, and is none."""
-    config = json.dumps({"box": {"data_dir": str(tmp_path / "box")}})
-    arguments = ["appliance.boot.main", "up", "--config-json", config]
+    arguments = ["appliance.boot.main", "up", "--config", str(tmp_path / "box" / "config.json")]
     process = subprocess.Popen(["/bin/sh", "-c", "read line", *arguments], stdin=subprocess.PIPE)
     # Until the shell has replaced the fork of Python, /proc tells Python's arguments.
     while b"appliance.boot.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():

@@ -17,8 +17,6 @@ from appliance.cli.main import COMMANDS
 ROOT = Path(__file__).parents[3]
 EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["appliance"]["extras"]["client"]
 OURS = {"appliance", "runtime", "scheduler", "serve", "train", "weights"}
-# Groups that run what decides on this machine: a simulation, and a plan for devices that no box has.
-NOT_A_CLIENT = {"mode.simulate"}
 
 # What is neither ours nor brought by the extra is not there, as on a laptop.
 ALONE = """
@@ -70,7 +68,7 @@ def test_the_lock_has_what_the_extra_asks_for():
 
 
 def test_every_group_of_commands_loads_without_the_rest(absent):
-    modules = sorted({module for module, _ in COMMANDS.values()} - NOT_A_CLIENT)
+    modules = sorted({module for module, _ in COMMANDS.values()})
     program = f"""
 import importlib
 for module in {modules!r}:
@@ -89,7 +87,6 @@ print(sorted({{one.partition(".")[0] for one in sys.modules}}))
         ("job submit --model m --file file-1 --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("chat m hello --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("up", 2, "the client alone"),
-        ("simulate --trace x.csv", 2, "appliance[client] alone"),
     ],
 )
 def test_commands_for_a_box_elsewhere_work_and_others_say_why_not(absent, line, code, said):

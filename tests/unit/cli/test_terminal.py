@@ -66,26 +66,26 @@ def operation(state: str, done: float) -> dict[str, Any]:
     return {
         "operation": {
             "id": "op_1",
-            "kind": "starter",
+            "kind": "import",
             "state": state,
             "error": None,
             "result": {"name": "starter", "bytes": 1000},
-            "progress": {"done": done, "total": 60, "unit": "seconds", "message": "pretraining"},
+            "progress": {"done": done, "total": 60, "unit": "files", "message": "downloading"},
         }
     }
 
 
 def test_progress_is_for_terminals_and_never_part_of_the_result(prepared, terminal):
-    command = [*COMMAND, "model", "starter", "--url", prepared.url, "-o", "json"]
+    command = [*COMMAND, "model", "import", "hub/m", "--url", prepared.url, "-o", "json"]
     for stderr in (terminal.theirs, subprocess.PIPE):
-        prepared.prepare("POST", "/admin/v1/models/starter", (202, operation("running", 0)))
+        prepared.prepare("POST", "/admin/v1/models/import", (202, operation("running", 0)))
         prepared.prepare(
             "GET", "/admin/v1/operations/op_1", (200, operation("running", 30)), (200, operation("succeeded", 60))
         )
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True, timeout=30)
         assert json.loads(done.stdout)["state"] == "succeeded" and done.stdout.count("\n") == 1
         assert not done.stderr
-    terminal.expect("starter: pretraining: 30/60 seconds")
+    terminal.expect("import: downloading: 30/60 files")
 
 
 def test_off_a_terminal_long_work_says_now_and_then_how_far_it_is(capsys):

@@ -34,29 +34,6 @@ FROZEN = {
     "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
-    "simulate": [
-        "--api-key",
-        "--data-dir",
-        "--floor",
-        "--from-box",
-        "--gpus-per-node",
-        "--help",
-        "--jobs",
-        "--min-replicas",
-        "--nodes",
-        "--output",
-        "--plot",
-        "--policy",
-        "--profile",
-        "--scale",
-        "--seed",
-        "--slo-tpot",
-        "--slo-ttft",
-        "--static",
-        "--trace",
-        "--train",
-        "--url",
-    ],
     "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],
     "node token": ["--data-dir", "--help", "--minutes", "--output"],
@@ -105,7 +82,6 @@ FROZEN = {
     "mode history": [*BOX, "--limit", "HANDOVER"],
     "model import": [*BOX, "--base", "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model catalog": ["--help", "--output"],
-    "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],
     "model show": [*BOX, "MODEL"],
     "model rm": [*BOX, "MODEL"],
@@ -350,9 +326,7 @@ def test_the_overview_tells_the_truth():
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"], ["simulate", "-h"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]])
 def test_help_imports_nothing_heavy(arguments):
     program = (
         "import sys\nfrom appliance.cli.main import run\n"

@@ -20,11 +20,11 @@ from appliance.cli.box import box, up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
-# Called as `python -m appliance.boot.main up --config-json JSON`, like the real one, whose announcement and box.json it
+# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose announcement and box.json it
 # writes. What it does is told by a file `script.json` in the data directory.
 STAND_IN = """\
 import json, os, signal, sys, time
-config = json.loads(sys.argv[sys.argv.index("--config-json") + 1])
+config = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
 folder = config["box"]["data_dir"]
 script = json.load(open(os.path.join(folder, "script.json")))
 def write(**fields):

@@ -226,8 +226,9 @@ async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], s
 
 
 async def test_the_same_import_twice_at_once_is_refused(control: Control):
-    first = await ask(control, "POST", "/models/starter", 202)
-    second = await control.http.post("/admin/v1/models/starter", headers=ADMIN, json={})
+    body = {"source": "/data/m", "name": "m"}
+    first = await ask(control, "POST", "/models/import", 202, json=body)
+    second = await control.http.post("/admin/v1/models/import", headers=ADMIN, json=body)
     assert second.status_code == 409 and first["operation"]["id"] in second.json()["error"]["message"]
     assert (await ended(control, first))["state"] == "succeeded"
 

@@ -145,7 +145,6 @@ async def test_every_route_leaves_its_row(control: Control, checked_here: None):
     await ask("POST /admin/v1/devices/{device_id:path}/undrain", "/admin/v1/devices/n0/1/undrain")
     await ask("POST /admin/v1/limits/measure")
     await ask("POST /admin/v1/models/import", json={"source": "/somewhere", "name": "imported"})
-    await ask("POST /admin/v1/models/starter")
     await ask("POST /admin/v1/tiers/verify")
     await ask("POST /admin/v1/forget", json={"owner": "nobody"})
     model = "/admin/v1/models/{name:path}"

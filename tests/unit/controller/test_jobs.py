@@ -15,7 +15,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store import database
 from appliance.store.objects import files, jobs, models
-from appliance.store.records import audit, keys
+from appliance.store.records import keys
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.methods.methods import METHODS
@@ -622,30 +622,6 @@ async def test_a_wandb_integration_is_recorded_and_it_is_said_what_becomes_of_it
     events = (await control.sdk.fine_tuning.jobs.list_events(made.id, limit=100)).data
     assert [event.level for event in events if said in event.message] == [level]
     await control.settle()
-
-
-async def test_the_owner_of_a_job_hears_where_its_run_is(control: Control):
-    job_id = await control.job()
-    url, told = f"/admin/v1/jobs/{job_id}/tracked", {"tracker": "MLflow", "address": "https://mlflow.example/run"}
-    assert (await control.http.post(url, json=told)).status_code == 403
-    control.http.headers.update(ADMIN)
-    assert (await control.http.post("/admin/v1/jobs/ftjob-none/tracked", json=told)).status_code == 404
-    assert (await control.http.post(url, json=told | {"address": ""})).status_code == 400
-    assert (await control.http.post(url, json=told)).json() == {"id": job_id, **told}
-    assert "MLflow has a run of this job: https://mlflow.example/run" in await control.messages(job_id)
-    (row,) = [row for row in audit.page(control.db, after=None, limit=50).data if row.action == "job.tracked"]
-    assert row.target == job_id and row.detail == told
-
-
-async def test_the_owner_of_a_job_hears_that_a_tracker_takes_no_run_of_it(control: Control):
-    job_id = await control.job()
-    url, told = f"/admin/v1/jobs/{job_id}/tracked", {"tracker": "W&B", "refused": "entity nobody not found"}
-    control.http.headers.update(ADMIN)
-    assert (await control.http.post(url, json=told | {"address": "https://wandb.example"})).status_code == 400
-    assert (await control.http.post(url, json={"tracker": "W&B"})).status_code == 400
-    assert (await control.http.post(url, json=told)).json() == {"id": job_id, **told}
-    said = "W&B takes no run of this job and is not asked again: entity nobody not found"
-    assert said in await control.messages(job_id)
 
 
 async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(control: Control):

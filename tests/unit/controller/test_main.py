@@ -17,7 +17,7 @@ async def run(*_):
 main._run = run
 main.load_resolved = lambda _: SimpleNamespace(box=SimpleNamespace(log_level="info", data_dir="/nowhere"))
 main.die_with_parent = main.dies_as = lambda *_: None
-main.main(["--config-json", "{}", "--ray-address", "nowhere"])
+main.main(["--config", "/nowhere", "--ray-address", "nowhere"])
 """
 
 

@@ -290,7 +290,6 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
         await part,
         await control.http.post("/v1/batches", headers=ADMIN, json=batch),
         await control.http.post("/admin/v1/models/import", headers=ADMIN, json={"source": "/models/m"}),
-        await control.http.post("/admin/v1/models/starter", headers=ADMIN),
         await control.http.post("/v1/fine_tuning/jobs", headers=ADMIN, json={"model": "starter", "training_file": "f"}),
         await control.http.post(
             "/v1/responses", headers=ADMIN, json={"model": "starter", "input": "hello", "background": True}

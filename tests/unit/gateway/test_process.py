@@ -111,12 +111,13 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             "log_path": str(tmp_path / "access.log"),
             **overrides,
         }
+        (tmp_path / "gateway.json").write_text(json.dumps(config))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "appliance.gateway.main",
-            "--config-json",
-            json.dumps(config),
+            "--config",
+            str(tmp_path / "gateway.json"),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=(tmp_path / "stderr").open("w"),
@@ -345,9 +346,10 @@ def test_config_from_json() -> None:
 
 
 @pytest.mark.parametrize("config", ['{"port": 1}', "/nonexistent"])
-def test_bad_config_is_exit_2(config: str) -> None:
+def test_bad_config_is_exit_2(config: str, tmp_path: Path) -> None:
+    (tmp_path / "gateway.json").write_text(config)
     done = subprocess.run(
-        [sys.executable, "-m", "appliance.gateway.main", "--config-json", config],
+        [sys.executable, "-m", "appliance.gateway.main", "--config", str(tmp_path / "gateway.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -17,10 +17,6 @@ PROCESSES = {
     "a GGUF file": "from pathlib import Path\nfrom train.convert.gguf import main\nmain(Path('no model'), Path('out'))",
     "a chat template": 'import io, sys\nsys.stdin = io.StringIO(\'{"template": "{{ messages }}", "special": {}}\')\n'
     "from appliance.models.template_trial import main\nmain()",
-    "the starter": "import sys\nfrom train.starter import main as starter\n"
-    "def ended(*_, **__): raise SystemExit\nstarter.train_tokenizer = ended\n"
-    "sys.argv = ['starter', '--out', 'made', '--steps', '1', '--die-with-parent']\n"
-    "try: starter.main()\nexcept SystemExit: pass",
 }
 
 

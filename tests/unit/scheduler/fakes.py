@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.simulator import virtual_time
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
@@ -26,7 +27,6 @@ from scheduler.handover.effects import (
     Observed,
     ReplicaDied,
 )
-from scheduler.simulator import virtual_time
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -118,7 +118,7 @@ def test_what_was_learned_ends_with_the_traffic_and_in_time() -> None:
         switch_device_s=SWITCH_DEVICE_S,
     )
     assert again.proved_hold_s == hysteresis.proved_hold_s, "one fall is judged once"
-    later_s = now_s + CONFIG.floor_hold_s + 1
+    later_s = now_s + CONFIG.give_back_at_latest_s + 1
     gone, _ = demand_.required(quiet, replace(hysteresis, replicas=2), later_s, CONFIG, switch_device_s=0.0)
     gone, _ = demand_.required(quiet, gone, later_s + 11, CONFIG, switch_device_s=0.0)
     assert gone.replicas == 1

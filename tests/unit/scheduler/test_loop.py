@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulator import virtual_time
 from scheduler.core.allocation import Allocation, GroupPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed, Stopped
@@ -19,7 +20,6 @@ from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
 from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.step import Step
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from benchmarks.simulator import virtual_time
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.handover.effects import InventoryChanged
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 

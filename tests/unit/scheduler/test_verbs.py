@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.effects import SimEffects
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Holder, Lease, Ledger
@@ -17,7 +18,6 @@ from scheduler.handover.box import Box, GroupView
 from scheduler.handover.effects import Effects
 from scheduler.handover.step import Step
 from scheduler.handover.verbs import VERBS
-from scheduler.simulator.effects import SimEffects
 from tests.unit.scheduler import fakes
 from tests.unit.scheduler.fakes import box_of
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from scheduler.simulator import virtual_time
+from benchmarks.simulator import virtual_time
 
 
 @pytest.mark.parametrize("start_s", [0.0, 1_772_485_200.0, 1_772_485_200.123456])

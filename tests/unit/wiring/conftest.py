@@ -11,8 +11,6 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.levels import make_levels
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from weights.format.config import WeightsConfig
 from weights.memory.segment import forget_mappings
@@ -43,18 +41,12 @@ def tiers(db, store, tmp_path):
     (tmp_path / "mount").mkdir()
     (tmp_path / "data").mkdir()
     config = WeightsConfig.model_validate({"disk": {"free_bytes": 0}, "remote": {"url": str(tmp_path / "mount")}})
-    levels = make_levels(config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
-    return Tiers(db, store, levels, jobs_dir=tmp_path / "jobs")
+    return Tiers(db, store, config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
 
 
 @pytest.fixture
 def flow(db, tiers):
     return TierFlow(db, tiers, owner="box-1")
-
-
-@pytest.fixture
-def back(tiers):
-    return TierReturn(tiers)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ TUNED = Name("adapter", "ft:x", "step-2")
 
 
 @pytest.fixture
-async def source(db, store, tmp_path, back):
-    made = AdapterSource(tmp_path / "s", db, store, back)
+async def source(db, store, tmp_path, tiers):
+    made = AdapterSource(tmp_path / "s", db, store, tiers)
     await made.start()
     yield str(tmp_path / "s")
     await made.stop()
@@ -83,10 +83,10 @@ async def test_a_question_that_is_none_ends_the_connection_and_nothing_else(sour
         pass
 
 
-async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, tmp_path, back):
+async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, tmp_path, tiers):
     asking = asyncio.create_task(ask_late(str(tmp_path / "late")))
     await asyncio.sleep(0)
-    made = AdapterSource(tmp_path / "late", db, store, back)
+    made = AdapterSource(tmp_path / "late", db, store, tiers)
     await made.start()
     assert (await asking).endswith("step-2")
     await made.stop()

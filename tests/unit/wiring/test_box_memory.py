@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.host_memory import HostMemory, Means, stored_here
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -81,7 +81,7 @@ async def box(db, store, world: World) -> BoxMemory:
     def clock() -> float:
         return world.now_s
 
-    home = HostMemory(db, StoredHere(store), GB, means, lambda: world.home, clock)
+    home = HostMemory(db, stored_here(store), GB, means, lambda: world.home, clock)
     made = BoxMemory(db, home, world, GB, means, clock)
     await made.look()
     return made
@@ -113,7 +113,7 @@ async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, worl
 async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
     box.home._means = replace(box.home._means, engine_bytes=lambda model: 40 * GB)
     assert box.too_large("chat") == "", "it fits on n1"
-    box._away["n1"]._means = box.home._means
+    box._hosts["n1"]._means = box.home._means
     assert "needs 40.0 GB, more than this machine has" in box.too_large("chat")
     world.memory = dict
     await box.look()
@@ -124,7 +124,7 @@ async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_m
     """A job that might have two devices of n1 ran on one of them, since home has one."""
     add_model()
     job = add_job("ftjob-1")
-    for host in (box.home, box._away["n1"]):
+    for host in (box.home, box._hosts["n1"]):
         host._means = replace(host._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB, 8: 9 * GB})
     assert box.job_sizes(job) == (1, 2), "no node has eight"
     short(world, 5 * GB)
@@ -141,7 +141,7 @@ async def test_a_node_that_has_not_reported_yet_bounds_no_job(box, world, add_mo
     add_model()
     job = add_job("ftjob-1")
     box.home._means = box._means = replace(box.home._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB})
-    box._away.clear()
+    del box._hosts["n1"]
     assert box.job_sizes(job) == (1, 2)
 
 

@@ -27,8 +27,8 @@ from weights.tiers.record import Name
 
 
 @pytest.fixture
-def runs(db, events, store, tmp_path, tiers, back):
-    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, Opening(db), lambda: None)
+def runs(db, events, store, tmp_path, tiers):
+    return JobRuns(db, store, tmp_path / "data" / "jobs", tmp_path / "shm", events, tiers, Opening(db), lambda: None)
 
 
 def metrics(step):
@@ -37,7 +37,7 @@ def metrics(step):
 
 async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     add_job(phase="running")
-    folder = tmp_path / "jobs" / "ftjob-1"
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
     passed_on = []
     log = EventLog(folder, lambda event, **data: passed_on.append(event))
@@ -58,7 +58,7 @@ async def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_sta
     """It went back while no controller ran, and the next world would have begun at the rate that broke it."""
     add_job(phase="running")
     jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
-    folder = tmp_path / "jobs" / "ftjob-1"
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
     log = EventLog(folder, lambda event, **data: None)
     told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "it jumped"}
@@ -76,7 +76,7 @@ async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job,
     """Its steps past the 10,000th were, each time that its ranks started: minutes of the loop, and events without
     end."""
     add_job(phase="running")
-    folder = tmp_path / "jobs" / "ftjob-1"
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
     last = 10_003
     (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
@@ -189,7 +189,7 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
         await flow.run_once(tier)
     assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
     assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
-    shutil.rmtree(tmp_path / "data" / "packed" / "objects")
+    shutil.rmtree(tmp_path / "data" / "snapshots")
     runs.taken("ftjob-1")
     for stored in store.list("snapshot"):
         store.remove(stored)
@@ -347,7 +347,7 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
         (tmp_path / "bytes" / version).mkdir(parents=True)
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
     add_job(resolved=RESOLVED)
-    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     first = runs.spec("ftjob-1", "cpu")
     assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
@@ -360,7 +360,7 @@ def test_ranks_are_told_the_form_of_a_jobs_answers(runs, db, add_model, add_job,
     (tmp_path / "bytes").mkdir()
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
     add_job(resolved=RESOLVED | {"options": {"group": 8}})
-    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     assert runs.spec("ftjob-1", "cpu").options == {"group": 8}
     form = {"type": "json_object"}
     job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"grader": {}, "response_format": form}))
@@ -375,7 +375,7 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
     models.share(db, "starter", "mallory")
     key, _ = keys.create(db, "mallory", ["fine_tuning"])
     add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
-    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     assert runs.spec("ftjob-1", "cpu").base_model == "starter"
     models.unshare(db, "starter", "mallory")
     with pytest.raises(LookupError, match="not shared with the job's owner any more"):
@@ -392,7 +392,7 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
     add_job(resolved=RESOLVED)
-    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     store.evict(1 << 40)
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
@@ -414,7 +414,7 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
         models.update_version(db, model, version, disk_path=str(tmp_path / "bytes" / version))
     add_job(resolved=RESOLVED | {"lora_publish": "merged"})
     jobs.update(db, "ftjob-1", model="ft:a")
-    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     spec = runs.spec("ftjob-1", "cpu")
     assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
     assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
@@ -440,7 +440,7 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
 async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
     """Between the decision to start it and its start: what was raised was none of the scheduler's, and ended its
     loop."""
-    folder = tmp_path / "jobs" / "ftjob-gone"
+    folder = tmp_path / "data" / "jobs" / "ftjob-gone"
     folder.mkdir(parents=True)
     EventLog(folder, lambda event, **data: None)("anomaly", action="lower_rate", cuts=[1])
     for ask in (runs.catch_up, runs.prepare):
@@ -457,11 +457,11 @@ async def test_what_the_starting_model_said_of_data_is_there_for_the_next_job(ru
     add_job("ftjob-1", phase="queued", resolved=by_loss, owner="ann")
     for number, (name, fields) in enumerate(others.items()):
         add_job(name, **{"phase": "succeeded", "resolved": by_loss, "owner": "ann"} | fields)
-        folder = tmp_path / "jobs" / name / "reference"
+        folder = tmp_path / "data" / "jobs" / name / "reference"
         folder.mkdir(parents=True)
         (folder / f"{number}.npz").write_text(name)
     await runs.prepare("ftjob-1")
-    here = tmp_path / "jobs" / "ftjob-1" / "reference"
+    here = tmp_path / "data" / "jobs" / "ftjob-1" / "reference"
     assert [file.name for file in here.iterdir()] == ["0.npz"], "of the same owner and the same version of the base"
     (here / "0.npz").unlink()
     (here / "0.npz").write_text("its own")

@@ -46,7 +46,7 @@ async def test_everything_is_read_once_per_copy(ops, tiers):
     assert told[-1].done == told[-1].total == found["bytes"]
 
 
-async def test_a_models_adapters_are_verified_in_packed_tiers_too(ops, db, tmp_path):
+async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
     paths = [paths_of(row) for row in models.list_versions(db, "ft:x")]
     found = await ops.verify("ft:x", paths, lambda progress: None)
     assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
@@ -57,7 +57,7 @@ async def test_a_models_adapters_are_verified_in_packed_tiers_too(ops, db, tmp_p
     ("where", "told"),
     [
         ("mount", ["in the remote tier"]),
-        ("data/packed", ["snapshot step-7 of ftjob-1 is damaged in the disk tier"]),
+        ("data/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the disk tier"]),
         ("data/models/ft:x", ["adapter step-2 of ft:x is damaged in the disk tier"]),
         ("shm/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the memory tier"]),
     ],
@@ -73,7 +73,7 @@ async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told,
     assert all("is damaged" in text for text in noted.values())
 
 
-async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, store, back, tmp_path):
+async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, store, tiers, tmp_path):
     name = Name("adapter", "ft:x", "step-2")
     damage(largest(tmp_path / "shm/adapters"))
     with take_lease(store.find(*name)), pytest.raises(OperationFailed, match="it is in use and stays"):
@@ -81,7 +81,7 @@ async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, 
     with pytest.raises(OperationFailed, match="comes from the disk tier when it is needed") as failed:
         await ops.verify_tiers(lambda progress: None)
     assert str(failed.value).count("is damaged") == 1 and store.find(*name) is None
-    check(store, back.bring_in(name))
+    check(store, tiers.bring_in(name))
     assert (await ops.verify_tiers(lambda progress: None))["copies"] == 9
 
 

@@ -14,7 +14,6 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Level, Tiers
 from appliance.wiring.version_provider import VersionProvider
 from runtime import background_tasks
 from tests.unit.weights.conftest import check, write
@@ -48,6 +47,10 @@ def snapshot(store, step, job="ftjob-1"):
         return draft.commit(meta={"step": step}, checksums=False)
 
 
+def versions(tier):
+    return {name.version for name in tier.copies.names() if name.kind == "version"}
+
+
 def put_off(tiers, tier):
     return next(status for status in tiers.status()() if status["name"] == tier)
 
@@ -61,12 +64,6 @@ def damage(path):
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1
     path.write_bytes(raw)
-
-
-async def quiet(tiers):
-    """Returns when what was handed to the tiers' threads is done."""
-    for tier in tiers.all:
-        await asyncio.wrap_future(tier.pool.submit(lambda: None))
 
 
 async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
@@ -84,64 +81,56 @@ async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tm
 
 
 async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_remote_tier(
-    flow, publish, db, store, tmp_path, caplog, tiers, back
+    flow, publish, db, store, tmp_path, caplog, tiers
 ):
     (stored,) = publish("v1")
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
     assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    provider = VersionProvider(db, store, back, Opening(db), None, None, None)
+    provider = VersionProvider(db, store, tiers, Opening(db), None, None, None)
     path = await provider.in_memory("starter", "v1")
     check(store, store.find(*V1))
     assert path == stored.path and provider.holds(V1)
-    await quiet(tiers)
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     told = put_off(tiers, "disk")
     assert told["damaged"] == 1 and told["last_error"] in caplog.text
     assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
-    assert f"{tmp_path}/data/models/starter/v1/model.safetensors, tensor 'model.norm.weight'" in told["last_error"]
+    assert f"{tmp_path}/data/models/starter/v1/model.safetensors, tensor 'model.norm.weight'" in caplog.text
     await passes(flow, "disk")
-    tiers.all[0].level.versions.verify(V1)
+    tiers.disk.copies.verify(V1)
 
 
-async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, back):
+async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, tiers):
     (stored,) = publish("v1")
     damage(stored.path / "manifest.json")
     with pytest.raises(ManifestInvalid):
-        back.bring_in(V1)
+        tiers.bring_in(V1)
     assert stored.path.exists(), "nobody else has it"
     store.discard(*V1)
     (again,) = [write(store, "v1")]
     await passes(flow, "disk")
     damage(again.path / "manifest.json")
-    check(store, back.bring_in(V1))
+    check(store, tiers.bring_in(V1))
 
 
-async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers, back):
+async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk")
     store.evict(1 << 40)
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
     with pytest.raises(LookupError, match="damaged in the disk tier"):
-        back.bring_in(V1)
-    await quiet(tiers)
+        tiers.bring_in(V1)
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
 
 
 async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
-    now_s = 1000.0
-    tiers.clock = lambda: now_s
     publish("v1")
     await passes(flow, "disk", "remote")
     shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
     (tmp_path / "mount").mkdir()  # what is left of a mount point
     publish("v2")
-    waits = []
-    for _ in range(10):
-        await passes(flow, "disk", "remote")
-        waits.append(put_off(tiers, "remote")["next_try_s"] - now_s)
-    assert waits[:3] == [2, 4, 8] and waits[-1] == 300
+    await passes(flow, "disk", "remote")
     status = put_off(tiers, "remote")
     assert "mounted" in status["last_error"] and list((tmp_path / "mount").iterdir()) == []
     assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk"]
@@ -149,28 +138,25 @@ async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, s
     shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
     await passes(flow, "remote")
     assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
-    assert put_off(tiers, "remote")["next_try_s"] is None
 
 
-async def test_another_boxs_place_is_not_touched(flow, publish, db, store, tmp_path, tiers):
+async def test_another_boxs_place_is_not_touched(flow, publish, db, tiers):
     publish("v1")
     await passes(flow, "remote")
-    theirs = Tiers(db, store, [tier.level for tier in tiers.all], jobs_dir=tmp_path)
-    other = TierFlow(db, theirs, owner="box-2")
-    await passes(other, "remote")
-    assert "belongs to box 'box-1'" in put_off(theirs, "remote")["last_error"]
+    await passes(TierFlow(db, tiers, owner="box-2"), "remote")
+    assert "belongs to box 'box-1'" in put_off(tiers, "remote")["last_error"]
 
 
 async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store, tiers):
     (stored,) = publish("v1")
-    disk = tiers.all[0].level
-    disk.versions._free_bytes = disk.snapshots._objects._free_bytes = 1 << 60
+    disk = tiers.disk.copies
+    disk._free_bytes = 1 << 60
     await passes(flow, "disk", "remote")
     status = put_off(tiers, "disk")
     assert status["backlog"] == 1 and status["backlog_bytes"] == stored.nbytes and "free" in status["last_error"]
     assert tiers.tiers_of(V1) == ["memory", "remote"]
     assert not await flow.finish(), "the box must not give shared memory back"
-    disk.versions._free_bytes = 0
+    disk._free_bytes = 0
     assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
 
 
@@ -182,16 +168,16 @@ async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish
     await passes(flow, "disk")
     publish("v3")
     jobs.set_phase(db, "ftjob-1", "cancelled")
-    level = tiers.all[0].level
-    level.version_rules = KeepRules(keep_last=1)
-    level.versions._free_bytes = 1 << 60
+    disk = tiers.disk
+    disk.version_rules = KeepRules(keep_last=1)
+    disk.copies._free_bytes = 1 << 60
     await passes(flow, "disk")
-    assert [name.version for name in level.versions.names("version")] == ["v2"], "the newest stays until v3 is there"
-    assert not level.snapshots.names("snapshot") and level.snapshots.usage_bytes() == 0
+    assert versions(disk) == {"v2"}, "the newest stays until v3 is there"
+    assert put_off(tiers, "disk")["snapshots"] == 0
     assert "free" in put_off(tiers, "disk")["last_error"] and put_off(tiers, "disk")["backlog"] == 1
-    level.versions._free_bytes = 0
+    disk.copies._free_bytes = 0
     await passes(flow, "disk")
-    assert [name.version for name in level.versions.names("version")] == ["v3"]
+    assert versions(disk) == {"v3"}
 
 
 async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
@@ -199,14 +185,13 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     models.activate(db, "starter", "v1")
     models.update_version(db, "starter", "v2", pinned=1)
     await passes(flow, "disk", "remote")
-    level: Level = tiers.all[1].level
-    level.version_rules = KeepRules(keep_last=2)
+    remote = tiers.all[1]
+    remote.version_rules = KeepRules(keep_last=2)
     await passes(flow, "remote")
-    there = {name.version for name in level.versions.names("version")}
-    assert there == {"v1", "v2", "v5", "v6"}
+    assert versions(remote) == {"v1", "v2", "v5", "v6"}
     assert len(list((tmp_path / "data/models/starter").iterdir())) == 6, "each tier has its own rules"
     await passes(flow, "remote")
-    assert {name.version for name in level.versions.names("version")} == there, "nothing goes to and fro"
+    assert versions(remote) == {"v1", "v2", "v5", "v6"}, "nothing goes to and fro"
 
 
 async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
@@ -215,15 +200,15 @@ async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publis
     models.activate(db, "starter", "v1")
     for version in ("v5", "v6"):
         models.update_version(db, "starter", version, meta={"of_epoch": True})
-    level: Level = tiers.all[1].level
-    level.version_rules = KeepRules(keep_last=1)
+    remote = tiers.all[1]
+    remote.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk", "remote")
-    assert {name.version for name in level.versions.names("version")} == {"v1", "v4", "v6"}
+    assert versions(remote) == {"v1", "v4", "v6"}
 
 
 async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
     old, new = publish("v1", "v2")
-    tiers.all[0].level.version_rules = KeepRules(keep_last=1)
+    tiers.disk.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk")
     assert tiers.tiers_of(Name("version", "starter", "v1")) == ["memory"]
     assert not old.pinned and not new.pinned
@@ -247,11 +232,11 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
 async def test_damaged_record_is_logged_at_a_start_and_written_again(flow, publish, tmp_path, tiers, caplog):
     publish("v1", "v2")
     await passes(flow, "disk", "remote")
-    damage(tmp_path / "mount" / V1.key)
-    tiers.all[1].level.versions._known = None  # as after a restart
+    damage(tmp_path / "mount/records" / V1.key)
+    tiers.all[1].copies._records = None  # as after a restart
     await passes(flow, "remote")
-    assert "checksum does not match" in caplog.text
-    assert tiers.all[1].level.versions.verify(V1).version == "v1" and not tiers.all[1].dirty
+    assert "damaged record" in caplog.text
+    assert tiers.all[1].copies.verify(V1).version == "v1"
 
 
 async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
@@ -259,12 +244,12 @@ async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
     await passes(flow, "disk", "remote")
     models.delete(db, "starter")
     for tier in tiers.all:
-        tier.level.version_rules = KeepRules(keep_last=1)
+        tier.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk", "remote")
     assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
 
 
-async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers, back):
+async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers):
     add_job(phase="running")
     kept = [snapshot(store, step) for step in (1, 2, 3)]
     await passes(flow, "disk")
@@ -272,16 +257,14 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
         store.remove(stored)
     await passes(flow, "remote")  # from the disk's objects: memory has it no more
     newest = Name("snapshot", "ftjob-1", "step-3")
-    assert tiers.tiers_of(newest) == ["disk", "remote"] and back.newest_snapshot(
-        "ftjob-1", lambda name, made_s: True
-    ) == [newest]
-    again = back.bring_in(newest)
+    assert tiers.tiers_of(newest) == ["disk", "remote"] and list(tiers.snapshots_of("ftjob-1")) == [newest]
+    again = tiers.bring_in(newest)
     with store.lease(again) as lease:
         assert bytes(lease.view("master.w")) == bytes([3]) * 1600
     store.remove(again)
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
-    assert back.newest_snapshot("ftjob-1", lambda name, made_s: True) == [] and put_off(tiers, "remote")["bytes"] == 0
+    assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
 
 
 async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(
@@ -292,8 +275,8 @@ async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_
     monkeypatch.setattr(tiers, "clock", lambda: now[0])
     push = flow._push
 
-    async def takes_two_seconds(*arguments):
-        await push(*arguments)
+    def takes_two_seconds(*arguments):
+        push(*arguments)
         now[0] += 2.0
 
     monkeypatch.setattr(flow, "_push", takes_two_seconds)
@@ -314,13 +297,13 @@ async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_
     assert await flow.finish() and tiers.tiers_of(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
 
 
-async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, back):
+async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk")
     small = WeightStore(tmp_path / "small", budget_bytes=1000)
     with pytest.raises(StoreFull):
-        back.bring_in(V1, small)
-    assert back.bring_in(V1).sealed
+        tiers.bring_in(V1, small)
+    assert tiers.bring_in(V1).sealed
 
 
 async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path, tiers):
@@ -337,16 +320,17 @@ async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp
 async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, tiers):
     publish("v1")
     await passes(flow, "disk")
-    copied = flow._go_on
+    remote = tiers.all[1].copies
+    put = remote.put
 
-    def deleted_at_the_first_chunk(name, done, total):
-        flow.stop_copying(name)
-        copied(name, done, total)
+    def deleted_meanwhile(source, moved):
+        flow.stop_copying(V1)
+        put(source, moved)
 
-    monkeypatch.setattr(flow, "_go_on", deleted_at_the_first_chunk)
-    await passes(flow, "remote")
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "put", deleted_meanwhile)
+        await passes(flow, "remote")
     assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
-    monkeypatch.undo()
     await passes(flow, "remote")
     assert tiers.tiers_of(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
 
@@ -364,13 +348,13 @@ async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog, tie
     assert caplog.text == ""
 
 
-def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, monkeypatch, tiers, back):
+def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, monkeypatch, tiers):
     def unreachable(*arguments):
         raise TierUnavailable("no route to the store")
 
-    monkeypatch.setattr(tiers.all[1].level.versions, "restore", unreachable)
+    monkeypatch.setattr(tiers.all[1].copies, "restore", unreachable)
     with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
-        back.bring_in(V1)
+        tiers.bring_in(V1)
 
 
 async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):

@@ -25,7 +25,7 @@ GB = 10**9
 
 
 @pytest.fixture
-async def provider(db, store, back, flow, add_model):
+async def provider(db, store, tiers, flow, add_model):
     """Two models, both on disk and evicted from memory; the budget has room for one of them."""
     add_model()
     models.insert(
@@ -48,7 +48,7 @@ async def provider(db, store, back, flow, add_model):
     await flow.run_once("disk")
     store.evict(1 << 40)
     store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
-    return VersionProvider(db, store, back, Opening(db), None, None, None)
+    return VersionProvider(db, store, tiers, Opening(db), None, None, None)
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):

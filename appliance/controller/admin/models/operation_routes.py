@@ -1,4 +1,4 @@
-"""/admin/v1/operations, and the routes that begin one: import a model, make the starter, verify.
+"""/admin/v1/operations, and the routes that begin one: import a model, verify.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import Field, StringConstraints
+from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
@@ -48,10 +48,6 @@ class Import(StrictBody):
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
-class Starter(StrictBody):
-    minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
-
-
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
@@ -72,18 +68,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         given = {**told, "name": body.name, "origin": body.origin, "adapter": adapter}
         target = body.name or body.source
         return _start(context, attempt, caller, "import", target, "model.import", told, given)
-
-    @router.post("/models/starter", status_code=202)
-    async def make_starter(request: Request, caller: Caller, body: Starter | None = None) -> JSONResponse:
-        minutes = body.minutes if body else None
-        attempt, earlier = _attempted(context, request, caller, "model.starter", minutes)
-        if earlier is not None:
-            return _accepted(earlier)
-        if made_by_jobs(db, "starter"):  # else it is refused once it is made
-            raise _exists("starter")
-        context.quotas.disk.check()
-        told = {"minutes": minutes}
-        return _start(context, attempt, caller, "starter", "starter", "model.starter", told, told)
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:

@@ -1,14 +1,14 @@
-// Where models come from: the small starter model made here, or one imported; how far each is, and why one failed.
+// Where models come from: one is imported; how far each is, and why one failed.
 import { get, post } from "../api.js";
 import { ago, bytes, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Failure, Field, Meter, html, useAct, useLive, useState } from "../ui.js";
 
-const KINDS = ["import", "starter"];
+const KINDS = ["import"];
 const TOLD_S = 600; // how long a failure stands here
 
 /** empty: the box has no model yet. */
-export function AddModel({ empty, names, onDone }) {
+export function AddModel({ empty, onDone }) {
   const [open, setOpen] = useState(empty);
   const [form, setForm] = useState({ source: "", name: "" });
   const set = (field) => (event) => setForm((before) => ({ ...before, [field]: event.target.value }));
@@ -22,10 +22,6 @@ export function AddModel({ empty, names, onDone }) {
     setForm({ source: "", name: "" });
     begun();
   });
-  const [makeIt, making] = useAct(async () => {
-    await post("/admin/v1/models/starter");
-    begun();
-  });
   const shown = (running.data || []).filter((one) => one.state === "running" || (one.state === "failed" && Date.now() / 1000 - one.ended_s < TOLD_S));
   if (!open && !shown.length) return html`<div class="buttons top"><button type="button" onClick=${() => setOpen(true)}>${t("add.title")}</button></div>`;
   return html`<${Card} title=${t("add.title")}>
@@ -37,7 +33,6 @@ export function AddModel({ empty, names, onDone }) {
       </div>
       <div class="buttons">
         <button class="main" disabled=${importing.busy}>${t("add.import")}</button>
-        ${names.includes("starter") ? null : html`<button type="button" disabled=${making.busy} title=${t("add.starter.what")} onClick=${makeIt}>${t("add.starter")}</button>`}
         ${empty ? null : html`<button type="button" onClick=${() => setOpen(false)}>${t("cancel")}</button>`}
       </div>
       <${Failure} error=${importing.error} /><${Failure} error=${making.error} />

@@ -17,7 +17,7 @@ function List() {
   const models = useLive((signal) => get("/admin/v1/models", signal), 2);
   const adds = useMay("admin");
   return html`<${Live} of=${models}>${(answer) => html`
-  ${adds ? html`<${AddModel} empty=${!answer.data.length} names=${answer.data.map((row) => row.name)} onDone=${models.reload} />` : null}
+  ${adds ? html`<${AddModel} empty=${!answer.data.length} onDone=${models.reload} />` : null}
   <${Card}><${Rows} answer=${answer} older=${(after) => `/admin/v1/models?after=${encodeURIComponent(after)}`} empty=${t("models.none")}
     text=${(row) => [row.name, row.base, row.arch, row.owner, row.state, row.active_version].join(" ")}>${(rows, empty) => html`<${Table} label=${t("nav.models")} rows=${rows} rowKey=${(row) => row.name} empty=${empty} columns=${[
     [t("name"), (row) => html`<a href=${`#/models/${encodeURIComponent(row.name)}`}>${row.name}</a>${row.base ? html`<br /><span class="dim">${row.base}</span>` : null}`],

@@ -1,22 +1,21 @@
 """Simulates real traces with simulated engines and jobs, and the same scheduler that runs the box.
 
-`simulate` runs one policy in virtual time and compares it with every static split and with the oracle.
+`run_policy` runs one policy in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from benchmarks.simulator import virtual_time
+from benchmarks.simulator.cluster import Cluster
+from benchmarks.simulator.effects import MODEL, SimEffects, SimModel, SimStore, VerbTimes, elastic_job
+from benchmarks.simulator.engine import EngineModel
+from benchmarks.simulator.gateway import Gateway, Reports, Sample
+from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
-from runtime.processes.kernel import die_with_parent
 from scheduler.autoscale.shadow import standby_costs
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
@@ -25,12 +24,6 @@ from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator import oracle, virtual_time
-from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.effects import MODEL, SimEffects, SimJob, SimModel, SimStore, VerbTimes, elastic_job, job_of
-from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.gateway import Gateway, Reports, Sample
-from scheduler.simulator.trace import Requests, TraceJob, merged
 
 UP_S = 16.0
 """The box runs this long before the first request, with the elastic job running and engines open, because a trace does
@@ -49,7 +42,6 @@ class Setup:
 
     requests: Requests
     also: dict[str, Requests] = field(default_factory=dict)
-    jobs: list[TraceJob] | None = None
     nodes: int = 1
     gpus_per_node: int = 8
     slo_ttft_s: float = 2.0
@@ -122,7 +114,6 @@ class Setup:
             most=self.devices,
             target_s=self.slo_ttft_s,
             late_share=self.config.late_requests_share,
-            when_late=self.config.when_late,
         )
 
 
@@ -139,7 +130,7 @@ class Figures:
     handovers: int
     samples: list[Sample] = field(default_factory=list, compare=False)
     first_tokens: list[tuple[float, float]] = field(default_factory=list, compare=False)
-    """For the plot: (arrival, time to first token) of up to 5,000 requests."""
+    """(arrival, time to first token) of up to 5,000 requests."""
     trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
     """From, until, on how many devices."""
     within: dict[str, bytearray] = field(default_factory=dict, compare=False)
@@ -149,26 +140,16 @@ class Figures:
         """Device seconds of training between these times of the trace."""
         return sum(max(min(to_s, until_s) - max(at_s, from_s), 0.0) * devices for at_s, to_s, devices in self.trained)
 
-    def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
-
-def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = lambda share: None) -> Figures:
-    """Run one policy over the whole trace, and on until every request is answered or abandoned.
-
-    passed: called some thousand times with the share of the trace that is done.
-    """
+def run_policy(setup: Setup, policy: Policy) -> Figures:
+    """Run one policy over the whole trace, and on until every request is answered or abandoned."""
     auto = policy.kind == "auto"
     models: dict[str, SimModel] = {}
     for n, (name, requests) in enumerate(setup.named().items()):
         cluster = Cluster(requests.later(UP_S), setup.engine, hold_s=setup.hold_s, seed=setup.seed + n)
-        models[name] = SimModel(cluster, setup.deployment(name), setup.config.next_answer_s)
+        models[name] = SimModel(cluster, setup.deployment(name))
     until_s = UP_S + setup.horizon_s
-    jobs: list[SimJob]
-    if setup.jobs is None:
-        jobs = [elastic_job(setup.devices)]
-    else:
-        jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
+    jobs = [elastic_job(setup.devices)]
     store = SimStore(models, policy, jobs)
     store.warm_until_s = UP_S
     effects = SimEffects(models, setup.inventory(), store.jobs, setup.times)
@@ -178,7 +159,6 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     # One model alone has what a fixed split leaves to serving, whatever its demand; several share it.
     listens = auto or len(models) > 1
     gateway = Gateway(reports, effects, setup.config, max(setup.horizon_s / 1000, 1.0), listens)
-    gateway.passed = lambda now_s: passed(min(now_s / until_s, 1.0))
     handovers_before = 0
     # If nobody listens to the demand, only job submissions and ends happen, and the loop is notified of those.
     config = setup.config if listens else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
@@ -242,121 +222,3 @@ def _figures(
         trained=[(from_s - UP_S, until_s - UP_S, devices) for from_s, until_s, devices in effects.trained],
         within=within,
     )
-
-
-def simulate(
-    setup: Setup,
-    policy: Policy,
-    *,
-    static: bool = True,
-    processes: int = 1,
-    progress: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[str, Any], Figures]:
-    """The figures of `policy`, the oracle and the static splits, as plain values with stable keys.
-
-    processes: if more than one, the static splits run in that many worker processes, with the same results.
-    """
-
-    def progress_of(name: str) -> Callable[[float], None]:
-        return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.horizon_s / 3600:.1f} h")
-
-    shares = static_shares(setup.devices) if static else []
-    with _running_splits(setup, shares, processes, progress_of) as split:
-        figures = run_policy(setup, policy, progress_of(f"policy {policy.kind}"))
-        progress("oracle")
-        bound_s = oracle.training_device_s(
-            merged(setup.named().values()),
-            setup.engine,
-            setup.times,
-            devices=setup.devices,
-            jobs=setup.jobs,
-            attainment=figures.slo_attainment,
-            slo_ttft_s=setup.slo_ttft_s,
-            slo_tpot_s=setup.slo_tpot_s,
-        )
-        splits = [
-            {"train_devices": share, "serve_devices": setup.devices - share, **split(share).to_json()}
-            for share in shares
-        ]
-    result = {
-        "policy": policy.kind,
-        "devices": setup.devices,
-        "requests": sum(map(len, setup.named().values())),
-        "horizon_s": setup.horizon_s,
-        "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
-        **figures.to_json(),
-        "oracle_training_gpu_hours": bound_s / 3600,
-        "oracle_ratio": _ratio(figures.training_gpu_hours, bound_s / 3600),
-        "on_pareto_front": not any(_dominates(_point(row), _point(figures.to_json())) for row in splits),
-        "pareto": pareto(figures.to_json(), splits),
-        "static": splits,
-    }
-    return result, figures
-
-
-def static_shares(devices: int) -> list[int]:
-    """Devices that train in each static split that is tried: all of them up to 64 devices, then 64 steps."""
-    steps = min(devices, 64)
-    return [devices * n // steps for n in range(steps + 1)]
-
-
-@contextmanager
-def _running_splits(
-    setup: Setup, shares: list[int], processes: int, progress_of: Callable[[str], Callable[[float], None]]
-) -> Iterator[Callable[[int], Figures]]:
-    """Yields a function from a share of devices that train to its figures: it runs the split, or waits for the process
-    that does."""
-    if processes <= 1 or not shares:
-        yield lambda share: run_policy(
-            setup, Policy("split", share), progress_of(f"static split {share}/{setup.devices}")
-        )
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn, _end_with_parent) as pool:
-        runs = {share: pool.submit(run_policy, setup, Policy("split", share)) for share in shares}
-
-        def figures(share: int) -> Figures:
-            progress_of(f"static split {share}/{setup.devices}")(sum(run.done() for run in runs.values()) / len(runs))
-            return runs[share].result()
-
-        try:
-            yield figures
-        except BaseException:
-            # Mainly for Ctrl-C: the pool would otherwise wait for runs that take minutes.
-            for child in multiprocessing.active_children():
-                child.terminate()
-            raise
-
-
-def _end_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    die_with_parent()
-
-
-def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
-    """How a mode compares with the static splits by SLO attainment and training GPU-hours.
-
-    "better than all": it dominates each split (better in one, at least equal in the other). "beaten": one split
-    dominates it. "on the front": neither. "none": there are no splits.
-    """
-    if not splits:
-        return "none"
-    own = _point(mode)
-    if any(_dominates(_point(row), own) for row in splits):
-        return "beaten"
-    return "better than all" if all(_dominates(own, _point(row)) for row in splits) else "on the front"
-
-
-def _ratio(trained: float, bound: float) -> float:
-    """Training divided by its bound. 1.0 if nothing could be trained (a trace of one moment, no job in its time), and
-    if the two differ only by floating-point rounding."""
-    return 1.0 if not bound or math.isclose(trained, bound, rel_tol=1e-9) else trained / bound
-
-
-def _point(row: dict[str, Any]) -> tuple[float, float]:
-    return row["slo_attainment"], row["training_gpu_hours"]
-
-
-def _dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """At least as good in both, and better in one."""
-    return a[0] >= b[0] and a[1] >= b[1] and a != b

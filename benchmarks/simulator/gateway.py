@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from benchmarks.simulator.effects import REPORT_S, SimEffects, SimModel
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator.effects import REPORT_S, SimEffects, SimModel
 
 QUIET_REPORTS = 20
 """While there are no requests, only one in this many reports is simulated."""
@@ -42,14 +41,12 @@ class Reports:
 
     def wanted(self, now_s: float) -> int:
         """Takes a report, and returns the replicas that the planner would want now."""
-        self.model.requests_seen(now_s)
         deployment = self.model.deployment()
         if self.learner is not None:
             self.model.standby = self._learn(self.learner, deployment, now_s)
             if self.model.standby != deployment.standby:
                 deployment = replace(deployment, standby=self.model.standby)
         wanted = demand_.wanted_now(deployment, now_s, self.config)
-        wanted = max(wanted, demand_.by_rise(deployment, now_s, self.config))
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
@@ -101,8 +98,6 @@ class Gateway:
     sample_every_s: float
     listens: bool
     samples: list[Sample] = field(default_factory=list)
-    passed: Callable[[float], None] = lambda now_s: None
-    """Called with the time of every sample."""
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
@@ -126,7 +121,6 @@ class Gateway:
             inflight, held = sum(c.inflight_total for c in clusters), sum(len(c.held) for c in clusters)
             if now_s >= next_sample_s:
                 next_sample_s = now_s + self.sample_every_s
-                self.passed(now_s)
                 e = self.effects
                 self.samples.append(Sample(now_s, inflight, held, e.serving_devices, e.training_devices))
             over = now_s >= until_s and not any(cluster.arrivals_left for cluster in clusters)

@@ -1,4 +1,4 @@
-"""Reads real traces: requests in Azure's format, training jobs in Philly's format; plain or gzip CSV."""
+"""Reads real traces of requests in Azure's format; plain or gzip CSV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import math
 import random
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -81,27 +81,6 @@ class Requests:
         return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output, self.began_s)
 
 
-def merged(traces: Iterable[Requests]) -> Requests:
-    """All of their requests as one trace. One trace alone is itself."""
-    several = list(traces)
-    if len(several) == 1:
-        return several[0]
-    rows = sorted(row for one in several for row in zip(one.arrival_s, one.prompt, one.output, strict=True))
-    columns = list(zip(*rows, strict=True))
-    return Requests(array("d", columns[0]), array("l", columns[1]), array("l", columns[2]), several[0].began_s)
-
-
-@dataclass(frozen=True, slots=True)
-class TraceJob:
-    """A training job, submitted `at_s` after the first of its list. It takes `duration_s` on its requested
-    `devices`."""
-
-    id: str
-    at_s: float
-    devices: int
-    duration_s: float
-
-
 def _open(path: Path) -> TextIO:
     try:
         with open(path, "rb") as file:
@@ -158,16 +137,6 @@ def _whole(column: str, text: str) -> int:
         raise ValueError(f"{column} {text!r} given, a whole number expected") from None
 
 
-def _number(column: str, text: str) -> float:
-    """Raises ValueError unless it is a finite number."""
-    try:
-        if math.isfinite(number := float(text)):
-            return number
-    except ValueError:
-        pass
-    raise ValueError(f"{column} {text!r} given, a number expected")
-
-
 def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Requests:
     """A trace with columns TIMESTAMP, ContextTokens, GeneratedTokens, in any order of time.
 
@@ -212,30 +181,3 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
         array("l", (r[2] for r in found)),
         began_s=first_s,
     )
-
-
-def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[TraceJob]:
-    """A job list with columns timestamp, duration (s), num_gpus; the jobs of the first `within_s` seconds.
-
-    A job that wants more than `max_devices` is reduced to that many and keeps its total work.
-    """
-    path = Path(path)
-    rows: list[tuple[float, float, int]] = []
-    for line, (when, duration, gpus) in _rows(path, ("timestamp", "duration", "num_gpus")):
-        try:
-            row = (_time_s(when), _number("duration", duration), int(_number("num_gpus", gpus)))
-        except ValueError as error:
-            raise TraceError(path, line, str(error)) from None
-        if row[1] > 0 and row[2] > 0:
-            rows.append(row)
-    if not rows:
-        raise TraceError(path, None, "contains no job with a duration and devices")
-    rows.sort()
-    first_s = rows[0][0]
-    jobs = []
-    for n, (at_s, duration_s, gpus) in enumerate(rows):
-        if at_s - first_s > within_s:
-            break
-        devices = min(gpus, max_devices)
-        jobs.append(TraceJob(f"job-{n}", at_s - first_s, devices, duration_s * gpus / devices))
-    return jobs

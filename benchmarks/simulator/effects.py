@@ -9,7 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass, replace
 
-from scheduler.autoscale.forecast import DemandForecast
+from benchmarks.simulator.cluster import Cluster
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
@@ -26,8 +26,6 @@ from scheduler.core.workload import (
     Workload,
 )
 from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed
-from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.trace import TraceJob
 
 MODEL = "model"
 """The first model; further ones have the names that the set-up gives them."""
@@ -78,15 +76,9 @@ class _Group:
 class SimModel:
     """One model: its requests at the engines, and what is known of them."""
 
-    def __init__(self, cluster: Cluster, deployment: DeploymentView, next_answer_s: float):
+    def __init__(self, cluster: Cluster, deployment: DeploymentView):
         self.cluster, self._deployment = cluster, deployment
         self.standby: Standby | None = None
-        self._forecast = DemandForecast(next_answer_s)
-
-    def requests_seen(self, now_s: float) -> None:
-        """Processes a load report. Call it as often as gateways report."""
-        c = self.cluster
-        self._forecast.seen(now_s, c.inflight_total + len(c.held), c.arrived)
 
     def deployment(self, least: int = 0) -> DeploymentView:
         """least: replicas that are kept whatever the demand."""
@@ -96,7 +88,6 @@ class SimModel:
             len(c.held),
             c.waiting_tokens,
             c.last_request_s,
-            expected=self._forecast.expected,
             prompt_tokens=c.prompt_tokens,
         )
         return replace(d, demand=demand, standby=self.standby, min_replicas=max(d.min_replicas, least))
@@ -307,12 +298,3 @@ class SimEffects:
 def elastic_job(devices: int) -> SimJob:
     """A job that takes all devices it gets and never ends."""
     return SimJob(JobView("elastic", 1, devices))
-
-
-def job_of(job: TraceJob) -> SimJob:
-    """A job from the list. It may run on fewer devices (repeatedly halved) with the same total work."""
-    sizes = {job.devices}
-    while (half := min(sizes) // 2) >= 1:
-        sizes.add(half)
-    view = JobView(job.id, min(sizes), job.devices, tuple(sorted(sizes)), submitted_s=job.at_s)
-    return SimJob(view, left_device_s=job.devices * job.duration_s)

@@ -12,9 +12,9 @@ import math
 import random
 from collections import deque
 
+from benchmarks.simulator.engine import Engine, EngineModel, Served
+from benchmarks.simulator.trace import Requests
 from scheduler.core.routing_rules import PENDING_TO_TOTAL, is_sooner_there
-from scheduler.simulator.engine import Engine, EngineModel, Served
-from scheduler.simulator.trace import Requests
 
 
 def _weight(engine: Engine) -> int:

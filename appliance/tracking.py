@@ -1,0 +1,369 @@
+"""Sends the figures of jobs to MLflow and W&B: a script that runs beside the box, started by its main process.
+
+    python -P appliance/tracking.py SETTINGS        JSON, see `appliance.boot.tracking`
+
+It runs in the interpreter that has the trackers' libraries, which need not be the box's own, so it imports nothing of
+the box. A thread for each tracker reads the database; no job waits for it. A file of the tracker has the time up to
+which all jobs that ended are sent; a new process sends all points of the others again, and each tracker takes a point
+that it has once. `status.json` says which trackers fail.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+log = logging.getLogger("tracking")
+
+Settings = dict[str, Any]
+LOOK_EVERY_S = 2.0
+RETRY_EVERY_S = 30.0
+GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
+LATE_S = 10.0  # a job's end may be committed so long after its time
+EVENTS_AT_ONCE = 500
+# Limits of MLflow's server: how many values one request may have, and how long each may be.
+METRICS, PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 1000, 100, 6000, 5000
+STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+STEP = {"train": "train/global_step", "validation": "validation/global_step"}
+
+
+class Job(NamedTuple):
+    """phase: succeeded, failed or cancelled once `finished_s` is set. wandb: as its `integrations` have it. params:
+    hyperparameters, model, method, seed, files with their SHA-256."""
+
+    id: str
+    name: str
+    output_model: str
+    phase: str
+    finished_s: float | None
+    error: str
+    version: str | None
+    wandb: list[dict[str, Any]]
+    params: dict[str, str]
+
+
+class Point(NamedTuple):
+    """Figures of a step. seq: number of its event; values: by name (`train/loss`), all finite."""
+
+    seq: int
+    step: int
+    kind: Literal["train", "validation"]
+    at_s: float
+    values: dict[str, float]
+
+
+class Tracker(Protocol):
+    """Raises whatever its library raises; then `begin` is called again, and gets all points again."""
+
+    def begin(self, job: Job) -> None:
+        """Begins the job's run, or resumes the one that there is."""
+
+    def log(self, job: Job, points: list[Point]) -> None: ...
+
+    def end(self, job: Job) -> None: ...
+
+
+@dataclass
+class Sent:
+    """What this process has sent of a job: up to event `seq`, with the last step of each kind. A step that a job
+    repeats after a sudden end is sent once."""
+
+    begun: bool = False
+    seq: int = 0
+    last: dict[str, int] = field(default_factory=dict)
+
+
+class Follower:
+    """Sends what is new to one tracker. `path`: the file with the time up to which all is sent."""
+
+    def __init__(self, tracker: Tracker, database: Path, path: Path, only_wandb: bool = False) -> None:
+        self._tracker, self._database, self._path, self._only_wandb = tracker, database, path, only_wandb
+        self._since_s = float(path.read_text()) if path.exists() else time.time()
+        self._sent: dict[str, Sent] = {}
+        self._done: set[str] = set()
+
+    def look(self) -> str:
+        """Returns why a job could not be sent, "" if all were. Raises OSError, sqlite3.Error."""
+        now_s, why = time.time(), ""
+        rows = self._rows(
+            "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
+            max(self._since_s, now_s - GIVE_UP_S),
+        )
+        waiting = [now_s - LATE_S]
+        for row in rows:
+            if row["id"] in self._done or not (job := self._job(row)).wandb and self._only_wandb:
+                continue
+            try:
+                self._send(job, self._sent.setdefault(job.id, Sent()))
+            except Exception as error:  # noqa: BLE001 - anything of a library; tried again
+                log.warning("%s: %r", job.id, error)
+                del self._sent[job.id]
+                why = why or str(error) or repr(error)
+            if job.finished_s is not None and job.id not in self._done:
+                waiting.append(job.finished_s - 1e-3)
+        self._since_s = max(self._since_s, min(waiting))
+        replace(self._path, str(self._since_s))
+        return why
+
+    def _send(self, job: Job, at: Sent) -> None:
+        if not at.begun:
+            self._tracker.begin(job)
+            at.begun = True
+        while points := self._points(job.id, at.seq):
+            new = []
+            for point in points:
+                if point.step > at.last.get(point.kind, -1):
+                    at.last[point.kind] = point.step
+                    new += [point] if point.values else []
+            self._tracker.log(job, new)
+            at.seq = points[-1].seq
+        if job.finished_s is not None:
+            self._tracker.end(job)
+            self._done.add(job.id)
+            del self._sent[job.id]
+
+    def _job(self, row: sqlite3.Row) -> Job:
+        published = self._rows("SELECT version FROM checkpoints WHERE job_id = ? ORDER BY seq DESC LIMIT 1", row["id"])
+        params = flat(json.loads(row["resolved"] or "{}"))
+        params |= {name: str(row[name]) for name in ("model", "method", "seed")}
+        for name in ("training_file", "validation_file"):
+            for file in self._rows("SELECT id, sha256 FROM files WHERE id = ?", row[name]):
+                params |= {name: file["id"], f"{name}_sha256": file["sha256"]}
+        return Job(
+            id=row["id"],
+            name=row["suffix"] or row["id"],
+            output_model=row["output_model"],
+            phase=row["phase"],
+            finished_s=row["finished_s"],
+            error=str(json.loads(row["error"] or "{}").get("message", "")),
+            version=published[0]["version"] if published else None,
+            wandb=[one["wandb"] for one in json.loads(row["integrations"] or "[]") if one["type"] == "wandb"],
+            params=params,
+        )
+
+    def _points(self, job_id: str, after: int) -> list[Point]:
+        query = "SELECT seq, data, created_s FROM job_events WHERE job_id = ? AND seq > ? AND type = 'metrics' "
+        rows = self._rows(query + "ORDER BY seq LIMIT ?", job_id, after, EVENTS_AT_ONCE)
+        return [point(row["seq"], row["created_s"], json.loads(row["data"])) for row in rows]
+
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.row_factory = sqlite3.Row
+            return connection.execute(query, values).fetchall()
+
+
+def point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
+    """The names are those of TensorBoard's files, which have a validation of the whole file once."""
+    kind: Literal["train", "validation"] = "train" if "train_loss" in data else "validation"
+    prefix = "train_" if kind == "train" else "valid_"
+    values = {
+        f"{kind}/{name.removeprefix(prefix)}": float(value)
+        for name, value in data.items()
+        if name not in ("step", "total_steps") and not name.startswith("full_")
+        if type(value) in (int, float) and math.isfinite(value)
+    }
+    return Point(seq, int(data["step"]), kind, at_s, values)
+
+
+def flat(table: dict[str, Any], before: str = "") -> dict[str, str]:
+    """{"options": {"beta": 0.1}} is {"options.beta": "0.1"}."""
+    found: dict[str, str] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{before}{name}.")
+        elif value is not None:
+            found[f"{before}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+class Mlflow:
+    """Every job is a run of one experiment, found again by the tag that names the job. The same point sent twice is
+    one point there: a time, a step and a value."""
+
+    def __init__(self, settings: Settings) -> None:
+        from mlflow import MlflowClient
+
+        self._experiment = settings["mlflow_experiment"]
+        self._client = MlflowClient(tracking_uri=settings["mlflow_uri"])
+        self._runs: dict[str, str] = {}
+
+    def begin(self, job: Job) -> None:
+        from mlflow.entities import Param
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        runs = self._client.search_runs([experiment], f"tags.`appliance.job` = '{job.id}'", max_results=1)
+        if not runs:
+            tags = {"appliance.job": job.id, "appliance.model": job.output_model}
+            runs = [self._client.create_run(experiment, run_name=job.name, tags=tags)]
+        self._runs[job.id] = runs[0].info.run_id
+        params = [Param(name, text[:PARAM_CHARACTERS]) for name, text in sorted(job.params.items())]
+        for first in range(0, len(params), PARAMS):
+            self._client.log_batch(self._runs[job.id], params=params[first : first + PARAMS])
+
+    def log(self, job: Job, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, round(one.at_s * 1000), one.step)
+            for one in points
+            for name, value in one.values.items()
+        ]
+        for first in range(0, len(metrics), METRICS):
+            self._client.log_batch(self._runs[job.id], metrics=metrics[first : first + METRICS])
+
+    def end(self, job: Job) -> None:
+        from mlflow.entities import RunTag
+
+        tags = {"appliance.state": job.phase, "appliance.error": job.error, "appliance.version": job.version}
+        run_id, end_ms = self._runs[job.id], round((job.finished_s or 0) * 1000)
+        self._client.log_batch(
+            run_id, tags=[RunTag(name, text[:TAG_CHARACTERS]) for name, text in tags.items() if text]
+        )
+        self._client.set_terminated(run_id, status=STATUS[job.phase], end_time=end_ms)
+        del self._runs[job.id]
+
+
+class Wandb:
+    """A run for each `integrations` of a job. The number of an event is W&B's own step: a run at a server is resumed
+    at its step, and a run on disk, whose file no process can resume, is written again. W&B's own looks at this machine
+    are off: no code, packages, host name, user or load are sent."""
+
+    def __init__(self, settings: Settings) -> None:
+        import wandb
+
+        self._wandb, self._mode, self._url = wandb, settings["wandb_mode"], settings["wandb_url"]
+        self._folder = Path(settings["wandb_dir"])
+        self._runs: dict[str, list[Any]] = {}
+
+    def begin(self, job: Job) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._runs[job.id] = [self._init(job, f"{job.id}-{number}", one) for number, one in enumerate(job.wandb)]
+
+    def log(self, job: Job, points: list[Point]) -> None:
+        for run in self._runs[job.id]:
+            for one in points:
+                if one.seq >= next_step(run):
+                    row = {STEP[one.kind]: one.step, **one.values, "_timestamp": one.at_s}
+                    run.log(row, step=one.seq)
+
+    def end(self, job: Job) -> None:
+        outcome = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
+        for run in self._runs.pop(job.id):
+            run.summary.update({f"appliance.{name}": text for name, text in outcome.items() if text})
+            run.finish(exit_code=0 if job.phase == "succeeded" else 1)
+
+    def _init(self, job: Job, run_id: str, wanted: dict[str, Any]) -> Any:
+        if self._mode == "offline":
+            for left in (self._folder / "wandb").glob(f"offline-run-*-{run_id}"):
+                shutil.rmtree(left)
+        settings = self._wandb.Settings(
+            init_timeout=30.0,
+            console="off",
+            silent=True,
+            host="appliance",
+            program="appliance",  # else the path of this script, which may have a name of a person in it
+            disable_code=True,
+            disable_git=True,
+            save_code=False,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+            **({} if self._url is None else {"base_url": self._url}),
+        )
+        run = self._wandb.init(
+            project=wanted["project"],
+            entity=wanted.get("entity"),
+            name=wanted.get("name") or job.name,
+            tags=[*filter(None, wanted.get("tags") or ()), job.id],
+            config=job.params,
+            id=run_id,
+            resume="allow" if self._mode == "online" else None,
+            mode=self._mode,
+            dir=str(self._folder),
+            reinit="create_new",  # the runs of other jobs go on
+            settings=settings,
+        )
+        for kind, step in STEP.items():
+            run.define_metric(step, hidden=True)
+            run.define_metric(f"{kind}/*", step_metric=step)
+        return run
+
+
+def next_step(run: Any) -> int:
+    """The least of its own steps that W&B still takes. `step` of a run that goes on is 0 until it is told something."""
+    return max(run.step, run.starting_step)
+
+
+def follow(
+    name: str, make: type[Mlflow] | type[Wandb], settings: Settings, troubles: dict[str, dict[str, Any]]
+) -> None:
+    """Follows the database for one tracker, for ever. Its trouble is in `troubles` while there is one."""
+    follower, path = None, Path(settings["folder"]) / f"{name}.since"
+    while True:
+        try:
+            if follower is None:
+                follower = Follower(make(settings), Path(settings["database"]), path, only_wandb=make is Wandb)
+            why = follower.look()
+        except ModuleNotFoundError as error:
+            why = f"{error} for {sys.executable}; docs/tracking.md says how to install it, and [tracking] python where"
+        except Exception as error:  # noqa: BLE001 - anything of a library; tried again
+            why = str(error) or repr(error)
+        pause_s = RETRY_EVERY_S if why else LOOK_EVERY_S
+        if why:
+            first = troubles.get(name, {"name": f"tracking: {name}", "since_s": time.time(), "failures": 0})
+            again_s = time.time() + pause_s
+            troubles[name] = {**first, "why": why[:300], "failures": first["failures"] + 1, "next_try_s": again_s}
+        else:
+            troubles.pop(name, None)
+        time.sleep(pause_s)
+
+
+def read_credentials(path: Path) -> dict[str, str]:
+    """The variables of MLflow and W&B in a file of lines NAME=VALUE. Exits where it is open to others."""
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise SystemExit(f"[tracking] credentials_file {path} is open to other users: chmod 600 it")
+    lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and not line.startswith("#")]
+    found = {name.strip(): text.strip().strip("'\"") for name, _, text in (line.partition("=") for line in lines)}
+    if wrong := [name for name in found if not name.startswith(("MLFLOW_", "WANDB_"))]:
+        raise SystemExit(f"[tracking] credentials_file {path} has {wrong[0]}; expected variables of MLflow and W&B")
+    return found
+
+
+def replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def main(argv: Sequence[str]) -> None:
+    settings: Settings = json.loads(argv[1])
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    if settings["credentials_file"]:
+        os.environ.update(read_credentials(Path(settings["credentials_file"]).expanduser()))
+    troubles: dict[str, dict[str, Any]] = {}
+    makers: dict[str, Any] = {"mlflow": Mlflow} if settings["mlflow_uri"] else {}
+    makers |= {"wandb": Wandb} if settings["wandb_mode"] else {}
+    for name, make in makers.items():
+        threading.Thread(target=follow, args=(name, make, settings, troubles), daemon=True).start()
+    while True:
+        replace(Path(settings["folder"]) / "status.json", json.dumps({"troubles": list(troubles.values())}))
+        time.sleep(LOOK_EVERY_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

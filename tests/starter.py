@@ -1,0 +1,119 @@
+"""`starter`, the small Llama of tests and benchmarks: made in seconds, so it stammers.
+
+    python -m tests.starter DIR [--steps 10] [--seed 0]
+
+It learns the demo's own examples as ChatML. What tests compare (versions, kept answers, losses) does not need more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+DEMO_DATA = Path(__file__).parents[1] / "appliance" / "demo_data"
+LENGTH, BATCH, RATE, VOCABULARY = 256, 8, 4e-3, 4096
+END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Words with their leading space, single digits (sums are learned by place), runs of anything else.
+WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{% endif %}
+{{- 'You may call these tools:' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- generation %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- set given = call.function.arguments %}
+{{- (given if given is string else given | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}
+{%- endgeneration %}
+{{- '\\n' }}
+{%- elif not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def make_starter(out: Path, *, steps: int, seed: int) -> None:
+    """Writes a checkpoint of 4.6 million parameters in bfloat16 into the new directory `out`; the same seed gives the
+    same bytes."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    rows = [line for name in ("identity", "gsm8k_train") for line in open(DEMO_DATA / f"{name}.jsonl")]
+    texts = [
+        "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in json.loads(row)["messages"]) + END
+        for row in rows
+    ]
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    special, alphabet = [END, TURN_START, TURN_END], sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    ends = {"bos_token_id": 0, "eos_token_id": bpe.token_to_id(TURN_END), "pad_token_id": 0}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        **ends,
+    )
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    stream = torch.tensor([token for one in bpe.encode_batch(texts) for token in one.ids])
+    batches = stream[: len(stream) // (BATCH * LENGTH) * BATCH * LENGTH].view(-1, BATCH, LENGTH)
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config = GenerationConfig(
+        **{**ends, "eos_token_id": [ends["eos_token_id"], 0]}, do_sample=True, temperature=0.7, top_p=0.95
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.starter", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    make_starter(args.out, steps=args.steps, seed=args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What a tracker gets of jobs: everything once, across restarts and failures, read beside the box's writer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance import tracking
+from appliance.boot.tracking import ExporterEnded, run_exporter, status_file
+from appliance.config import ConfigError, TrackingSettings, load_config
+from appliance.controller.jobs.events import JobEvents, fail
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from appliance.store.objects import files, jobs
+from appliance.store.rows import FileRow, JobRow
+from appliance.tracking import GIVE_UP_S, Follower, Job, Point
+
+
+@dataclass
+class Heard:
+    """A tracker that remembers points once. refused: it fails for these jobs."""
+
+    refused: set[str] = field(default_factory=set)
+    begun: list[str] = field(default_factory=list)
+    seen: list[Point] = field(default_factory=list)
+    ended: list[Job] = field(default_factory=list)
+
+    def begin(self, job: Job) -> None:
+        if job.id in self.refused:
+            raise ValueError("entity nobody not found")
+        self.begun.append(job.id)
+
+    def log(self, job: Job, points: list[Point]) -> None:
+        known = {one.seq for one in self.seen}
+        self.seen += [one for one in points if one.seq not in known]
+
+    def end(self, job: Job) -> None:
+        self.ended.append(job)
+
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        return [(one.kind, one.step) for one in self.seen]
+
+
+@dataclass
+class Box:
+    db: Database
+    folder: Path
+
+    def start(self, number: int, **fields: Any) -> str:
+        row = JobRow(f"ftjob-{number}", "starter", "supervised", "file-1", 7, f"ft:{number}", float(number))
+        jobs.insert(self.db, dataclasses.replace(row, phase="queued", **fields))
+        self.events.started(row.id, ["gpu0"], resumed=False)
+        return row.id
+
+    @property
+    def events(self) -> JobEvents:
+        return JobEvents(self.db, self.folder, "local")
+
+    def step(self, job_id: str, *steps: int) -> None:
+        for step in steps:
+            event = {"event": "metrics", "step": step, "total_steps": 9, "loss": 1 / step, "grad_norm": float("nan")}
+            self.events.ingest(
+                job_id, event | {"devices": 2, "logps/chosen": -3.5, "timing": {"step": {"training": 1}}}
+            )
+
+    def validation(self, job_id: str, step: int) -> None:
+        self.events.ingest(job_id, {"event": "validation", "step": step, "loss": 2.0, "mean_token_accuracy": 0.5})
+
+    def follower(self, tracker: Heard, **options: Any) -> Follower:
+        return Follower(tracker, self.folder / "appliance.db", self.folder / "heard.since", **options)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    with Database(tmp_path / "appliance.db") as db:
+        files.insert(db, FileRow("file-1", "t.jsonl", "fine-tune", 3, "ab" * 32, "processed", 1.0))
+        yield Box(db, tmp_path)
+
+
+def test_look_sends_a_job_from_its_begin_to_its_end(box: Box):
+    tracker = Heard()
+    follower = box.follower(tracker)
+    job_id = box.start(1, suffix="mine", resolved={"epochs": 2, "full": False, "options": {"beta": 0.1}, "rank": None})
+    assert follower.look() == "" and tracker.begun == [job_id] and tracker.seen == []
+    box.step(job_id, 1, 2)
+    box.validation(job_id, 2)
+    follower.look()
+    box.step(job_id, 3, *range(4, 700))
+    fail(box.db, job_id, "diverged", "the loss is not finite")
+    follower.look()
+    follower.look()
+    expected = [("train", 1), ("train", 2), ("validation", 2), *(("train", step) for step in range(3, 700))]
+    assert tracker.steps == expected
+    assert tracker.seen[0].values == {"train/loss": 1.0, "train/devices": 2.0, "train/logps/chosen": -3.5}
+    assert tracker.seen[2].values == {"validation/loss": 2.0, "validation/mean_token_accuracy": 0.5}
+    (ended,) = tracker.ended
+    assert (ended.phase, ended.error, ended.name) == ("failed", "the loss is not finite", "mine")
+    assert ended.params == {
+        "model": "starter",
+        "method": "supervised",
+        "seed": "7",
+        "training_file": "file-1",
+        "training_file_sha256": "ab" * 32,
+        "epochs": "2",
+        "full": "false",
+        "options.beta": "0.1",
+    }
+
+
+def test_look_of_a_new_process_sends_all_points_of_unended_jobs(box: Box):
+    job_id, tracker = box.start(1), Heard()
+    box.step(job_id, 1, 2)
+    box.follower(tracker).look()
+    box.step(job_id, 3)
+    box.follower(tracker).look()
+    assert [step for _, step in tracker.steps] == [1, 2, 3] and tracker.begun == [job_id] * 2
+
+
+def test_look_sends_steps_repeated_after_a_sudden_end_once(box: Box):
+    job_id, tracker = box.start(1), Heard()
+    follower = box.follower(tracker)
+    box.step(job_id, 1, 2, 3)
+    box.validation(job_id, 3)
+    follower.look()
+    box.step(job_id, 2, 3, 4)
+    box.validation(job_id, 3)
+    follower.look()
+    assert tracker.steps == [("train", 1), ("train", 2), ("train", 3), ("validation", 3), ("train", 4)]
+
+
+def test_look_after_a_failure_sends_everything_and_holds_up_no_other_job(box: Box):
+    first, second = box.start(1), box.start(2)
+    tracker = Heard(refused={first})
+    box.follower(tracker).look()
+    box.step(first, 1)
+    box.step(second, 1)
+    jobs.set_phase(box.db, first, "cancelled")
+    jobs.set_phase(box.db, second, "succeeded")
+    assert "entity" in box.follower(tracker).look()
+    assert [job.id for job in tracker.ended] == [second]
+    tracker.refused.clear()
+    assert box.follower(tracker).look() == ""  # also one of a new process
+    assert {job.id for job in tracker.ended} == {first, second} and len(tracker.seen) == 2
+
+
+def test_look_gives_up_a_job_a_week_after_its_end(box: Box, monkeypatch):
+    first = box.start(1)
+    tracker = Heard(refused={first})
+    follower = box.follower(tracker)
+    jobs.set_phase(box.db, first, "cancelled")
+    assert follower.look() != ""
+    now_s = tracking.time.time() + GIVE_UP_S + 60
+    monkeypatch.setattr(tracking.time, "time", lambda: now_s)
+    assert follower.look() == ""
+
+
+def test_a_new_tracker_gets_no_ended_job_and_wandb_only_jobs_that_ask_for_it(box: Box):
+    ended, _ = box.start(1), box.start(2)
+    asked = box.start(3, integrations=[{"type": "wandb", "wandb": {"project": "p"}}])
+    jobs.set_phase(box.db, ended, "succeeded")
+    tracker = Heard()
+    box.follower(tracker, only_wandb=True).look()
+    assert tracker.begun == [asked]
+
+
+def test_the_script_needs_the_standard_library_alone():
+    """Its interpreter need not be the box's own. -S: without any package that is installed."""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", "import runpy, sys; runpy.run_path(sys.argv[1])",
+                           tracking.__file__], capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> BoxPaths:
+    (tmp_path / "shm").mkdir()
+    paths = BoxPaths.of(tmp_path / "data", tmp_path / "shm")
+    paths.create()
+    Database(paths.database).close()
+    return paths
+
+
+async def test_a_missing_library_is_in_the_status_and_ends_nothing(paths: BoxPaths):
+    settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", wandb_mode="offline", python=sys.executable)
+    running = asyncio.create_task(run_exporter(settings, paths, {"PATH": os.environ["PATH"], "WANDB_MODE": "online"}))
+    file, troubles = status_file(paths), []
+    async with asyncio.timeout(60):
+        while len(troubles) < 2:
+            assert not running.done(), (running.exception(), (paths.logs / "tracking.log").read_text())
+            await asyncio.sleep(0.05)
+            troubles = json.loads(file.read_text())["troubles"] if file.exists() else []
+    assert {one["name"] for one in troubles} == {"tracking: mlflow", "tracking: wandb"}
+    assert all("docs/tracking.md" in one["why"] for one in troubles)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "fault"),
+    [("WANDB_API_KEY=k\n", 0o644, "open to other users"), ("# key\nAWS_SECRET_ACCESS_KEY=x\n", 0o600, "AWS_SECRET")],
+)
+async def test_an_unfit_credentials_file_ends_the_exporter_with_the_reason(paths, tmp_path, text, mode, fault):
+    file = tmp_path / "secrets"
+    file.write_text(text)
+    file.chmod(mode)
+    settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", credentials_file=str(file))
+    with pytest.raises(ExporterEnded, match=fault):
+        await run_exporter(settings, paths, {"PATH": os.environ["PATH"]})
+
+
+def test_credentials_are_read_from_a_file(tmp_path: Path):
+    file = tmp_path / "secrets"
+    file.write_text("# ours\nWANDB_API_KEY = 'abc'\nMLFLOW_TRACKING_TOKEN=d=e\n")
+    file.chmod(0o600)
+    assert tracking.read_credentials(file) == {"WANDB_API_KEY": "abc", "MLFLOW_TRACKING_TOKEN": "d=e"}
+
+
+def test_nothing_is_sent_out_unasked_and_no_password_is_in_an_address(tmp_path: Path):
+    assert not TrackingSettings().is_on
+    file = tmp_path / "appliance.toml"
+    file.write_text('[tracking]\nmlflow_uri = "https://me:secret@mlflow.example"\n')
+    with pytest.raises(ConfigError, match="without credentials.*credentials_file") as refused:
+        load_config(file)
+    assert "me:secret" not in str(refused.value)

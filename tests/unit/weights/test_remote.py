@@ -1,0 +1,312 @@
+"""A remote place, in a directory and in S3 (a real S3 server on loopback): what is written, comes back, is noticed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.unit.weights.conftest import check, content, write
+from weights.format.config import Location
+from weights.format.errors import ChecksumMismatch, IntegrityError, TierFull, TierUnavailable, VersionNotFound
+from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import KINDS
+from weights.memory.store import WeightStore
+from weights.tiers import moments
+from weights.tiers.objects import DirectoryObjects, objects_at
+from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.record import Name
+from weights.tiers.remote import RemoteTier
+
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    running.start()
+    yield "http://{}:{}".format(*running.get_host_and_port())
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server, tmp_path):
+    """Settings of a location in it."""
+    path = tmp_path / "credentials"
+    path.write_text(f"[box]\naws_access_key_id = AKIAIOSFODNN7EXAMPLE\naws_secret_access_key = {SECRET}\n")
+    return {
+        "url": "s3://weights/box-1",
+        "endpoint": server,
+        "credentials_file": str(path),
+        "credentials_profile": "box",
+    }
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "mount").mkdir()
+    return tmp_path / "mount"
+
+
+@pytest.fixture(params=["directory", "s3"])
+def objects(request, home):
+    if request.param == "directory":
+        yield DirectoryObjects(home)
+        return
+    made = objects_at(Location(**request.getfixturevalue("bucket")))
+    made._client.create_bucket(Bucket="weights")
+    yield made
+    for key, _ in list(made.list("")):
+        made.delete(key)
+
+
+@pytest.fixture
+def tier(home):
+    return RemoteTier(DirectoryObjects(home))
+
+
+def name_of(stored):
+    return Name(stored.kind, stored.model, stored.version)
+
+
+def files(home):
+    return sorted(path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file())
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
+def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
+    assert list(objects.list("objects/")) == []
+    objects.put("objects/ab/x", b"one")
+    objects.put("objects/ab/x", b"other")
+    objects.put("records/versions/ft:a%2Fb/v1", b"")
+    assert objects.get("objects/ab/x") == b"other"
+    assert list(objects.list("objects/")) == [("objects/ab/x", 5)]
+    assert list(objects.list("records/")) == [("records/versions/ft:a%2Fb/v1", 0)]
+    objects.delete("objects/ab/x")
+    objects.delete("objects/ab/x")
+    with pytest.raises(IntegrityError, match="missing"):
+        objects.get("objects/ab/x")
+    objects.sweep()
+    assert list(objects.list("records/")) == [("records/versions/ft:a%2Fb/v1", 0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("weights.tiers.remote.OBJECT_BYTES", 5000)
+    stored = write(store, kind=kind, checksums=kind != "snapshot")
+    tier, done = RemoteTier(objects), []
+    tier.put(stored.path, done.append)
+    assert len(done) > 10 and sum(done) >= stored.nbytes - 1000
+    again, other = RemoteTier(objects), WeightStore(tmp_path / "other", budget_bytes=None)
+    assert again.names().keys() == {name_of(stored)} and again.usage_bytes() == stored.nbytes
+    assert again.verify(name_of(stored)).kind == kind
+    restored = again.restore(other, name_of(stored))
+    check(other, restored)
+    assert restored.manifest.meta["step"] == 3 and restored.sealed and not restored.pinned
+    for file in ("config.json", "model.safetensors"):
+        assert (restored.path / file).read_bytes() == (stored.path / file).read_bytes()
+    again.remove(name_of(stored))
+    assert list(objects.list("")) == [] and again.names() == {}
+    with pytest.raises(VersionNotFound):
+        again.restore(store, name_of(stored))
+
+
+def test_several_files_with_an_index_come_back(store, tier):
+    specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
+    with store.reserve(Layout.plan(specs, max_file_bytes=800), kind="version", model="m", version="1") as draft:
+        for spec in specs:
+            draft.view(spec.name)[:] = content(spec.name, "1", spec.nbytes)
+        stored = draft.commit(meta={})
+    index = (stored.path / "model.safetensors.index.json").read_bytes()
+    tier.put(stored.path)
+    store.remove(stored)
+    again = tier.restore(store, name_of(stored))
+    assert (again.path / "model.safetensors.index.json").read_bytes() == index
+    check(store, again)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "missing"])
+def test_a_damaged_object_is_noticed_and_never_visible(store, tier, home, harm):
+    stored = write(store)
+    tier.put(stored.path)
+    store.remove(stored)
+    (victim,) = (home / name for name in files(home) if name.startswith("objects/"))
+    if harm == "missing":
+        victim.unlink()
+    elif harm == "truncate":
+        os.truncate(victim, victim.stat().st_size // 2)
+    else:
+        flip(victim)
+    with pytest.raises(IntegrityError):
+        tier.restore(store, name_of(stored))
+    with pytest.raises(IntegrityError):
+        tier.verify(name_of(stored))
+    assert store.list("version") == [] and os.listdir(store.root / "staging") == []
+
+
+def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home):
+    stored = write(store)
+    tier.put(stored.path)
+    record, stolen = home / "records" / name_of(stored).key, home / "records" / Name("version", "other", "1").key
+    stolen.parent.mkdir(parents=True)
+    shutil.copy(record, stolen)
+    assert RemoteTier(DirectoryObjects(home)).names().keys() == {name_of(stored)}
+    flip(record)
+    fresh = RemoteTier(DirectoryObjects(home))
+    assert fresh.names() == {}
+    fresh.put(stored.path)
+    fresh.verify(name_of(stored))
+
+
+def test_damage_in_the_source_gets_no_record(store, tier, home):
+    stored = write(store)
+    flip(stored.path / "model.safetensors")
+    with pytest.raises(ChecksumMismatch):
+        tier.put(stored.path)
+    assert tier.names() == {}
+    tier.collect()
+    assert files(home) == []
+
+
+def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, home):
+    """A process is killed before its n-th call that changes the disk, for every n."""
+    stored, kept = write(store, "2"), write(store)
+    for n in range(200):
+        shutil.rmtree(home)
+        home.mkdir()
+        RemoteTier(DirectoryObjects(home)).put(kept.path)
+        pid = os.fork()
+        if pid == 0:
+            left = n
+
+            def counted(real):
+                def call(*arguments, **named):
+                    nonlocal left
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left -= 1
+                    return real(*arguments, **named)
+
+                return call
+
+            for what in ("fsync", "rename", "mkdir", "unlink"):
+                setattr(os, what, counted(getattr(os, what)))
+            try:
+                tier = RemoteTier(DirectoryObjects(home))
+                tier.put(stored.path)
+                tier.remove(name_of(kept))
+                tier.collect()
+            finally:
+                os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        after = RemoteTier(DirectoryObjects(home))
+        assert after.names().keys() & {name_of(kept), name_of(stored)}
+        for name in after.names():
+            after.verify(name)
+        after.put(stored.path)
+        after.verify(name_of(stored))
+        after.remove(name_of(kept))
+        after.collect()
+        assert len(files(home)) == 2 and after.names().keys() == {name_of(stored)}
+        if not killed:
+            assert n > 5
+            return
+    raise AssertionError("it never came to its end")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_put_onto_a_full_file_system_raises_tier_full(store, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=40k tmpfs {small} 2>/dev/null") != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        stored = write(store)
+        tier = RemoteTier(DirectoryObjects(small))
+        with pytest.raises(TierFull):
+            tier.put(stored.path)
+        assert tier.names() == {} and not list((small / ".partial").iterdir())
+        os.system(f"mount -o remount,size=4m {small}")
+        tier.put(stored.path)
+        tier.verify(name_of(stored))
+    finally:
+        os.system(f"umount {small}")
+
+
+def test_a_lost_mount_is_unavailable_and_not_filled_in_beneath(store, tmp_path):
+    tier = RemoteTier(DirectoryObjects(tmp_path / "mnt"))
+    with pytest.raises(TierUnavailable, match="mounted"):
+        tier.put(write(store).path)
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
+    tier.claim("box-1", first=True)
+    tier.claim("box-1", first=False)
+    with pytest.raises(TierUnavailable, match="box-1"):
+        tier.claim("box-2", first=True)
+    (home / "owner").unlink()
+    with pytest.raises(TierUnavailable, match="mounted"):
+        tier.claim("box-1", first=False)
+
+
+def test_moments_take_8_bits_where_asked_within_their_error(store, home, tier):
+    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
+    squares = values**2
+    specs = [TensorSpec(f"{part}.w", "F32", (3000,)) for part in ("master", "exp_avg", "exp_avg_sq")]
+    arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": squares}
+    with store.reserve(Layout.plan(specs), kind="snapshot", model="job", version="step-1") as draft:
+        for name, array in arrays.items():
+            draft.view(name)[:] = memoryview(array).cast("B")
+        stored = draft.commit(meta={"step": 1})
+    lossy = RemoteTier(DirectoryObjects(home), int8_moments=True)
+    lossy.put(stored.path)
+    assert sum((home / name).stat().st_size for name in files(home) if name.startswith("objects/")) < 0.52 * 36000
+    lossy.verify(name_of(stored))
+    store.remove(stored)
+    again = RemoteTier(DirectoryObjects(home)).restore(store, name_of(stored))
+    with store.lease(again) as lease:
+        found = {name: np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays}
+    assert np.array_equal(found["master.w"], values)
+    assert np.abs(found["exp_avg.w"] - values).max() <= np.abs(values).max() / 254 * 1.001
+    root, exact = np.sqrt(found["exp_avg_sq.w"]), np.sqrt(squares)
+    assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
+    tier.put(again.path)  # exactly, although it came from blocks
+    tier.verify(name_of(stored))
+
+
+@pytest.mark.parametrize("raw", [b"", b"AWO1", b"\0" * 64, moments.encode(b"abcd" * 99, "exp_avg.w")[:-3]])
+def test_decode_of_damaged_blocks_raises_integrity_error(raw):
+    with pytest.raises(IntegrityError):
+        moments.decode(raw, "exp_avg.w", 4 * 99)
+
+
+def test_s3_lists_only_below_its_prefix(server, bucket):
+    place = S3Objects(Location(**bucket))
+    place._client.create_bucket(Bucket="weights")
+    place.put("objects/0", b"")
+    place._client.put_object(Bucket="weights", Key="box-10/objects/x", Body=b"")
+    assert [key for key, _ in place.list("objects/")] == ["objects/0"]
+
+
+def test_s3_errors_do_not_show_credentials(server, bucket, caplog):
+    caplog.set_level(logging.DEBUG)
+    nowhere = S3Objects(Location(**{**bucket, "endpoint": "http://127.0.0.1:9"}), timeout_s=0.2)
+    with pytest.raises(TierUnavailable, match="cannot be used") as refused:
+        nowhere.put("k", b"1")
+    with pytest.raises(TierUnavailable, match="NoSuchBucket") as missing:
+        S3Objects(Location(**{**bucket, "url": "s3://no-such-bucket"})).put("k", b"1")
+    with pytest.raises(TierUnavailable, match="nobody"):
+        S3Objects(Location(url="s3://weights", endpoint=server, credentials_profile="nobody"))
+    said = caplog.text + str(refused.value) + str(missing.value)
+    assert SECRET not in said and "AKIA" not in said
