@@ -20,7 +20,7 @@ from appliance.controller.interfaces.errors import BadRequest
 from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
 
-_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
+_CHUNK, _CHUNK_BYTES = 200, 512 << 10
 _LOOKED_AT_BYTES = 8 << 20
 """How much of a file is checked before its run is made, while the caller waits: half a second at most."""
 _Measured = tuple[dict[str, Any], int]
@@ -74,19 +74,18 @@ def check_items(
 
 
 def in_chunks(entries: Entries) -> Chunks:
-    """Items that are checked and stored in one go, on a loop with other tasks. Raises TaskFailed."""
+    """Items that are checked and stored in one go. Raises TaskFailed."""
     chunk: list[_Measured] = []
-    count, size, objects = 0, 0, 0
+    count, size = 0, 0
     for number, entry, text in entries:
         if is_deeper(entry, MAX_DEPTH):
             raise TaskFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
         if (count := count + 1) > requests.MAX_ITEMS:
             raise TaskFailed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        more = text.count(b"[") + text.count(b"{")
-        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
+        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES):
             yield chunk
-            chunk, size, objects = [], 0, 0
-        size, objects = size + len(text), objects + more
+            chunk, size = [], 0
+        size += len(text)
         chunk.append((entry, len(text)))
     if not chunk:
         raise TaskFailed("invalid_data", "The file has no items.")
