@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import orjson
 from anyio import to_thread
 
 from appliance.controller.access.model_access import viewer_of, why_no_chat
@@ -98,7 +99,7 @@ class BatchWork:
         self._context, self._db, self._id = context, context.db, batch_id
         self.answers = Answers(context.batches_dir, batch_id)
         self._lines = Lines()
-        self._ready: dict[str, dict[str, Any]] = {}  # answered lines to be stored, by id
+        self._ready: dict[str, tuple[dict[str, Any], int]] = {}  # answered lines to be stored, with bytes, by id
         self._storing = asyncio.Lock()
         self._owner = ""
         self._kept_free = 0  # bytes that its input has kept free for its answers
@@ -199,7 +200,7 @@ class BatchWork:
             await asyncio.gather(*asking, return_exceptions=True)
             if self._ready:
                 with contextlib.suppress(OSError):
-                    await to_thread.run_sync(self.answers.append, list(self._ready.values()))
+                    await to_thread.run_sync(self.answers.append, self._ready_lines())
 
     def _unanswered(self) -> list[int]:
         return [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
@@ -233,10 +234,13 @@ class BatchWork:
 
     async def _store(self, answered: dict[str, Any]) -> None:
         """Returns once it is on disk, synced together with all that came meanwhile."""
-        self._ready[answered["id"]] = answered
+        self._ready[answered["id"]] = answered, len(orjson.dumps(answered))
         async with self._storing:
             if answered["id"] in self._ready:
-                await self._append(list(self._ready.values()))
+                await self._append(self._ready_lines())
+
+    def _ready_lines(self) -> list[dict[str, Any]]:
+        return [line for line, _ in self._ready.values()]
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
@@ -246,7 +250,8 @@ class BatchWork:
         self._count_answers()
 
     def _count_answers(self) -> None:
-        beyond = max(0, self.answers.bytes - self._kept_free)
+        held = self.answers.bytes + sum(size for _, size in self._ready.values())
+        beyond = max(0, held - self._kept_free)
         self._context.quotas.answers_hold(self._id, self._owner, beyond)
 
     def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
