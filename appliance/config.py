@@ -88,8 +88,8 @@ class BoxSettings(_Section):
     node_port: int = Field(
         6380,
         ge=1,
-        le=65534,
-        description="TCP port on node_address where other nodes join; they get their certificates at the next one",
+        le=65535,
+        description="TCP port on node_address where other nodes join",
     )
     start_timeout_s: float = Field(
         180.0, ge=30, description="time that Ray, the controller and the gateway each have to start, and a node to join"
@@ -307,26 +307,20 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def enrolment_port(node_port: int) -> int:
-    """Where a box enrols nodes: the port after the one where Ray lets them in."""
-    return node_port + 1
-
-
 def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
     """Checks the ports of a box that other nodes may join; without node_address nobody listens at node_port."""
     if box.node_address is None:
         return
-    for port in (box.node_port, enrolment_port(box.node_port)):
-        if port in RAY_WORKER_PORTS:
-            raise ConfigError(
-                f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it and the next one must not be among "
-                f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
-            )
-        if port == box.port:
-            raise ConfigError(
-                f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it and the next one must differ from "
-                f"box.port, {box.port}, where the endpoint listens"
-            )
+    if box.node_port in RAY_WORKER_PORTS:
+        raise ConfigError(
+            f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it must not be among {RAY_WORKER_PORTS[0]} to "
+            f"{RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
+        )
+    if box.node_port == box.port:
+        raise ConfigError(
+            f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it must differ from box.port, where the "
+            "endpoint listens"
+        )
 
 
 def _said(location: tuple[str, ...], layers: list[_Layer]) -> str:

@@ -98,9 +98,9 @@ def measured(version: Path, device: Any, free_bytes: Callable[[], int]) -> dict[
     """Rates in bytes/s (`*_s`: seconds) of this torch.device; None where there is no link. free_bytes: of it."""
     import torch
 
+    from benchmarks.host_to_device import bytes_per_s
     from runtime.devices.kinds import of_torch
     from serve.load.host_ring import HostRing
-    from serve.load.host_to_device import bytes_per_s
     from serve.load.shm_source import ToLock, VersionSource
 
     kind, before = of_torch(device), free_bytes()

@@ -7,7 +7,7 @@ RuntimeLayerError
 ├── ChildDied          the forked process ended during a call
 │   └── SupervisorDied it ended with its supervisor
 ├── ChildTimeout       the forked process did not answer in time
-├── TunnelRefused       another node refused a request, or the connection ended early
+├── CopyFailed          a directory could not be copied from another node
 └── ChildError         the forked process answered with an exception of its own
 """
 
@@ -66,8 +66,8 @@ class ChildTimeout(RuntimeLayerError):
     """The forked process is alive but did not answer within the time given."""
 
 
-class TunnelRefused(RuntimeLayerError):
-    """The tunnel server of another node refused, or its connection ended early."""
+class CopyFailed(RuntimeLayerError):
+    """A directory could not be copied from another node: it or the node is gone."""
 
 
 class ChildError(RuntimeLayerError):

@@ -61,15 +61,6 @@ def read_end(path: Path) -> str:
     return f"it was killed while {state}"
 
 
-def read_pid(path: Path) -> int | None:
-    """The main process's, as `box.json` has it: of a box that is known to run."""
-    try:
-        pid = json.loads(path.read_text()).get("pid")
-    except (OSError, json.JSONDecodeError, AttributeError):
-        return None
-    return pid if isinstance(pid, int) else None
-
-
 def read_troubles(path: Path) -> list[dict[str, Any]]:
     """Troubles of the processes that the main process supervises; the controller reads them for `status`."""
     try:

@@ -30,12 +30,10 @@ import httpx
 
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
-from appliance.boot.liveness import Pulse
-from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, kill_leftovers, own_files_only
 from appliance.boot.tracking import run_exporter, status_file
-from appliance.config import BoxConfig, enrolment_port, load_resolved
-from appliance.nodes.certificate_authority import Authority, Unfit
-from appliance.nodes.enrolment import EnrolmentServer, Tokens
+from appliance.config import BoxConfig, load_resolved
+from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
@@ -43,12 +41,14 @@ from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HOME_NODE, check_build, discover_devices, foreign_use
+from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
 
 TROUBLES_EVERY_S = 2.0
+HOPELESS = 50
+"""One more start does not help a process that failed so often in a row: the box ends, and systemd starts all again."""
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 5
         try:
             return asyncio.run(_run(config, paths, state))
-        except (BoxError, ray_head.RayStartError, Unfit) as error:
+        except (BoxError, ray_head.RayStartError, InvitationError) as error:
             state.update(state="failed", message=str(error))
             log.error("the box did not start: %s", error)
             return 1
@@ -106,10 +106,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
     finally:
-        fault = await box.end()
-        if box.hopeless:
-            fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
-            log.error("%s; its supervisor should start it again", fault)
+        fault = await box.end() or box.hopeless
         state.end(fault)
     return 1 if fault else 0
 
@@ -134,20 +131,19 @@ class Box:
 
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
-        self._boot = secrets.token_hex(8)
-        self._enrolment, certificate = None, None
-        if config.box.node_address is not None:
-            authority = Authority(paths.certificates)
-            certificate = authority.prepare(HOME_NODE, config.box.node_address).files
-            self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
-        self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
-        self._background = BackgroundTasks()
         self.hopeless = ""
+        self._boot = secrets.token_hex(8)
+        joinable = config.box.node_address is not None
+        if joinable:
+            prepare(paths, config.box.node_address, config.box.node_port)
+        self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, joinable=joinable)
+        self._background = BackgroundTasks()
         self._ray_address = ""
         self._devices: tuple[Device, ...] = ()
-        self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
-        self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
-        self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
+        self._ray = Supervised("ray", self._start_ray, self._on_ray_change)
+        answers = Probe("http://box", "/admin/v1/mode", str(paths.controller_socket))
+        self._controller = Supervised("controller", self._start_controller, self._say, answers)
+        self._gateway = Supervised("gateway", self._start_gateway, self._say, Probe(local_url(config), "/health"))
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -169,10 +165,9 @@ class Box:
         self._paths.renew_gateway_token()
         self._say("starting Ray")
         await self._ray.begin()
-        await self._let_nodes_enrol()
         self._say("starting the controller")
         await self._controller.begin()
-        await self._wait_for(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket))
+        await self._wait_for(self._controller)
         try:
             has_first_key = await self._first_key()
         except OSError as error:
@@ -182,37 +177,20 @@ class Box:
             raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
+        await self._wait_for(self._gateway, boot=self._boot)
         self._state.update(state="ready", message="ready")
         self._announce(has_first_key)
-        socket = str(self._paths.controller_socket)
-        controller = Pulse(self._controller, "http://box", "/admin/v1/mode", socket, self._say)
-        gateway = Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
-        self._background.keep("pulse of the controller", controller.watch)
-        self._background.keep("pulse of the gateway", gateway.watch)
+        for process in (self._controller, self._gateway):
+            self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
         if self._config.tracking.is_on:
             exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
             self._background.keep("tracking", exporter)
 
-    async def _let_nodes_enrol(self) -> None:
-        if self._enrolment is None:
-            return
-        address, port = self._config.box.node_address, enrolment_port(self._config.box.node_port)
-        try:
-            await self._enrolment.start(address, port)
-        except OSError as error:
-            raise BoxError(
-                f"nodes are enrolled at {address}:{port}, the port after node_port, and it cannot be opened ({error}); "
-                "free it, or set another node_port"
-            ) from error
-
     async def end(self) -> str:
         """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
         await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
-        if self._enrolment is not None:
-            await self._enrolment.stop()
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
         saved = await self._controller.end(CONTROLLER_END_S)
@@ -279,48 +257,42 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
+        kept = [one for process in (self._ray, self._controller, self._gateway) if (one := process.trouble)]
         told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble), *told])
-
-    def _give_up(self, why: str) -> None:
-        self.hopeless = self.hopeless or why
-        self._stop()
+        self._state.troubles([*self._background.degraded(), *kept, *told])
+        for one in kept:
+            if one["failures"] >= HOPELESS:
+                self.hopeless = f"the box ended because {one['why']}, for the {HOPELESS}th time without a steady run"
+                self._stop()
 
     def _on_ray_change(self, message: str) -> None:
         # The actors died with Ray; the controller starts again from the database, as after any crash.
         self._say(message)
         self._controller.restart()
 
-    async def _wait_for(
-        self, process: Supervised, base_url: str, path: str, socket_path: str | None = None, *, boot: str | None = None
-    ) -> None:
-        """Returns when it answers there with 200 and, if given, with `boot`: another program may have the port."""
-        timeout_s = self._config.box.start_timeout_s
-        # No verification: we look for our own process, and its certificate names the box, not loopback.
-        transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
-        async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                try:
-                    answer = await client.get(path, timeout=5)
-                    if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
-                        return
-                except httpx.HTTPError:
-                    pass  # it does not listen yet, or somebody else does who speaks no HTTP
-                late = time.monotonic() > deadline
-                if late or process.restarts >= 3:
-                    log_path = self._paths.logs / f"{process.name}.log"
-                    what = (
-                        f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
-                        if late
-                        else "ended three times while it started"
-                    )
-                    if not late and boot is not None:  # nothing of ours holds the port
-                        reason = endpoint.why_not(self._config.box.host, self._config.box.port)
-                        what += f" ({reason})" if reason else ""
-                    raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
-                await asyncio.sleep(0.05)
+    async def _wait_for(self, process: Supervised, boot: str | None = None) -> None:
+        """Returns when it answers with 200 and, if given, with `boot`: another program may have the port. Raises
+        BoxError."""
+        assert process.probe is not None
+        timeout_s, began_s = self._config.box.start_timeout_s, time.monotonic()
+        while True:
+            try:
+                answer = await process.probe.ask()
+                if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
+                    return
+            except httpx.HTTPError:
+                pass  # it does not listen yet, or somebody else does who speaks no HTTP
+            what = ""
+            if process.restarts >= 3:
+                what = "ended three times while it started"
+                if boot is not None and (reason := endpoint.why_not(self._config.box.host, self._config.box.port)):
+                    what += f" ({reason})"
+            elif time.monotonic() - began_s > timeout_s:
+                what = f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
+            if what:
+                log_path = self._paths.logs / f"{process.name}.log"
+                raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
+            await asyncio.sleep(0.05)
 
     async def _first_key(self) -> bool:
         """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError.

@@ -14,36 +14,34 @@ from typing import BinaryIO
 
 from appliance.boot.supervised_process import BOX_VARIABLE
 from appliance.paths import BoxPaths
-from runtime.network.tunnel import NodeCertificate
 from runtime.processes.kernel import die_with_parent, tail
 from runtime.processes.oom import DiesAs
 
 NAMESPACE = "appliance"
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights never travel through the object store
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; only copies between nodes are in it, in chunks
 
 
 class RayStartError(RuntimeError):
     """Ray's head did not come up; the message holds the end of its log."""
 
 
-def environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None = None) -> dict[str, str]:
-    """Settings that every process needs that joins this Ray. `certificate`: this node's, if other nodes may join. Then
-    all that Ray's processes say to each other is TLS, and both sides show one. Without it Ray listens on 127.0.0.1
-    alone.
+def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = False) -> dict[str, str]:
+    """Settings that every process needs that joins this Ray. joinable: other nodes may join. Then Ray's processes speak
+    TLS alone, and both sides show a certificate (appliance/invitation.py). Otherwise Ray listens on 127.0.0.1 alone.
 
     A token authenticates: whoever reaches one of Ray's servers has to show it, because loopback is open to every user
     of this machine. Workers are not started ahead: actors are few, and each idle worker costs about 90 MB.
     """
-    if certificate is None:
+    if not joinable:
         # Ray replaces 127.0.0.1 by the machine's own address if it has one, and then listens on all of them. With its
         # switch for systems without clusters it stays on loopback.
         secure = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     else:
         secure = {
             "RAY_USE_TLS": "1",
-            "RAY_TLS_CA_CERT": str(certificate.authority),
-            "RAY_TLS_SERVER_CERT": str(certificate.certificate),
-            "RAY_TLS_SERVER_KEY": str(certificate.key),
+            "RAY_TLS_CA_CERT": str(paths.certificates / "ca.pem"),
+            "RAY_TLS_SERVER_CERT": str(paths.certificates / "node.pem"),
+            "RAY_TLS_SERVER_KEY": str(paths.certificates / "node.key"),
         }
     return {
         **secure,
@@ -82,9 +80,9 @@ def environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertif
     }
 
 
-def box_environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None) -> dict[str, str]:
+def box_environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool) -> dict[str, str]:
     """The environment of the processes of a box or node: ours, Ray's settings, and what tells whose they are."""
-    settings = environment(paths, start_timeout_s, certificate)
+    settings = environment(paths, start_timeout_s, joinable=joinable)
     # Numba keeps what it compiled beside the source, or in the home directory, and its import of a module that asks for
     # that fails where it can write to neither, as in a container on a root that is read-only.
     kept = {"NUMBA_CACHE_DIR": str(paths.caches / "numba")}

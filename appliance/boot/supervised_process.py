@@ -7,8 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import psutil
 
 from runtime.background_tasks import first_words
@@ -16,32 +17,52 @@ from runtime.processes.kernel import kill_group
 
 BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.2, 10.0, 60.0
-HOPELESS_S = 600.0
-"""One more start does not help a process that has not run steadily for this long: the box ends with an error, and
-systemd starts all of it again."""
+LOOK_EVERY_S, PATIENCE_S = 5.0, 10.0
+HUNG_S = 120.0
+"""Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
+LONGEST_HUNG_S = 8 * HUNG_S
+"""What is started again in place of one that did not answer gets twice its time, up to this: on a machine with no
+processor time to give, a start may take minutes, and one that is always cut short never ends."""
+
+
+class Probe(NamedTuple):
+    """Where a process answers. socket_path: of a Unix socket; None: `base_url` has host and port."""
+
+    base_url: str
+    path: str
+    socket_path: str | None = None
+
+    async def ask(self) -> httpx.Response:
+        """Raises httpx.HTTPError."""
+        # No verification: we ask our own process, whose certificate names the box and not loopback.
+        transport = httpx.AsyncHTTPTransport(uds=self.socket_path, verify=False)
+        async with httpx.AsyncClient(transport=transport, base_url=self.base_url, timeout=PATIENCE_S) as client:
+            return await client.get(self.path)
 
 
 class Supervised:
     """One process that must run: it is started again, with growing pauses, when it ends or could not be started.
 
-    on_change: told in words when it ends. on_hopeless: told when it has not run steadily for `HOPELESS_S`.
+    say: told in words when it ends or hangs. probe: how `look` finds out that it hangs.
     """
 
     def __init__(
         self,
         name: str,
         start: Callable[[], Awaitable[asyncio.subprocess.Process]],
-        on_change: Callable[[str], None],
-        on_hopeless: Callable[[str], None] = lambda why: None,
+        say: Callable[[str], None],
+        probe: Probe | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.name = name
-        self._start, self._on_change, self._on_hopeless = start, on_change, on_hopeless
+        self.name, self.probe = name, probe
+        self._start, self._say, self._clock = start, say, clock
         self._trouble: dict[str, Any] | None = None
-        self._trouble_since_s = 0.0  # monotonic: a clock that is set forward by an hour makes nothing hopeless
         self._process: asyncio.subprocess.Process | None = None
         self._supervision: asyncio.Task | None = None
         self._started_s = 0.0
         self._runs = asyncio.Event()
+        self._answered: tuple[int | None, float] = (None, 0.0)
+        self._hung_s = HUNG_S
         self.restarts = 0
 
     @property
@@ -50,7 +71,7 @@ class Supervised:
 
     async def begin(self) -> None:
         """Start it; raises what the first start raises."""
-        self._started_s = time.monotonic()
+        self._started_s = self._clock()
         self._process = await self._start()
         self._runs.set()
         self._supervision = asyncio.create_task(self._keep(), name=f"supervision of {self.name}")
@@ -68,7 +89,7 @@ class Supervised:
                 async with asyncio.timeout(timeout_s):
                     await process.wait()
             except TimeoutError:
-                self._on_change(f"{self.name} did not end within {timeout_s:.0f} s: killed")
+                self._say(f"{self.name} did not end within {timeout_s:.0f} s: killed")
         kill_group(process.pid)
         return await process.wait() == 0
 
@@ -81,10 +102,27 @@ class Supervised:
         if self._process is not None:
             kill_group(self._process.pid)
 
+    async def look(self) -> None:
+        """Asks once; any answer will do, even a refusal. Kills a process that has not answered for `HUNG_S`, or not
+        since its start that long ago; twice as long after each that was killed, until one answers."""
+        assert self.probe is not None
+        pid, now_s = self.pid, self._clock()
+        if pid is None or pid != self._answered[0]:
+            self._answered = pid, now_s
+            return
+        try:
+            await self.probe.ask()
+            self._answered, self._hung_s = (pid, now_s), HUNG_S
+        except httpx.HTTPError:
+            if self._clock() - self._answered[1] >= self._hung_s and self.pid == pid:
+                self._say(f"the {self.name} lives and has not answered for {self._hung_s:.0f} s: it is restarted")
+                self._hung_s = min(2 * self._hung_s, LONGEST_HUNG_S)
+                self.restart()
+
     @property
     def trouble(self) -> dict[str, Any] | None:
         """`{"name", "since_s", "why", "failures", "next_try_s"}` since it last ran steadily; None while it does."""
-        if self._trouble is not None and self.pid is not None and time.monotonic() - self._started_s > _STEADY_S:
+        if self._trouble is not None and self.pid is not None and self._clock() - self._started_s > _STEADY_S:
             self._trouble = None
         return self._trouble
 
@@ -93,15 +131,17 @@ class Supervised:
         while True:
             what = await self._ended()
             self._runs.clear()
-            if time.monotonic() - self._started_s > _STEADY_S:
+            if self._clock() - self._started_s > _STEADY_S:
                 pause_s, self._trouble = _FIRST_PAUSE_S, None
             while True:
-                self._note(what, pause_s)
-                self._on_change(f"{what}; starting it again in {pause_s:.1f} s")
+                first = self._trouble or {"name": self.name, "since_s": time.time(), "failures": 0}
+                again = {"failures": first["failures"] + 1, "next_try_s": time.time() + pause_s}
+                self._trouble = {**first, "why": what, **again}
+                self._say(f"{what}; starting it again in {pause_s:.1f} s")
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                 self.restarts += 1
-                self._started_s = time.monotonic()
+                self._started_s = self._clock()
                 try:
                     self._process = await self._start()
                     self._runs.set()
@@ -114,16 +154,6 @@ class Supervised:
         code = await self._process.wait()
         kill_group(self._process.pid)
         return f"{self.name} ended with {code}"
-
-    def _note(self, why: str, pause_s: float) -> None:
-        now_s, steady_s = time.time(), time.monotonic()
-        if self._trouble is None:
-            self._trouble_since_s = steady_s
-        first = self._trouble or {"name": self.name, "since_s": now_s, "failures": 0}
-        self._trouble = {**first, "why": why, "failures": first["failures"] + 1, "next_try_s": now_s + pause_s}
-        if (lasts_s := steady_s - self._trouble_since_s) >= HOPELESS_S:
-            minutes = lasts_s / 60
-            self._on_hopeless(f"{why}; it has not run steadily for {minutes:.0f} minutes")
 
 
 def kill_leftovers(box_id: str) -> list[int]:

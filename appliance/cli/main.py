@@ -25,7 +25,7 @@ COMMANDS = {
     "status": ("box.box", "Show the box at a glance."),
     "top": ("box.top", "Show what every device does now, live."),
     "join": ("box.box", "Give this machine's devices to a box that runs on another machine."),
-    "node": ("box.node", "Nodes: the machines of the box, tokens with which others may join, and taking one out."),
+    "node": ("box.node", "Nodes: the machines of the box, invitations for others, and taking one out."),
     "gpu": ("box.gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode.mode", "Modes: who the devices belong to, serving or training."),
     "model": ("models.model", "Models: base models, fine-tuned ones, and their versions."),

@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.access.spending import Spending
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
@@ -29,17 +28,8 @@ from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
 from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.rollouts import RolloutGrading
-from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
-from appliance.controller.grading.saying import Saying
-from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import (
-    BodyLimits,
-    InFlight,
-    KnownAtGateways,
-    RequestIds,
-)
+from appliance.controller.http.middleware import KnownAtGateways, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -61,8 +51,6 @@ from appliance.controller.openai import (
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
-from appliance.store.records import keys as keys_of_store
-from train.graders.hosts import GraderHosts
 
 
 def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
@@ -78,16 +66,9 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     compared, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored)
     key_ends = keys.KeyEnds(context)
-    graders, answers = GraderHosts(), ModelAnswers(context)
+    graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
     gates = Gates(context, activations)
-    sampling = RolloutSampling(context, Spending(context.db, context.publish_keys))
-    saying = Saying(context)
-    rollouts = {
-        "grade": RolloutGrading(context, graders, answers, saying).grade,
-        "teach": Teaching(context, answers, saying).teach,
-        "sample": sampling.sample,
-    }
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -100,7 +81,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
                 "housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
-            tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
@@ -114,7 +94,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             await context.tasks.stop()
             await graders.stop()
 
-    owner_of = partial(keys_of_store.owner_of, context.db)
     app = FastAPI(
         title="appliance",
         lifespan=lifespan,
@@ -123,14 +102,12 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redirect_slashes=False,
         middleware=[
             Middleware(RequestIds),
-            Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
-            Middleware(InFlight, owner_of=owner_of),
-            Middleware(BodyLimits, config=context.config),
+            Middleware(KnownAtGateways, caught_up=context.bus.caught_up),
         ],
     )
     app.state.context, app.state.canaries = context, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.rollouts, app.state.gates = rollouts, gates
+    app.state.gates = gates
     app.state.graders = answers
     error_handlers.install(app)
 
@@ -158,7 +135,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         job_routes.routes(context, graders),
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),
-        eval_routes.routes(context, evaluations, graders),
+        *eval_routes.routes(context, evaluations, graders),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),

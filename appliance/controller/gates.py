@@ -133,7 +133,7 @@ class Gates:
             model, error = stored_model(self._db, name), None
             if model.active_version is None:
                 answer_with(self._db, name, version)
-                self._context.models_shared()
+                self._context.routing.models_changed()
                 self._context.scheduler.nudge(why)
             elif model.active_version != version:
                 try:

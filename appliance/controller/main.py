@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 import os
 import signal
@@ -19,37 +20,86 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import ray
 import uvicorn
 from starlette.types import ASGIApp
 
+from appliance import invitation, last_backup
+from appliance.boot.box_state import read_troubles
 from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
-from appliance.controller.access.spending import USAGE_EVERY_S
+from appliance.controller.access.disk import Disk
+from appliance.controller.access.quotas import Quotas
+from appliance.controller.access.spending import USAGE_EVERY_S, Spending
 from appliance.controller.app import create_app
-from appliance.controller.assembly import Parts, assemble
-from appliance.controller.devices import copy_limit
+from appliance.controller.bus.asking import Asking
+from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.bus.demand_learning import DemandLearning
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.doctor import Doctor
+from appliance.controller.context.model_files import LibraryOps
+from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
+from appliance.controller.context.tasks import Tasks
+from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
+from appliance.controller.devices.power import PowerKeeper
+from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.engines.sampling_engines import SocketEngines
+from appliance.controller.engines.settings_check import SettingsCheck
+from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.saying import Saying
+from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
-from appliance.memory.host_memory import LOOK_EVERY_S
+from appliance.controller.models.capacity import BoxFacts
+from appliance.controller.scheduling.job_memory import JobMemory
+from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
+from appliance.controller.scheduling.journal import SqliteJournal
+from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
+from appliance.controller.scheduling.wishes import Wishes
+from appliance.memory.box_memory import BoxMemory
+from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
+from appliance.models.checkpoint_trial import WarmParent
+from appliance.models.hub import HubSettings
+from appliance.models.library import ModelLibrary
+from appliance.models.opening import Opening
+from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
+from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
-from appliance.wiring.box_status import RSS_EVERY_S
-from appliance.wiring.job_runs import TIDY_EVERY_S
+from appliance.tiers.tiers import Tiers
+from runtime.background_tasks import BackgroundTasks
+from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network.sockets import private_socket
 from runtime.processes import garbage
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import discover_devices
 from scheduler.handover.effects import Observed
+from scheduler.loop.inbox import Inbox
+from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
+from scheduler.ray.nodes import Nodes
+from train.graders.hosts import GraderHosts
+from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +138,179 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
         os._exit(code)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the process starts, runs and stops beside what routes need."""
+
+    context: ControllerContext
+    loop: SchedulerLoop
+    effects: RayEffects
+    states: SqliteStateStore
+    runs: JobRuns
+    rollouts: RolloutSampling
+    memory: BoxMemory
+    flow: TierFlow
+    adapters: AdapterSource
+    energy: EnergyMeter
+
+
+def build(config: BoxConfig, paths: BoxPaths) -> Parts:
+    """Build everything in order of dependency. Ray must be initialised. Nothing runs or listens yet."""
+    floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
+    db = Database(paths.database)
+    weights = _open_store(config, paths)
+    home = discover_devices(config.box.devices, untried=config.box.untried_devices)
+    node_config = node_config_of(config, paths, home)
+    background, inbox = BackgroundTasks(), Inbox()
+
+    # Gateways and nodes.
+    generation = first_generation(db)
+    bus = Bus(paths.bus_socket, config.controller, first_generation=generation, background=background)
+    bus.on_load.append(inbox.nudge)
+    spending = Spending(db, bus)
+    health = DeviceWatch(db, config.scheduler, inbox.nudge)
+    nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
+
+    # Engines: how large they are, which names they answer, and who asks them.
+    sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes, spending)
+    transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
+    asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
+    bus.on_table.append(asking.table_changed)
+    sampling_engines = SocketEngines(bus, config.gateway.limits, inbox.nudge)
+
+    # Weights: shared memory, the tiers below it, and their users (engines and jobs).
+    tiers = Tiers(db, weights, config.weights, paths)
+    opening = Opening(db)
+    versions = VersionProvider(db, weights, tiers, opening, config, home[0], sizes)
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
+    hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
+    warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
+    library = ModelLibrary(paths.models, hub_settings=hub, warm=warm)
+
+    # Jobs: their events, and what is answered to their ranks.
+    events = JobEvents(db, paths.files, config.controller.organization)
+    graders, answers, saying = GraderHosts(), ModelAnswers(db, asking), Saying(db, asking)
+    rollouts = RolloutSampling(db, sampling_engines, spending)
+    questions = {
+        "grade": RolloutGrading(db, graders, answers, saying).grade,
+        "teach": Teaching(db, answers, saying).teach,
+        "sample": rollouts.sample,
+    }
+    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, opening, routing, inbox, answers=questions)
+
+    # The scheduler: its effects (Ray), what it reads in every round, and its journal.
+    effects = RayEffects(nodes, routing, versions, runs, config.serve, partial(_report_death, background, health))
+    job_memory = JobMemory(db, weights, _facts(home, weights, config.scheduler))
+    means = Means(
+        engine_bytes=versions.host_bytes,
+        job_bytes=job_memory.host_bytes,
+        devices=nodes.device_count,
+        parked=effects,
+        nudge=inbox.nudge,
+        on_enough=partial(inbox.retry, "memory"),
+        save=tiers.nudge,
+    )
+    reserve = config.box.memory_reserve_bytes
+    memory = BoxMemory(db, HostMemory(db, stored_here(weights), reserve, means), nodes, reserve, means)
+    states = SqliteStateStore(
+        db,
+        events,
+        BoxSize(floor, len(home), config.serve.max_replicas),
+        routing,
+        Wishes(db, bus, routing, asking, sampling_engines, floor),
+        DemandLearning(routing.traffic, config.scheduler, len(home), db=db),
+        memory,
+        job_memory,
+    )
+    journal = SqliteJournal(db)
+    loop = SchedulerLoop(
+        effects,
+        states,
+        journal,
+        inbox=inbox,
+        config=config.scheduler,
+        book_engine=memory.book_engine,
+        too_large=memory.too_large,
+    )
+
+    # What the routes need of all this.
+    scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
+    doctor = [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config", str(paths.config_file)]
+    context = ControllerContext(
+        db=db,
+        tasks=Tasks(db),
+        config=config.controller,
+        files_dir=paths.files,
+        jobs_dir=paths.jobs,
+        batches_dir=paths.batches,
+        uploads_dir=paths.uploads,
+        box={
+            "id": paths.box_id,
+            "version": importlib.metadata.version("appliance"),
+            "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
+            "public_url": config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}",
+            "data_dir": str(paths.data_dir),
+        },
+        background=background,
+        bus=bus,
+        spending=spending,
+        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes), bus),
+        scheduler=scheduler,
+        routing=routing,
+        sizes=sizes,
+        settings_check=SettingsCheck(sizes, node_config, home[0]),
+        asking=asking,
+        sampling_engines=sampling_engines,
+        graders=graders,
+        model_ops=LibraryOps(library, weights, tiers, flow, opening, versions.let_go, nodes.forget),
+        opening=opening,
+        tiers=tiers,
+        nodes=nodes,
+        health=health,
+        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
+        doctor=Doctor(doctor),
+        main_troubles=partial(read_troubles, paths.state_file),
+        last_backup=partial(last_backup.read, paths.last_backup),
+        wandb_mode=config.tracking.wandb_mode,
+    )
+    adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
+    energy = EnergyMeter(db, health.newest, scheduler.status)
+    return Parts(context, loop, effects, states, runs, rollouts, memory, flow, adapters, energy)
+
+
+def _report_death(
+    background: BackgroundTasks, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
+) -> None:
+    """Never raises: whoever noticed the death has more to do than to count it against a device."""
+    with background.guard("health of devices"):
+        health.died(device_ids, holder, reason)
+
+
+def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
+    budget_bytes = weight_budget_bytes(config, paths)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
+    for error in store.sweep().damaged:
+        log.error("shared memory holds a damaged version: %s", error)
+    return store
+
+
+def _of_engines(home: tuple[Device, ...], nodes: Nodes) -> list[Device]:
+    """Home's devices and other nodes' of its kind, which run what home prepared."""
+    return [*home, *(device for device in nodes.devices if device.kind == home[0].kind)]
+
+
+def _facts(home: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:
+    return BoxFacts(
+        len(home),
+        home[0].kind,
+        min(device.memory_bytes for device in home),
+        store.budget_bytes,
+        store.room_bytes(),
+        asleep_per_device=config.max_asleep_per_device,
+    )
+
+
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     adopt_libraries()
@@ -98,23 +321,20 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # More than asyncio's own number, a few more than cores: reads of requests share them with copies that take minutes.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
-    parts = assemble(config, paths)
+    parts = build(config, paths)
+    context, loop = parts.context, parts.loop
     # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
-    parts.routing.refresh()
-    parts.context.publish_keys()
+    context.routing.models_changed()
     await parts.adapters.start()
-    await parts.bus.start()
-    await parts.nodes.connect()
-    parts.health.began({device.node for device in parts.nodes.devices})
-    parts.health.found(parts.nodes.devices)
+    await context.bus.start()
+    await context.nodes.connect()
+    context.health.began({device.node for device in context.nodes.devices})
+    context.health.found(context.nodes.devices)
     there = await _observed(parts.effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
-    await parts.loop.adopt()  # before a route answers, and before validations of jobs go on
+    await loop.adopt()  # before a route answers, and before validations of jobs go on
 
-    app = create_app(parts.context)
-    parts.runs.answered_by(
-        app.state.rollouts, parts.context.scheduler.unload_adapters, partial(removal.remove_bytes, parts.context)
-    )
+    app = create_app(context)
     listeners = (
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),
@@ -123,7 +343,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # lifespan is entered here, once: two servers share it.
     garbage.settle()
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
-        deciding = tasks.create_task(parts.loop.run(), name="scheduler loop")
+        deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = [
             tasks.create_task(server.serve(sockets=[_listen(path)]), name=f"control routes on {path.name}")
             for server, path in listeners
@@ -133,51 +353,52 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         log.info("ending: suspending jobs and saving what only memory holds")
         for server, _ in listeners:
             server.should_exit = True
-        parts.loop.stop()
+        loop.stop()
         await asyncio.wait({deciding, *serving})
-        await parts.background.stop()
+        await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
-    await parts.asking.close()
-    await parts.sampling.close()
+    await context.asking.close()
+    await context.sampling_engines.close()
     await parts.adapters.stop()
-    await parts.bus.stop()
+    await context.bus.stop()
     ray.shutdown()
-    parts.db.close()
+    context.db.close()
     return 0 if saved else 1
 
 
 def _keep(parts: Parts, config: BoxConfig) -> None:
     """Start the tasks that run for the process's lifetime."""
-    keep, keep_every = parts.background.keep, parts.background.keep_every
+    context, look_s = parts.context, config.scheduler.device_check_s
+    keep, keep_every = context.background.keep, context.background.keep_every
     keep("nodes that come and go", parts.effects.watch)
-    keep_every("health of devices", parts.health.look, config.scheduler.device_check_s, at_once=True)
-    keep_every("energy of devices", parts.energy.look, config.scheduler.device_check_s)
-    keep_every("power profile", parts.power.look, POWER_EVERY_S, at_once=True)
-    keep_every("resident memory of engines", parts.box_status.read_memory, RSS_EVERY_S, at_once=True)
-    keep_every("host memory", parts.memory.look, LOOK_EVERY_S, at_once=True)
-    keep_every("what is degraded", partial(_report_degraded, parts), DEGRADED_EVERY_S)
-    keep_every("usage", parts.spending.flush, USAGE_EVERY_S)
-    keep_every("snapshots of finished jobs", parts.runs.tidy, TIDY_EVERY_S, at_once=True)
+    keep_every("health of devices", partial(context.health.look, context.nodes.readings), look_s, at_once=True)
+    keep_every("energy of devices", parts.energy.look, look_s)
+    keep_every("power profile", context.power.look, POWER_EVERY_S, at_once=True)
+    keep_every("resident memory of engines", context.scheduler.read_memory, RSS_EVERY_S, at_once=True)
+    keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
+    keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
+    keep_every("usage", context.spending.flush, USAGE_EVERY_S)
+    keep_every("rollouts", parts.rollouts.look, WANTS_EVERY_S, at_once=True)
+    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
+    keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if every_s := config.observability.profile_jobs_every_s:
-        keep_every("profiles of jobs", partial(_profile_jobs, parts), every_s)
-    if copy_limit.read(parts.db)["measured_s"] is None:
-        keep("limits of the hardware", partial(copy_limit.measure, parts.db, {parts.devices[0].kind}))
+        keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
 
 
-async def _profile_jobs(parts: Parts) -> None:
+async def _profile_jobs(context: ControllerContext) -> None:
     """A step of each running job."""
-    for row in jobs.list_in_phase(parts.db, "running"):
+    for row in jobs.list_in_phase(context.db, "running"):
         try:
-            await parts.context.scheduler.profile_job(row.id, 1)
+            await context.scheduler.profile_job(row.id, 1)
         except OperationFailed as error:
             log.info("no profile: %s", error, extra={"job_id": row.id})  # it ends, or moves
 
 
-async def _report_degraded(parts: Parts) -> None:
-    others = {trouble["name"].partition(":")[0] for trouble in parts.context.main_troubles()}
-    table = {"table of models"} if parts.bus.is_table_too_long else set()
-    parts.bus.set_degraded(sorted({*parts.background.names(), *others, *table}))
+async def _report_degraded(context: ControllerContext) -> None:
+    others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
+    table = {"table of models"} if context.bus.is_table_too_long else set()
+    context.bus.set_degraded(sorted({*context.background.names(), *others, *table}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

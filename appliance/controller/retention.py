@@ -1,20 +1,16 @@
-"""Applies retention: everything that grows with use has a number of days, or a number per owner, in
-`[controller.retention]`. All of it runs on a thread of its own."""
+"""Applies retention: everything that grows with use has a number of days in `[controller.retention]`. All of it runs
+on a thread of its own."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.interfaces.config import RetentionSettings
-from appliance.controller.interfaces.identity import ADMIN, GATEWAY
 from appliance.controller.jobs import data
 from appliance.store.database import Database
 from appliance.store.objects import evals, files, jobs
-from appliance.store.records import keys
 from appliance.store.upkeep import retention
 
 DAY_S = 86400.0
@@ -33,14 +29,13 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     ):
         for table in tables if days is not None else ():
             retention.delete_aged(db, table, now_s - days * DAY_S)
-    _by_number(context, kept)
-    for owner in retention.owners(db, "jobs"):
-        retention.delete_graders_beyond(db, owner, kept.graders_per_owner)
-        _delete_jobs(context, retention.jobs_beyond(db, owner, kept.jobs_per_owner))
-    if kept.jobs_days is not None:
-        _delete_jobs(context, retention.jobs_before(db, now_s - kept.jobs_days * DAY_S))
+    for job_id in retention.jobs_before(db, now_s - kept.jobs_days * DAY_S) if kept.jobs_days is not None else ():
+        # The folder first: after a crash in between, the row leads here again.
+        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+        retention.delete_job(db, job_id)
     if kept.eval_runs_days is not None:
-        _delete_runs(context, retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S))
+        for run_id in retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S):
+            context.tasks.start(evals.DELETIONS, run_id, None)
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S):
             row = files.find(db, file_id, viewer=None, now_s=0)
@@ -51,32 +46,6 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     if kept.job_data_days is not None:
         for job_id in _with_folders(db, context.jobs_dir, now_s - kept.job_data_days * DAY_S):
             shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-
-
-def _by_number(context: ControllerContext, kept: RetentionSettings) -> None:
-    db = context.db
-    for owner in retention.owners(db, "batches"):
-        retention.delete_batches_beyond(db, owner, kept.batches_per_owner)
-    for owner in retention.owners(db, "eval_runs"):
-        _delete_runs(context, retention.eval_runs_beyond(db, owner, kept.eval_runs_per_owner))
-    # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions. GATEWAY: logins
-    # that were refused have no key, and a provider's people may ask for them without end.
-    for key_id in [*(key.id for key in keys.list_all(db) if ADMIN not in key.scopes), GATEWAY]:
-        retention.delete_audit_beyond(db, key_id, kept.audit_rows_per_key)
-    for job_id in jobs.unfinished_ids(db):
-        retention.delete_events_beyond(db, job_id, kept.events_per_job)
-
-
-def _delete_runs(context: ControllerContext, run_ids: Iterable[str]) -> None:
-    for run_id in run_ids:
-        context.tasks.start(evals.DELETIONS, run_id, None)
-
-
-def _delete_jobs(context: ControllerContext, job_ids: Iterable[str]) -> None:
-    for job_id in job_ids:
-        # The folder first: after a crash in between, the row leads here again.
-        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-        retention.delete_job(context.db, job_id)
 
 
 def _with_folders(db: Database, jobs_dir: Path, before_s: float) -> list[str]:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def run(box: DemoBox, model: str | None, switches: int) -> bool:
+def run(box: DemoBox, switches: int) -> bool:
     """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")

@@ -23,7 +23,7 @@ from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.reports import REFUSED_ROWS_REPORTED, write_snapshot
+from appliance.gateway.server.reports import write_snapshot
 from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -95,36 +95,37 @@ class Gateway:
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
-        state, copies = self.state, self.controller.copies
+        state = self.state
         state.stopping = True
         for server in self._servers:
             server.close()  # open connections stay
         for connection in list(state.connections):
             connection.shutdown()
-        until = time.monotonic() + deadline_s
-        while (self._unsent() or copies.delivering) and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        await self._idle(deadline_s)
         for exchange in list(state.exchanges):
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
-        until = max(until, time.monotonic() + _LAST_WORDS_S if state.exchanges else 0.0)
-        while self._unsent() and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
             connection.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if lost := len(copies):
+        if lost := len(self.controller.copies):
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.keep(())
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
 
-    def _unsent(self) -> bool:
-        """Whether a request is not answered, or a client has not got all of an answer."""
-        state = self.state
-        return bool(state.exchanges) or any(one.transport.get_write_buffer_size() for one in state.connections)
+    async def _idle(self, longest_s: float) -> None:
+        """Returns when each client has its whole answer and the controller its copies, or after so long."""
+        state, until_s = self.state, time.monotonic() + longest_s
+        while time.monotonic() < until_s and (
+            state.exchanges
+            or self.controller.copies.delivering
+            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
+        ):
+            await asyncio.sleep(0.02)
 
     def _tls(self) -> ssl.SSLContext | None:
         config, state = self.config, self.state
@@ -137,30 +138,20 @@ class Gateway:
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
         return state.certificate.context
 
-    def reload(self) -> None:
-        """Reload changed files now (SIGHUP)."""
-        state = self.state
-        if state.certificate is not None and state.certificate.look():
-            state.on_change(True)
-
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
         state = self.state
-        changed_keys = state.keys != table.keys or state.sessions != table.sessions
-        state.keys, state.sessions = dict(table.keys), dict(table.sessions)
+        sessions = table.sessions()
+        changed_keys = state.keys != table.keys or state.sessions != sessions
+        state.keys, state.sessions = table.keys, sessions
         state.spending.apply(table.keys.values())
-        state.router.apply(table.models)
-        state.comparison.apply(table.models)
+        state.router.apply(table.models.values())
+        state.comparison.apply(table.models.values())
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        new = [text for text in table.refused if text not in state.refused_rows]
-        state.refused_rows = table.refused
-        state.metrics.events["table_row_refused"] += len(new)
-        for text in new[:REFUSED_ROWS_REPORTED]:
-            log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             self._end_revoked()
         self._end_batch()
@@ -227,8 +218,8 @@ class Gateway:
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
-        if state.certificate is not None and state.certificate.look():
-            state.on_change(True)
+        if state.certificate is not None:
+            state.certificate.reload_changed()
         if self.config.workers > 1 and now_s >= self._next_snapshot_s:
             self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
             await write_snapshot(state)

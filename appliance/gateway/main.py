@@ -33,10 +33,6 @@ from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
 
-HUNG_S = 120
-"""A process whose loop has not come round for this long is ended by its alarm, and another is started in its place.
-Longer than any pause that it recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
@@ -102,13 +98,12 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
-    loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     spending = gateway.state.spending
     if siblings is not None:
         spending.tell_others = partial(siblings.tell, index)
         siblings.listen(index, spending.heard)
     bus = BusClient(gateway)
-    tasks = [gateway.state.background.keep("bus", bus.run), loop.create_task(_put_off_alarm())]
+    reading = gateway.state.background.keep("bus", bus.run)
     garbage.settle()
 
     port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
@@ -120,16 +115,9 @@ async def serve(
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
     bus.send()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     return 0
-
-
-async def _put_off_alarm() -> None:
-    while True:
-        signal.alarm(HUNG_S)
-        await asyncio.sleep(HUNG_S / 10)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Keeps the workers of a gateway running: several processes on one port. One that ends is replaced.
-
-The kernel gives each worker its part of the new connections, whether it takes them or not, and a hand-over waits until
-every worker has applied the table. So one that hangs ends by its own alarm (`main.serve`).
-"""
+"""Keeps the workers of a gateway running: several processes on one port. One that ends is replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from runtime.processes.kernel import die_with_parent
 log = logging.getLogger("appliance.gateway")
 
 EXIT_USAGE = 2
-_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 _RESTART_S = 0.5
 
 
@@ -38,11 +34,9 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
     stopping, status = False, 0
     while pids:
         number = signal.sigwait(_SIGNALS)
-        if number == signal.SIGHUP:
-            _tell(pids, number)
-        elif number != signal.SIGCHLD:
+        if number != signal.SIGCHLD:
             stopping = True
-            _tell(pids, signal.SIGTERM)
+            _stop(pids)
         for pid, index in list(pids.items()):
             ended, raw = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -51,7 +45,7 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
             code = os.waitstatus_to_exitcode(raw)
             if code in (1, EXIT_USAGE) and not stopping:
                 stopping, status = True, 1
-                _tell(pids, signal.SIGTERM)
+                _stop(pids)
             elif not stopping:
                 log.error("worker %d ended with %d, starting another", index, code)
                 time.sleep(_RESTART_S)
@@ -59,9 +53,9 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
     return status
 
 
-def _tell(pids: Iterable[int], number: int) -> None:
+def _stop(pids: Iterable[int]) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGTERM)
 
 
 def _fork(work: Callable[[int], int], index: int) -> int:
@@ -69,7 +63,6 @@ def _fork(work: Callable[[int], int], index: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until its loop listens to it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     die_with_parent(parent)
     os._exit(work(index))

@@ -95,15 +95,15 @@ class BoxMemory:
         told = [self._hosts[name].too_large(model) if name in self._hosts else "" for name in self._nodes.alike()]
         return told[0] if all(told) else ""
 
-    async def look(self) -> None:
-        """Look at each host once. A node that is gone affects only its own holders."""
+    async def look(self, status: Mapping[str, Any]) -> None:
+        """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
         self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
         away = {name: self._hosts.get(name) or self._host(name) for name in self._readings}
         self._hosts = {HOME_NODE: self.home, **away}
-        await self.home.look()
+        await self.home.look(status)
         for name, host in away.items():
             try:
-                await host.look()
+                await host.look(status)
             except EffectFailed as error:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 

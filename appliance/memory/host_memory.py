@@ -74,13 +74,12 @@ def stored_here(store: WeightStore) -> Stored:
 class Means:
     """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
     what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
-    has. loop_status: its replicas and jobs. nudge: wakes the loop. on_enough: called when memory suffices again after
-    it was short. save: starts copying snapshots to disk."""
+    has. nudge: wakes the loop. on_enough: called when memory suffices again after it was short. save: starts copying
+    snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
     devices: Callable[[str], int]
-    loop_status: Callable[[], Mapping[str, Any]]
     parked: Parked
     nudge: Callable[[], Any]
     on_enough: Callable[[], None] = lambda: None
@@ -111,6 +110,7 @@ class HostMemory:
         self._parked: frozenset[str] = frozenset()
         self._barren: dict[str, float] = {}  # kinds that freed nothing, and until when they are not tried
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
+        self._replicas: list[dict[str, Any]] = []
 
     # What the loop asks
 
@@ -157,7 +157,7 @@ class HostMemory:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits. One that is too large waits too, and takes nothing."""
         needed, room = self._means.engine_bytes(model), self._room()
-        has_one = any(one["model"] == model and one["state"] in AWAKE for one in self._means.loop_status()["replicas"])
+        has_one = any(one["model"] == model and one["state"] in AWAKE for one in self._replicas)
         if needed <= room and not (self._state.short and has_one):
             self._wanted.pop(model, None)
             self._starting.append((self._clock(), needed))
@@ -187,8 +187,9 @@ class HostMemory:
 
     # One pass
 
-    async def look(self) -> None:
-        """Read, decide, and do at most one thing."""
+    async def look(self, status: Mapping[str, Any]) -> None:
+        """Read, decide, and do at most one thing. status: the loop's."""
+        self._replicas = status["replicas"]
         now_s = self._clock()
         self._reading = self._read()
         self._forget(now_s)
@@ -200,12 +201,12 @@ class HostMemory:
         wanted = sum(needed for needed, _ in self._wanted.values())
         enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
         if not enough or self._state.holds_back or self._waiting_jobs:
-            await self._decide(wanted, now_s)
+            await self._decide(status, wanted, now_s)
         if self._wanted:
             self._means.nudge()
 
-    async def _decide(self, wanted: int, now_s: float) -> None:
-        status, was_short = self._means.loop_status(), self._state.short
+    async def _decide(self, status: Mapping[str, Any], wanted: int, now_s: float) -> None:
+        was_short = self._state.short
         known = {job["id"] for job in status["jobs"]}
         self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
         holdings = await self._holdings(status, wanted)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib import resources
 from pathlib import Path
 from typing import Any, Generic, TypedDict, TypeVar
@@ -52,26 +51,7 @@ class Part(TypedDict, total=False):
     descending: bool
 
 
-@dataclasses.dataclass
-class Changes:
-    """How many rows were changed and kept; those of a transaction that was rolled back are not counted."""
-
-    rows: int = 0
-
-
 _COLUMNS: dict[Any, tuple[tuple[str, bool], ...]] = {}
-_CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
-
-
-@contextmanager
-def counting_changes() -> Iterator[Changes]:
-    """Counts the rows that the current task changes, also on threads that it calls."""
-    changes = Changes()
-    token = _CHANGES.set(changes)
-    try:
-        yield changes
-    finally:
-        _CHANGES.reset(token)
 
 
 def sql_list(words: Iterable[str]) -> str:
@@ -163,11 +143,10 @@ class Database:
         with self._writing:
             connection = self._connection
             connection.execute("BEGIN IMMEDIATE")
-            here.depth, before = 1, connection.total_changes
+            here.depth = 1
             try:
                 yield
                 connection.execute("COMMIT")
-                self._count(connection.total_changes - before)
             except BaseException:
                 # On a full disk SQLite itself has rolled back; a transaction that could not be committed is still open.
                 if connection.in_transaction:
@@ -196,14 +175,7 @@ class Database:
         if connection.in_transaction or sql.lstrip().startswith(_READS):
             return connection.execute(sql, parameters)
         with self._writing:
-            before = connection.total_changes
-            cursor = connection.execute(sql, parameters)
-            self._count(connection.total_changes - before)
-            return cursor
-
-    def _count(self, rows: int) -> None:
-        if (changes := _CHANGES.get()) is not None:
-            changes.rows += rows
+            return connection.execute(sql, parameters)
 
     def delete(self, table: str, where: str, parameters: Sequence[Any] = (), key: str = "rowid") -> None:
         """Delete rows in short transactions, so that other writers get in between. Call it on a thread if there may be

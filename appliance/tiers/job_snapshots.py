@@ -83,7 +83,7 @@ class JobSnapshots:
         for tier in self._tiers.all:
             for name in tier.here:
                 if name.kind == "snapshot" and name.model == job_id and step_of(name.version) >= step:
-                    tier_removals.insert(self._db, tier.level.name, *name)
+                    tier_removals.insert(self._db, tier.name, *name)
         self._tiers.nudge()
 
     async def _remove(self, before: asyncio.Task[None] | None, job_id: str, step: int) -> None:

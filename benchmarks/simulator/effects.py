@@ -102,7 +102,7 @@ class SimStore:
         """Until then the store keeps one replica of each model, as if the trace followed earlier use."""
         self.jobs = {j.view.id: j for j in jobs}
 
-    def load(self) -> Workload:
+    def load(self, *, free_devices: int) -> Workload:
         now_s = max(model.cluster.now_s for model in self._models.values())
         jobs = tuple(j.view for j in self.jobs.values() if j.view.submitted_s <= now_s)
         least = int(now_s < self.warm_until_s)

@@ -166,7 +166,7 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     async def life() -> None:
         nonlocal handovers_before
         clock = virtual_time.VirtualClock()
-        loop = SchedulerLoop(clock, config).connect(effects, store, journal)
+        loop = SchedulerLoop(effects, store, journal, clock=clock, config=config)
         running = asyncio.create_task(loop.run())
         while (left_s := UP_S - clock.now_s()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))

@@ -1,5 +1,5 @@
-"""Reaches other processes and nodes: listening sockets, connections of strangers, tunnels between nodes.
+"""Reaches other processes and machines: private Unix sockets, free ports, mutual TLS.
 
 Never: Knows what is said over a connection once it stands.
-Begin with tunnel.py, then newcomers.py.
+Begin with sockets.py.
 """

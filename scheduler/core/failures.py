@@ -192,14 +192,15 @@ class Failures:
     def forget_job(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)
 
-    def keep(self, workload: Workload) -> None:
-        """Forget what is no longer in the workload, such as cancelled jobs."""
+    def keep(self, workload: Workload) -> list[str]:
+        """Forget what is no longer in the workload, such as cancelled jobs; returns the models among it."""
         if self._jobs:
             there = {job.id for job in workload.jobs}
             self._jobs = {job_id: failure for job_id, failure in self._jobs.items() if job_id in there}
-        if self._models:
-            there = {deployment.model for deployment in workload.deployments}
-            self._models = {model: failure for model, failure in self._models.items() if model in there}
+        gone = self._models.keys() - {deployment.model for deployment in workload.deployments} if self._models else ()
+        for model in gone:
+            del self._models[model]
+        return sorted(gone)
 
     def forget_model(self, model: str) -> bool:
         """True if there was a failure to forget."""

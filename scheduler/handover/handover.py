@@ -6,7 +6,8 @@ A hand-over is a set of chains, one per holder and side. A chain is a list of st
                 job       suspend_group* -> release                         (or stop_group* if the job is over)
     take        replica   acquire -> wake_replica | start_replica -> open_replica
                 job       acquire -> start_group
-    in place    replica   swap_replica                                      (a new version, requests kept)
+    in place    replica   swap_replica                                      (a new version, requests kept; one engine
+                                                                             of a model first, then the others)
 
 Chains that give back run at once, all together. A chain that takes starts when the leases on its devices are released
 (`needs`), so a device never has two holders. A cold engine starts when the waking engines of its model are up
@@ -192,7 +193,7 @@ def steps(
         needs = {on.id for d in chain.devices if (on := box.ledger.lease_on(d)) is not None}
         # Also wait for its own old lease, even on other devices: a job must not start before it is suspended.
         take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
-    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
+    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
@@ -207,6 +208,20 @@ def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) 
         return handover
     take = (replace(chain, after=chain.after - refused) for chain in handover.take if chain.holder not in refused)
     return replace(handover, take=tuple(take))
+
+
+def _one_first(swap: list[Chain], box: Box, busy: Collection[Holder]) -> Iterator[Chain]:
+    """Where no open engine has a model's version yet, one engine loads it first: a bad one would take down all."""
+    open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
+    proven = {(replica.model, replica.version) for replica in open_}
+    trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
+    for chain in swap:
+        step = chain.step("swap_replica")
+        if step is None or (step.model, step.version) in proven:
+            yield chain
+        elif step.model not in trying:
+            trying.add(step.model)
+            yield chain
 
 
 def _wakes_first(take: list[Chain]) -> Iterator[Chain]:

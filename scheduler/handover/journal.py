@@ -33,7 +33,8 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class HandoverRecord:
     """done: every chain reached the wanted state. undone: some chain failed and was undone. failed: some undo failed
-    too; later rounds repair the rest."""
+    too; later rounds repair the rest. asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that
+    asked for."""
 
     id: int
     reason: str
@@ -42,6 +43,8 @@ class HandoverRecord:
     ended_s: float | None = None
     steps: tuple[StepRecord, ...] = ()
     error: str = ""
+    asked_by: str = ""
+    asked_for: str = ""
 
 
 class Journal(Protocol):

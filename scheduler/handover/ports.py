@@ -14,8 +14,9 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 class StateStore(Protocol):
     """The store of jobs, deployments and policy. Calls are short and durable when they return."""
 
-    def load(self) -> Workload:
-        """Everything to schedule now: unfinished jobs, deployments with their demand, the policy.
+    def load(self, *, free_devices: int) -> Workload:
+        """Everything to schedule now, where nobody holds this many devices: unfinished jobs, deployments with their
+        demand, the policy.
 
         Re-read in every round. A job that a person cancelled or deleted is absent; a job to be paused has phase
         "paused". The loop itself fills `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs.

@@ -80,6 +80,8 @@ class Runner:
         handover: Handover,
         reason: str,
         *,
+        asked_by: str,
+        asked_for: str,
         listener: ChainListener,
         effects: Effects,
         journal: Journal,
@@ -87,6 +89,7 @@ class Runner:
         config: SchedulerConfig,
     ):
         self.handover, self.reason = handover, reason
+        self._asked_by, self._asked_for = asked_by, asked_for
         self._listener, self._effects, self._journal = listener, effects, journal
         self._clock, self._config = clock, config
         self._released: dict[str, asyncio.Future[bool]] = {}
@@ -113,6 +116,8 @@ class Runner:
                 state="running",
                 started_s=self._clock.now_s(),
                 steps=tuple(r for records in self._steps.values() for r in records),
+                asked_by=self._asked_by,
+                asked_for=self._asked_for,
             )
         )
 

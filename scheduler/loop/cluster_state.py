@@ -16,7 +16,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Cause, Failures
 from scheduler.core.inventory import Holder, Ledger
 from scheduler.core.reloads import Reloads
-from scheduler.core.workload import DeploymentView, ReplicaView
+from scheduler.core.workload import DeploymentView, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.ports import Clock
@@ -194,6 +194,11 @@ class ClusterState:
             self.failures.forget_job(job_id)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
+
+    def keep(self, workload: Workload) -> None:
+        """Forget the failures of what is no longer in the workload."""
+        for model in self.failures.keep(workload):
+            self._reporter.trouble(model, None)
 
     def reset_failures(self, model: str) -> None:
         """Retry the model at once, as if it had never failed."""

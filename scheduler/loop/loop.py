@@ -22,7 +22,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
-from scheduler.core.failures import Cause, Trouble, first_line, goes_back_to
+from scheduler.core.failures import Trouble, first_line, goes_back_to
 from scheduler.core.inventory import Holder, Lease
 from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
@@ -30,7 +30,7 @@ from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
 from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.journal import HandoverRecord, Journal
-from scheduler.handover.ports import Clock, StateStore
+from scheduler.handover.ports import Clock, StateStore, SystemClock
 from scheduler.handover.runner import ChainEnd, Runner
 from scheduler.handover.step import Step
 from scheduler.handover.verbs import VERBS
@@ -38,6 +38,7 @@ from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
@@ -58,21 +59,30 @@ class SchedulerLoop:
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
     outside it).
-
-    Construction takes two steps because of a dependency cycle: parts that only read or nudge the loop receive the new
-    loop, then `connect` gives it the parts it acts through.
     """
 
-    _effects: Effects
-    _store: StateStore
-    _journal: Journal
-    _reporter: StatusReporter
-    _state: ClusterState
-    _book_engine: Callable[[str, str], bool]
-    _too_large: Callable[[str], str]
-
-    def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
-        self._clock, self._config = clock, config or SchedulerConfig()
+    def __init__(
+        self,
+        effects: Effects,
+        store: StateStore,
+        journal: Journal,
+        *,
+        inbox: Inbox | None = None,
+        clock: Clock | None = None,
+        config: SchedulerConfig | None = None,
+        book_engine: Callable[[str, str], bool] = lambda model, node: True,
+        too_large: Callable[[str], str] = lambda model: "",
+    ):
+        """book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
+        before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
+        has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
+        self._effects, self._store, self._journal = effects, store, journal
+        self._book_engine, self._too_large = book_engine, too_large
+        self._inbox, self._clock = inbox or Inbox(), clock or SystemClock()
+        self._config = config or SchedulerConfig()
+        self._reporter = StatusReporter(store)
+        self._state = ClusterState(effects, self._clock, self._config, self._reporter)
+        self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
@@ -82,35 +92,17 @@ class SchedulerLoop:
         self._interrupted: tuple[HandoverRecord, ...] = ()
         self._workload = Workload(Policy())
         self._in_force = mode_schedule.InForce(Policy(), 0.0, None, None)
+        self._window_since_s = 0.0
         self._settings: tuple[Any, ...] = ()
         self._usable: frozenset[str] = frozenset()
         self._allocation = Allocation()
-        self._wake = asyncio.Event()
-        self._generation = self._settled = 0
+        self._settled = 0
+        self._next_handovers: list[tuple[int, asyncio.Future[int | None]]] = []
         self._adopted = False
         self._round_done = asyncio.Condition()
         self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
-
-    def connect(
-        self,
-        effects: Effects,
-        state_store: StateStore,
-        journal: Journal,
-        book_engine: Callable[[str, str], bool] = lambda model, node: True,
-        too_large: Callable[[str], str] = lambda model: "",
-    ) -> SchedulerLoop:
-        """Call it once, before anything but `nudge`. Returns the loop.
-
-        book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
-        before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
-        has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
-        self._effects, self._store, self._journal = effects, state_store, journal
-        self._book_engine, self._too_large = book_engine, too_large
-        self._reporter = StatusReporter(state_store)
-        self._state = ClusterState(effects, self._clock, self._config, self._reporter)
-        return self
 
     @property
     def box(self) -> Box:
@@ -123,12 +115,6 @@ class SchedulerLoop:
 
     # --- from outside -------------------------------------------------------------------------------------------
 
-    def nudge(self) -> int:
-        """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`."""
-        self._generation += 1
-        self._wake.set()
-        return self._generation
-
     async def wait_settled(self, generation: int) -> None:
         """Return once a round that began after this nudge found nothing to do and no hand-over in progress.
 
@@ -139,9 +125,16 @@ class SchedulerLoop:
             if self._settled < generation:
                 raise Stopped("the scheduler loop ended before it settled; its process's log says why")
 
-    def has_settled(self, generation: int) -> bool:
-        """Whether `wait_settled` would return at once."""
-        return self._settled >= generation
+    async def next_handover(self, generation: int) -> int | None:
+        """The id of the first hand-over that begins from now on; None if the loop settles for this nudge without one.
+        Raises Stopped if the loop ends first."""
+        if self._settled >= generation:
+            return None
+        if self._stopping:
+            raise Stopped("the scheduler loop has ended; its process's log says why")
+        found: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._next_handovers.append((generation, found))
+        return await found
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -151,11 +144,6 @@ class SchedulerLoop:
     def reset_failures(self, model: str) -> None:
         """This model was changed: try it again at once."""
         self._state.reset_failures(model)
-        self.nudge()
-
-    def retry(self, cause: Cause) -> None:
-        """This cause of failures is gone: retry jobs and models that are in backoff because of it at once."""
-        self._state.retry(cause)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Trouble | None:
@@ -182,8 +170,6 @@ class SchedulerLoop:
                 if now_s - doing.since_s >= self._config.slow_step_s
             ],
             "handovers": sorted(self._running),
-            "generation": self._generation,
-            "settled": self._settled,
             "plan_s": self._plan_s,
         }
 
@@ -216,7 +202,7 @@ class SchedulerLoop:
                 self._wake.clear()
                 if self._crash is not None:
                     raise self._crash
-                generation = self._generation
+                generation = self._inbox.generation
                 self._state.apply_events(self._transitions)
                 if self._clock.now_s() >= self._state.look_again_s:
                     await self._state.look(self._transitions)
@@ -228,6 +214,9 @@ class SchedulerLoop:
             for task in [*self._tasks, *([pump] if pump else [])]:
                 task.cancel()
             await asyncio.gather(*self._tasks, *([pump] if pump else []), return_exceptions=True)
+            for _, found in self._next_handovers:
+                if not found.done():
+                    found.set_exception(Stopped("the scheduler loop ended; its process's log says why"))
             async with self._round_done:
                 self._round_done.notify_all()
 
@@ -254,14 +243,17 @@ class SchedulerLoop:
 
     def _round(self) -> bool:
         """Plan and start the resulting chains. True if it started a hand-over, or has to plan again."""
-        self._workload = self._store.load()
+        held = {device_id for lease in self.box.ledger for device_id in lease.device_ids}
+        self._workload = self._store.load(free_devices=len(self.box.devices.keys() - held))
         now_s = self._clock.now_s()
+        for cause in self._inbox.take_gone():
+            self._state.retry(cause)
         self._take_policy_in_force(now_s)
         self._state.open_replicas_are_stable()
         self._note_what_serves()
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
-        self._state.failures.keep(self._workload)
+        self._state.keep(self._workload)
         self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
@@ -403,9 +395,12 @@ class SchedulerLoop:
                     self._reporter.coming(chain.holder.id, chain.devices, len(answering & set(chain.devices)))
             elif chain.side == "swap":
                 moving.target = self.box.replicas[chain.holder.id].devices
+        by, what = self._requested()
         runner = Runner(
             handover,
             reason,
+            asked_by=by,
+            asked_for=what,
             listener=self,
             effects=self._effects,
             journal=self._journal,
@@ -414,6 +409,10 @@ class SchedulerLoop:
         )
         runner.begin()
         self._running[handover.id] = runner
+        for _, found in self._next_handovers:
+            if not found.done():
+                found.set_result(handover.id)
+        self._next_handovers.clear()
         task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
         self._tasks.add(task)
 
@@ -422,6 +421,18 @@ class SchedulerLoop:
             self._task_done(task)
 
         task.add_done_callback(ended)
+
+    def _requested(self) -> tuple[str, str]:
+        """Who asked for the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler"), and what
+        for."""
+        if (request := self._inbox.newest_request(self._settled)) is not None:
+            return request.by, request.what
+        now = self._in_force
+        if now.window is not None and now.since_s != self._window_since_s:
+            # The first hand-over since it began; later ones follow demand and the queue again.
+            self._window_since_s = now.since_s
+            return f"window {now.window.id}", f"mode {now.policy.kind}"
+        return "scheduler", "demand and queue"
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -526,6 +537,10 @@ class SchedulerLoop:
             )
         self._interrupted = ()
         self._settled = max(self._settled, generation)
+        for number, found in self._next_handovers:
+            if number <= self._settled and not found.done():
+                found.set_result(None)
+        self._next_handovers = [waiting for waiting in self._next_handovers if not waiting[1].done()]
         async with self._round_done:
             self._round_done.notify_all()
 

@@ -30,6 +30,7 @@ from serve.core.errors import (
     ServeError,
     VersionBroken,
     VersionMismatch,
+    WithoutNumbers,
 )
 from train.plan.errors import RankFailed, TrainError
 
@@ -233,7 +234,7 @@ def blame_of(error: BaseException) -> Blame:
         return "memory"
     if isinstance(error, RankFailed):
         return error.blame if error.retryable else "input"
-    if isinstance(error, VersionBroken):
+    if isinstance(error, VersionBroken | WithoutNumbers):
         return "input"
     if isinstance(error, ReloadFailed):
         return "reload"

@@ -30,12 +30,23 @@ log = logging.getLogger(__name__)
 class RayEffects:
     """Implements `scheduler.handover.effects.Effects` in the controller's asyncio loop. Ray must be initialised."""
 
-    def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
-        self._nodes = nodes
+    def __init__(
+        self,
+        nodes: Nodes,
+        routing: Routing,
+        versions: Versions,
+        jobs: Jobs,
+        engine: EngineConfig,
+        on_death: OnDeath = lambda device_ids, holder, reason: None,
+    ):
+        """on_death: called for each rank or engine that ends without being stopped. Logical CPU devices are left out:
+        they are one piece of hardware, so a death on one of them is not evidence against it."""
+        self._nodes, self._on_death = nodes, on_death
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._reservations = DeviceReservations()
         self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
         self._groups = Groups(nodes, jobs, self._events.put_nowait)
+        self._replicas.on_death = self._groups.on_death = self._died
 
         self.acquire, self.release = self._reservations.acquire, self._reservations.release
         self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
@@ -47,16 +58,10 @@ class RayEffects:
         self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
         self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
-    def on_death(self, told: OnDeath) -> None:
-        """Register a callback for each rank or engine that ends without being stopped. Logical CPU devices are left
-        out: they are one piece of hardware, so a death on one of them is not evidence against it."""
-
-        def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-            real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
-            if real:
-                told(real, holder, reason)
-
-        self._replicas.on_death = self._groups.on_death = of_hardware
+    def _died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
+        real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
+        if real:
+            self._on_death(real, holder, reason)
 
     async def watch(self) -> None:
         """Turn nodes that join and leave into events, for as long as it runs."""

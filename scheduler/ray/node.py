@@ -1,5 +1,4 @@
-"""One node of the box, as an actor pinned to it: its configuration, warm parents, tunnel server, copies, and adapters
-for its engines.
+"""One node of the box, as an actor pinned to it: its configuration, warm parents, copies, and adapters for its engines.
 
 A box of one node has only the home node's actor, beside the controller. Engines and ranks are not part of it: it may
 die and restart while they continue.
@@ -14,18 +13,21 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray.exceptions import RayError
+
 from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
-from runtime.network.tunnel import UNREACHED_HEAD, NodeCertificate, Shared, Tunnels, TunnelServer
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import read_memory
 from scheduler.devices.readings import DeviceReadings
+from scheduler.ray.actors import find_actor
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
-from weights.format.manifest import KINDS, Manifest
+from weights.format.manifest import Manifest
 from weights.memory.lease import Lease
 from weights.tiers.record import Name
 
@@ -44,9 +46,7 @@ def stored_bytes(directory: Path) -> int | None:
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """Paths and settings of a node. `address`: its own on the nodes' network, loopback if it is alone. `jobs_dir`:
-    folders of the jobs that run here. `lends`: what other nodes may copy besides shared memory. `numa_bind`: processes
-    run on the processors near their devices. `certificate`: identifies it to the other nodes, until
-    `certificate_ends_s` (Unix time); Ray reads it when it starts."""
+    folders of the jobs that run here. `numa_bind`: processes run on the processors near their devices."""
 
     name: str
     address: str
@@ -55,13 +55,9 @@ class NodeConfig:
     log_dir: Path
     shm_root: Path
     warm: tuple[WarmSpec, ...]
-    token_path: Path
     jobs_dir: Path
-    lends: tuple[Path, ...] = ()
     budget_bytes: int | None = None
     numa_bind: bool = True
-    certificate: NodeCertificate | None = None
-    certificate_ends_s: float | None = None
 
     @property
     def adapter_socket(self) -> Path:
@@ -96,19 +92,21 @@ class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
     def __init__(self, node_config: NodeConfig):
-        shared = Shared(node_config.token_path.read_bytes(), node_config.certificate)
         NodeAgent.__init__(self, list(node_config.warm))
-        NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes, shared)
+        NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes)
         self._config = node_config
-        sockets = (node_config.run_dir / "r", node_config.adapter_socket)
-        # Only what may be lent of shared memory: the gateways' token is there too.
-        lent = (node_config.shm_root / f"{kind}s" for kind in KINDS)
-        folders = (*lent, node_config.jobs_dir, *node_config.lends)
-        self._tunnel_server = TunnelServer(node_config.address, shared, sockets=sockets, folders=folders)
-        self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(node_config.devices)
         self._adapters: AdapterServer | None = None
-        self._home, self._leaves = ("", 0), False
+        self._leaves = False
+
+    async def start(self) -> None:
+        """Start the warm parents and, on other nodes than home, the source of adapters; at home the controller is
+        that."""
+        await super().start()
+        if self._config.name != HOME_NODE and self._adapters is None:
+            refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
+            self._adapters = AdapterServer(self._config.adapter_socket, self._adapter, refusals)
+            await self._adapters.start()
 
     async def config(self) -> NodeConfig:
         return self._config
@@ -128,32 +126,17 @@ class Node(NodeAgent, NodeCopies):
         """The health of this node's GPUs but of those to let go, by id; empty if it has none."""
         return await self._health.look(let_go)
 
-    async def tunnel_address(self) -> tuple[str, int]:
-        """Where other nodes reach this one's engines and versions. The first call opens the tunnel server."""
-        return await self._tunnel_server.start()
-
-    async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
-        """From now on the socket `local` of this node leads to the engine at `remote` on the node at `address`."""
-        await self._tunnels.open(local, address, remote, UNREACHED_HEAD)
-
-    async def close_tunnel(self, local: Path) -> None:
-        await self._tunnels.close(local)
-
-    async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
-        """Let this node's engines request adapters from now on. They are copied from home, whose tunnel server is at
-        `home`; home loads them itself when asked at its socket `source`."""
-        if self._home != home:
-            await self._tunnels.open(self._home_source, home, source)
-            self._home = home
-        if self._adapters is None:
-            refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
-            self._adapters = AdapterServer(self._config.adapter_socket, self._adapter, refusals)
-            await self._adapters.start()
-
     async def _adapter(self, model: str, version: str) -> Lease:
-        async with brought_in(str(self._home_source), f"{model}@{version}", ADAPTER_TIMEOUT_S) as remote:
-            return (await self.leased(self._home, Name("adapter", model, version), Path(remote)))[0]
+        home = find_actor(NODE + HOME_NODE)
+        if home is None:
+            raise AdapterUnavailable(f"{model}@{version}: the box does not answer")
+        try:
+            remote = await home.bring_adapter.remote(f"{model}@{version}")
+        except RayError as error:
+            raise AdapterUnavailable(str(getattr(error, "cause", None) or error)) from error
+        return (await self.leased(home, Name("adapter", model, version), remote))[0]
 
-    @property
-    def _home_source(self) -> Path:
-        return self._config.run_dir / "home-adapters.sock"
+    async def bring_adapter(self, adapter: str) -> Path:
+        """At home: have the controller bring "NAME@VERSION" into shared memory. Raises AdapterUnavailable."""
+        async with brought_in(str(self._config.adapter_socket), adapter, ADAPTER_TIMEOUT_S) as path:
+            return Path(path)

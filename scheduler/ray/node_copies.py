@@ -1,10 +1,10 @@
-"""Manages a node's copies of other nodes' versions, adapters, snapshots and job data, and lends out its own.
+"""Manages a node's copies of other nodes' versions, adapters, snapshots and job data.
 
 Rules
+- The node that needs a copy reads it from the other node's agent in chunks, which travel through Ray's object store.
 - A copy is verified against its checksums before it can be found.
 - It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
   one or releases it, or home has deleted what it is a copy of.
-- What another node is copying from here is leased meanwhile, so that its segments are not overwritten during the copy.
 - What is copied home is pinned until a tier has it. A node may evict its copy of what home has.
 """
 
@@ -14,98 +14,89 @@ import asyncio
 import contextlib
 import errno
 import shutil
-import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.network.tunnel import Shared, fetch_directory
+from ray.exceptions import RayError
+
+from runtime.errors import CopyFailed
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
 from weights.format.names import step_of
-from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
+from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
 
 JOB_DATA = ("train.jsonl", "valid.jsonl")
 KEPT_SNAPSHOTS = 2
+CHUNK_BYTES = 8 << 20  # two of each copy are in Ray's object store of 80 MiB
 
 
 class NodeCopies:
-    """`shared`: settings common to all nodes (see runtime.network.tunnel). Call all methods on one event loop."""
+    """Call all methods on one event loop. `source`: the agent of the node that is copied from."""
 
-    def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
-        self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
+    def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None):
+        self._shm_root, self._jobs_dir, self._budget_bytes = shm_root, jobs_dir, budget_bytes
         self._copying = asyncio.Lock()
         self._held: dict[str, Lease] = {}
-        self._lent: dict[Path, Lease] = {}
 
-    async def take(self, address: tuple[str, int], name: Name, remote: Path, holder: str) -> dict[str, Any]:
-        """Copy `name` into this node's shared memory, leased for `holder`. Returns `{"path", "bytes", "seconds"}`,
-        with 0 bytes if it was there. `remote`: its path on the node at `address`.
+    async def files(self, directory: Path) -> list[str]:
+        """Names of the files in a directory of this node."""
+        return sorted(file.name for file in directory.iterdir() if file.is_file())
 
-        Raises TunnelRefused, weights' errors, OSError.
+    async def read(self, path: Path, offset: int) -> bytes:
+        """The next chunk of a file of this node; empty at its end."""
+        return await asyncio.to_thread(_chunk, path, offset)
+
+    async def take(self, source: Any, name: Name, remote: Path, holder: str) -> tuple[Path, int]:
+        """Copy `name` from `remote` into this node's shared memory, leased for `holder`. Returns its path here and the
+        bytes copied, 0 if it was here.
+
+        Raises CopyFailed, weights' errors, OSError.
         """
-        began_s = time.monotonic()
-        lease, received_bytes = await self.leased(address, name, remote)
+        lease, copied_bytes = await self.leased(source, name, remote)
         old, self._held[holder] = self._held.get(holder), lease
         if old is not None:
             old.release()
-        return {"path": lease.path, "bytes": received_bytes, "seconds": time.monotonic() - began_s}
+        return lease.path, copied_bytes
 
-    async def leased(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Lease, int]:
-        """A lease on this node's copy, which is made if missing, and the bytes received. Raises like `take`."""
+    async def leased(self, source: Any, name: Name, remote: Path) -> tuple[Lease, int]:
+        """A lease on this node's copy, which is made if missing, and the bytes copied. Raises like `take`."""
         store = self._store()
         async with self._copying:
-            stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=False)
-            return store.lease(stored), received_bytes
+            stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=False)
+            return store.lease(stored), copied_bytes
 
-    async def keep(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Path, int]:
-        """At home: copy in what another node made and pin it; returns its path and the bytes received. A snapshot that
+    async def keep(self, source: Any, name: Name, remote: Path) -> tuple[Path, int]:
+        """At home: copy in what another node made and pin it; returns its path and the bytes copied. A snapshot that
         does not fit in shared memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
         store = self._store()
         async with self._copying:
             try:
-                stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=True)
+                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
             except StoreFull:
                 if name.kind != "snapshot":
                     raise
                 store = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
-                stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=True)
+                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
             if name.kind == "snapshot":
                 await asyncio.to_thread(_forget_snapshots, store, name.model, KEPT_SNAPSHOTS)
-        return stored.path, received_bytes
+        return stored.path, copied_bytes
 
-    async def lend(self, path: Path) -> bool:
-        """Keep the version at `path` unchanged until `take_back`, because another node copies it. False if it is
-        gone."""
-        if not path.is_relative_to(self._shm_root):
-            return path.is_dir()  # nobody overwrites a version on disk
-        try:
-            self._lent[path] = take_lease(StoredVersion.read(path))
-        except (VersionNotFound, IntegrityError):
-            return False
-        return True
+    async def unpin(self, path: Path) -> None:
+        """Home has what is at `path`: this node may evict it."""
+        with contextlib.suppress(VersionNotFound, IntegrityError):
+            unpin(StoredVersion.read(path))
 
-    async def take_back(self, path: Path, safe: bool = False) -> None:
-        """End `lend`. `safe`: home has it now, so this node may evict it."""
-        lease = self._lent.pop(path, None)
-        if lease is None:
-            return
-        if safe:
-            with contextlib.suppress(VersionNotFound, IntegrityError):
-                unpin(StoredVersion.read(path))
-        lease.release()
-
-    async def fetch_job(self, address: tuple[str, int], remote: Path, job_id: str) -> Path:
+    async def take_job(self, source: Any, remote: Path) -> Path:
         """The job's folder with its data on this node, copied from `remote` the first time. Raises like `take`."""
-        folder = self._jobs_dir / job_id
+        folder = self._jobs_dir / remote.name
         async with self._copying:
-            if not (folder / JOB_DATA[0]).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
                 incoming = self._jobs_dir / f".{uuid.uuid4().hex}"
-                self._jobs_dir.mkdir(mode=0o700, exist_ok=True)
                 try:
-                    await fetch_directory(address, self._shared, remote, incoming, JOB_DATA)
+                    await copy_directory(source, remote, incoming, JOB_DATA)
                     incoming.rename(folder)
                 finally:
                     shutil.rmtree(incoming, ignore_errors=True)
@@ -147,28 +138,58 @@ class NodeCopies:
         """Give back this many bytes of what nobody reads, if there are as many; returns the bytes freed."""
         return await asyncio.to_thread(self._store().evict, nbytes)
 
-    async def _found_or_fetched(
-        self, store: WeightStore, address: tuple[str, int], name: Name, remote: Path, *, pinned: bool
+    async def _found_or_copied(
+        self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
     ) -> tuple[StoredVersion, int]:
-        """What `store` has, or what it makes of the directory received into it, and the bytes received. Call it holding
-        `_copying`, so that two callers who want the same fetch it once."""
+        """What `store` has, or what it makes of the directory copied into it, and the bytes copied. Call it holding
+        `_copying`, so that two callers who want the same copy it once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
             return stored, 0
         incoming = store.root / "incoming" / uuid.uuid4().hex
         try:
-            received_bytes = await fetch_directory(address, self._shared, remote, incoming)
-            return await asyncio.to_thread(_import, store, incoming, name, pinned), received_bytes
+            copied_bytes = await copy_directory(source, remote, incoming)
+            return await asyncio.to_thread(_import, store, incoming, name, pinned), copied_bytes
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            received = sum(file.stat().st_size for file in incoming.glob("*"))
-            raise await asyncio.to_thread(store.full, received) from error
+            copied = sum(file.stat().st_size for file in incoming.glob("*"))
+            raise await asyncio.to_thread(store.full, copied) from error
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
 
     def _store(self) -> WeightStore:
         return WeightStore(self._shm_root, budget_bytes=self._budget_bytes)
+
+
+async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> int:
+    """Copy the files of another node's directory, or those of `names` that it has, into the new directory `target`;
+    returns the bytes copied. Raises CopyFailed, OSError."""
+    total = 0
+    try:
+        listed = await source.files.remote(remote)
+        target.mkdir(mode=0o700, parents=True)
+        for name in listed if names is None else [name for name in listed if name in names]:
+            with open(target / name, "xb") as file:
+                offset, coming = 0, source.read.remote(remote / name, 0)
+                while coming is not None:
+                    chunk = await coming
+                    offset += len(chunk)
+                    # The next comes while this one is written. None after a short one: sealing replaces a manifest
+                    # by a longer one.
+                    coming = source.read.remote(remote / name, offset) if len(chunk) == CHUNK_BYTES else None
+                    await asyncio.to_thread(file.write, chunk)
+                total += offset
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise CopyFailed(f"{remote} could not be copied from its node: {cause}") from error
+    return total
+
+
+def _chunk(path: Path, offset: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(CHUNK_BYTES)
 
 
 def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> StoredVersion:

@@ -27,6 +27,7 @@ from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
+from weights.format.errors import WeightsError
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -37,7 +38,6 @@ WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
 FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the midst of a copy, and deletes after it
-SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 
@@ -53,7 +53,6 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
-    missed: int = 0  # looks without an answer, one after the other
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -76,9 +75,7 @@ class Nodes:
         """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of
         the box; none of them is taken in."""
         self.home, self._on_change, self._removed = home, on_change, removed
-        self.on_silence: Callable[[], None] = lambda: None  # called when `silent` has changed
         self._known: dict[str, _Known] = {}
-        self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica -> agents of home and of its node (tunnel ends)
 
     async def connect(self) -> None:
         """Start or find the home node's agent and discover other nodes. Warm parents start in the background."""
@@ -95,8 +92,7 @@ class Nodes:
     async def look(self) -> bool:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""
         alive = await _alive()
-        before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
-        silent_before = self.silent
+        before = {name: known.leaves for name, known in self._known.items()}
         removed = set(self._removed()) - {self.home.name}
         for name, known in list(self._known.items()):
             if known.ray_id not in alive or name in removed:  # a removed one may not end as it is told
@@ -117,24 +113,13 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = list(self._known) if len(self._known) > 1 else []  # home alone has no tunnels, and reads its own memory
+        away = [name for name in self._known if name != self.home.name]
         for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
-            known = self._known.get(name)
-            if known is None:
-                continue
-            if report is None:
-                self._known[name] = replace(known, missed=known.missed + 1)
-                continue
-            if name == self.home.name:
-                self._known[name] = replace(known, missed=0)
-                continue
-            if report.leaves and not known.leaves:
-                log.info("node is leaving; its holders release its devices first", extra={"node": name})
-            self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory, missed=0)
-        if self.silent != silent_before:
-            log.warning("nodes that do not answer: %s", ", ".join(sorted(self.silent)) or "none any more")
-            self.on_silence()
-        return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
+            if report is not None and (known := self._known.get(name)) is not None:
+                if report.leaves and not known.leaves:
+                    log.info("node is leaving; its holders release its devices first", extra={"node": name})
+                self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
+        return {name: known.leaves for name, known in self._known.items()} != before
 
     async def _end(self, name: str) -> None:
         """Ray's TLS lets a removed node in as long as its certificate is valid: end its Ray whenever it is there."""
@@ -166,24 +151,9 @@ class Nodes:
             if name != self.home.name:
                 self._on_change(name, "joined", node_config.devices)
 
-    @property
-    def silent(self) -> frozenset[str]:
-        """Nodes whose agents have not answered for some looks: stopped, or out of reach. Requests through their tunnels
-        may wait for as long; Ray may say much later that they are gone, or never."""
-        return frozenset(name for name, known in self._known.items() if known.missed >= SILENT_LOOKS)
-
-    def reachable(self, name: str) -> bool:
-        """Whether requests get to engines on this node now: neither end of its tunnels is silent."""
-        return name == self.home.name or not self.silent & {name, self.home.name}
-
     def memory(self) -> dict[str, MemoryReading]:
         """The last report of each node but home about its host's memory."""
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
-
-    def certificates_end(self) -> dict[str, float]:
-        """Until when each node's certificate is good, in seconds since 1970, for nodes that have one."""
-        ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
-        return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 
     async def poll(self) -> list[dict[str, Any]]:
         """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
@@ -203,7 +173,6 @@ class Nodes:
             "devices": [device.id for device in known.config.devices],
             "memory_bytes": None if memory is None else memory.total,
             "memory_available_bytes": None if memory is None else memory.available,
-            "certificate_ends_s": known.config.certificate_ends_s,
         }
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
@@ -300,85 +269,42 @@ class Nodes:
     async def bring(
         self, node_config: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
     ) -> tuple[Path, int]:
-        """Ensure the node has this version, adapter or snapshot of home, copying it if necessary. Returns its path
-        there and the bytes copied. It stays there until `holder` takes another."""
+        """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
+        necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
             return version_dir, 0
         there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
-        address = await self._tunnel_server(self.home, verb, target)
-        if not await ask(verb, target, home.lend.remote(version_dir)):
-            raise EffectFailed(verb, target, f"{version_dir} is gone")
         try:
             stored = StoredVersion.read(version_dir)
-            name = Name(stored.kind, stored.model, stored.version)
-            copied = await ask(verb, target, there.take.remote(address, name, version_dir, holder))
-        finally:
-            await ask(verb, target, home.take_back.remote(version_dir))
-        return copied["path"], copied["bytes"]
+        except (WeightsError, OSError) as error:
+            raise EffectFailed(verb, target, f"{version_dir} cannot be read: {error}") from error
+        name = Name(stored.kind, stored.model, stored.version)
+        return await ask(verb, target, there.take.remote(home, name, version_dir, holder))
 
     async def bring_home(self, node_config: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
         verb = "bring_home"
         there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
-        address = await self._tunnel_server(node_config, verb, target)
-        if not await ask(verb, target, there.lend.remote(remote)):
-            raise EffectFailed(verb, target, f"{name} is gone from node {node_config.name}")
-        safe = False
-        try:
-            path, copied_bytes = await ask(verb, target, home.keep.remote(address, name, remote))
-            safe = True
-        finally:
-            await ask(verb, target, there.take_back.remote(remote, safe))
-        return path, copied_bytes
+        kept = await ask(verb, target, home.keep.remote(there, name, remote))
+        await ask(verb, target, there.unpin.remote(remote))
+        return kept
 
     async def bring_job(self, node_config: NodeConfig, folder: Path, verb: str, target: str) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        address = await self._tunnel_server(self.home, verb, target)
-        return await ask(
-            verb, target, self._actor(node_config, verb, target).fetch_job.remote(address, folder, folder.name)
-        )
+        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
+        return await ask(verb, target, there.take_job.remote(home, folder))
 
     async def forget_job(self, node_config: NodeConfig, job_id: str, leases_only: bool) -> None:
         """Free what the node keeps for this job, because the job no longer needs it there, or not for now."""
         there = self._actor(node_config, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
-    async def local_socket(self, node_config: NodeConfig, replica_id: str) -> Path:
-        """A socket on the home node that leads to the replica's engine on any node. Through it the engine can also
-        request adapters from home."""
-        verb, path = "open_replica", self.home.socket_path(replica_id)
-        if node_config.name != self.home.name:
-            home, there = self._actor(self.home, verb, replica_id), self._actor(node_config, verb, replica_id)
-            at_home, away = (
-                await self._tunnel_server(self.home, verb, replica_id),
-                await self._tunnel_server(node_config, verb, replica_id),
-            )
-            await ask(verb, replica_id, there.serve_adapters.remote(at_home, self.home.adapter_socket))
-            await ask(verb, replica_id, home.open_tunnel.remote(path, away, node_config.socket_path(replica_id)))
-            self._tunnels[replica_id] = home, there
-        return path
-
-    async def mend_socket(self, node_config: NodeConfig, replica_id: str) -> None:
-        """Reopen the tunnel if the agent at either end was restarted: a tunnel ends with either agent."""
-        ends = tuple(self._known[name].actor for name in (self.home.name, node_config.name) if name in self._known)
-        if node_config.name != self.home.name and self._tunnels.get(replica_id) != ends:
-            await self.local_socket(node_config, replica_id)
-
-    async def close_socket(self, node_config: NodeConfig, replica_id: str) -> None:
-        self._tunnels.pop(replica_id, None)
-        if node_config.name != self.home.name:
-            home = self._actor(self.home, "stop_replica", replica_id)
-            await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))
-
     def _actor(self, node_config: NodeConfig, verb: str, target: str) -> Any:
         known = self._known.get(node_config.name)
         if known is None:
             raise EffectFailed(verb, target, f"node {node_config.name} is gone")
         return known.actor
-
-    async def _tunnel_server(self, node_config: NodeConfig, verb: str, target: str) -> tuple[str, int]:
-        return tuple(await ask(verb, target, self._actor(node_config, verb, target).tunnel_address.remote()))
 
 
 async def announce(node_config: NodeConfig) -> None:

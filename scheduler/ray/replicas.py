@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +47,8 @@ STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not
 class Routing(Protocol):
     """Which replicas the gateways send requests to; implemented by the controller's bus."""
 
-    async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
-        """Returns when every gateway has the replica in its table."""
+    async def open(self, replica_id: str, model: str, version: str, address: str) -> None:
+        """Returns when every gateway has the replica in its table. address: see Replica.status."""
 
     async def drain(self, replica_id: str) -> None:
         """Send no new requests; returns when every gateway reports none in flight."""
@@ -76,7 +75,7 @@ class Versions(Protocol):
         """The version's directory in shared memory, read from disk if necessary. It is held there until `taken` has
         been called once per call of this. Raises LookupError."""
 
-    def taken(self, model: str) -> None:
+    def taken(self, model: str, version: str) -> None:
         """An engine of the model has loaded the version and holds it now, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
@@ -103,8 +102,7 @@ class Replicas:
         self._stopping: set[str] = set()
         self._seen: dict[str, ReplicaView] = {}  # last reported state of each
         self._hanging: set[str] = set()
-        self._died_loading: Counter[str] = Counter()  # engines in a row, by model, that a load while they ran ended
-        nodes.on_silence = self._follow_nodes
+        self._died_loading: set[str] = set()  # models of which the last load while an engine ran ended it
 
     async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
@@ -127,7 +125,7 @@ class Replicas:
             self._node_configs[plan.id] = node_config
             detail = await ask("start_replica", plan.id, replica.call("start", spec))
         finally:
-            self._versions.taken(plan.model)
+            self._versions.taken(plan.model, plan.version)
         self._seen[plan.id] = ReplicaView(
             plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings
         )
@@ -161,16 +159,14 @@ class Replicas:
         except TimeoutError as error:
             reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
             raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
-        node_config = self._node_configs.pop(replica_id, None)
-        if node_config is not None:
-            await self._nodes.close_socket(node_config, replica_id)
+        self._node_configs.pop(replica_id, None)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
         status = await self._ask_replica("open_replica", replica_id, "status")
         if status["state"] != "ready":
             raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
-        opening = self._open(replica_id, status["model"], status["version"])
+        opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
         await self._while_alive("open_replica", replica_id, opening, "before it accepted requests")
         return None
 
@@ -199,7 +195,7 @@ class Replicas:
         try:
             detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
         finally:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
         self._watch(replica_id, self._replicas[replica_id])
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -210,27 +206,30 @@ class Replicas:
             withheld = self._routing.withhold_adapters(replica_id)
             await self._while_alive("swap_replica", replica_id, withheld, "before it loaded the new weights")
             detail = await self._reload("swap_replica", replica_id, "swap", model, version, path)
-        except EffectFailed:
+        except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
         finally:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
         if self._routing.is_open(replica_id):
-            opening = self._open(replica_id, model, version)
+            status = await self._ask_replica("swap_replica", replica_id, "status")
+            opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
         return {**detail, "copied_bytes": copied_bytes}
 
     async def _reload(self, verb: str, replica_id: str, method: str, model: str, version: str, path: str) -> Any:
-        """An engine that dies of it, or runs out of memory, may have done so by chance: once."""
+        """An engine that dies of it, or runs out of memory, may have done so by chance: once. Loads of several engines
+        at the same time count as one."""
+        again = model in self._died_loading
         try:
             detail = await self._ask_replica(verb, replica_id, method, model, version, path)
         except EffectFailed as error:
             if error.blame == "own" and isinstance(cause_of(error), EngineFailed):
-                self._died_loading[model] += 1
-                if self._died_loading[model] > 1:
+                self._died_loading.add(model)
+                if again:
                     raise EffectFailed(verb, replica_id, f"{error.reason} (twice in a row)", "reload") from error
             raise
-        del self._died_loading[model]
+        self._died_loading.discard(model)
         return detail
 
     async def unload_adapter(self, name: str) -> None:
@@ -250,11 +249,6 @@ class Replicas:
         """Where the time of an engine's next steps goes (EngineControl.profile). Raises EffectFailed."""
         return await self._ask_replica("profile_replica", replica_id, "profile", steps, limit_s)
 
-    async def _open(self, replica_id: str, model: str, version: str) -> None:
-        socket_path = await self._nodes.local_socket(self._node_configs[replica_id], replica_id)
-        self._avoid_or_not(replica_id)
-        await self._routing.open(replica_id, model, version, str(socket_path))
-
     def _replica_spec(self, plan: ReplicaPlan, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in plan.devices]
@@ -264,7 +258,8 @@ class Replicas:
             reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
             blame: Blame = "input" if of_settings else "own"
             raise EffectFailed("start_replica", plan.id, reason, blame, of_settings=of_settings) from error
-        if settings.get("adapter_slots") and node_config.name != self._nodes.home.name:
+        away = node_config.name != self._nodes.home.name
+        if settings.get("adapter_slots") and away:
             settings |= {
                 "adapter_roots": (str(node_config.adapters),),
                 "adapter_source": str(node_config.adapter_socket),
@@ -275,6 +270,7 @@ class Replicas:
             version=plan.version,
             version_path=str(path),
             socket_path=str(node_config.socket_path(plan.id)),
+            host=node_config.address if away else "",
             devices=tuple(device.index for device in devices),
             numa_nodes=node_config.numa_nodes(devices),
             kind=devices[0].kind,
@@ -294,7 +290,7 @@ class Replicas:
         try:
             return await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
         except BaseException:
-            self._versions.taken(model)
+            self._versions.taken(model, version)
             raise
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
@@ -321,15 +317,6 @@ class Replicas:
     def _watch(self, replica_id: str, replica: Supervisor) -> None:
         if replica_id not in self._watchers:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
-
-    def _follow_nodes(self) -> None:
-        for replica_id in self._node_configs:
-            self._avoid_or_not(replica_id)
-
-    def _avoid_or_not(self, replica_id: str) -> None:
-        node_config = self._node_configs.get(replica_id)
-        reached = node_config is None or self._nodes.reachable(node_config.name)
-        self._routing.avoid(replica_id, replica_id in self._hanging or not reached)
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
         """Wait for its death and report it; returns its blame."""
@@ -381,14 +368,11 @@ class Replicas:
             self._node_configs[replica_id] = node_config
         if status.get("silent", False) != (replica_id in self._hanging):
             self._hanging ^= {replica_id}
-            self._avoid_or_not(replica_id)
+            self._routing.avoid(replica_id, replica_id in self._hanging)
         if state not in ("dead", "starting"):  # whoever starts it hears of its end
             self._watch(replica_id, replica)
         if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"
-            if state == "open" and node_config is not None:
-                with contextlib.suppress(EffectFailed):  # a node is leaving; the next observation shows it
-                    await self._nodes.mend_socket(node_config, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         seen = ReplicaView(replica_id, status["model"], status["version"], state, devices, settings=status["settings"])
         self._seen[replica_id] = seen

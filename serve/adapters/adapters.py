@@ -23,7 +23,6 @@ from vllm.lora.resolver import LoRAResolver
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve.adapters.source import AdapterUnavailable, brought_in
-from serve.api import answer_version
 from serve.core.spec import ReplicaSpec
 from serve.load.shm_source import VersionUnreadable, lease
 from weights.format.errors import WeightsError
@@ -40,29 +39,6 @@ class HeldAdapter(LoRARequest, weakref=True):
     """A LoRARequest whose end of life is noticed. vLLM's table refers to it, and each request until its end."""
 
 
-class LoadedAdapters(LRUCache[str, LoRARequest]):
-    """vLLM's table of adapters by name. vLLM looks a request's adapter up twice, and others may have evicted it in
-    between: what a request has found it finds until its end."""
-
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            _found(super().__getitem__(str(name)))
-            return True
-        answer = answer_version.current()
-        return answer is not None and answer.adapter is not None and answer.adapter.lora_name == name
-
-    def __getitem__(self, name: str) -> LoRARequest:
-        answer = answer_version.current()
-        if answer is not None and answer.adapter is not None and answer.adapter.lora_name == name:
-            return answer.adapter
-        return super().__getitem__(name)
-
-
-def _found(adapter: LoRARequest) -> None:
-    if (answer := answer_version.current()) is not None:
-        answer.adapter = adapter
-
-
 class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
@@ -75,7 +51,7 @@ class EngineAdapters(LoRAResolver):
         self._llm, self._spec, self._fetch_timeout_s = llm, spec, fetch_timeout_s
         self._base: tuple[str | None, str | None] | None = None
         self._alive = weakref.WeakValueDictionary[int, HeldAdapter]()
-        self._loaded = LoadedAdapters(max(1, spec.adapters_resident))
+        self._loaded = LRUCache[str, LoRARequest](max(1, spec.adapters_resident))
         models.lora_requests, models.lora_resolvers = self._loaded, [self]
         # Answers name the model without the version.
         models.model_name = lambda adapter=None: (
@@ -104,7 +80,6 @@ class EngineAdapters(LoRAResolver):
         adapter = HeldAdapter(lora_name, 1, str(path))
         self._alive[id(adapter)] = adapter
         weakref.finalize(adapter, lock.close)
-        _found(adapter)
         return adapter
 
     async def unload(self, name: str, timeout_s: float) -> bool:

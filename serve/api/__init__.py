@@ -1,5 +1,5 @@
 """Changes how vLLM reads requests and writes answers, where it differs from the APIs that it speaks.
 
 Never: Touches weights or devices.
-Begin with request_faults.py, answer_shapes.py.
+Begin with application.py.
 """

@@ -1,67 +1,38 @@
-"""Gives answers the shapes of the APIs they speak, where vLLM 0.32 differs.
+"""Gives answers the shapes of the APIs they speak, where vLLM 0.32 differs: subclasses of its handlers.
 
 Anthropic's messages: ids begin with `msg_`; a conversation that ends with the assistant's own text is continued from
-there; a call whose arguments are not JSON, because a limit cut them, has an empty `input`. OpenAI's chat: a request
-with the older `functions` is answered with `function_call` (the gateway has added the newer `tools`, which vLLM reads);
-a budget for thinking asks nothing of a model without reasoning, because clients set it for every model.
-
-A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
-the client speaks. vLLM itself writes it for chat and completions alone.
+there; a call whose arguments are not JSON, because a limit cut them, has an empty `input`; a stream that fails ends
+with vLLM's own error object, which the gateway turns into the event of the API that the client speaks. OpenAI's chat: a
+request with the older `functions` is answered with `function_call` (the gateway has added the newer `tools`).
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages, _is_json
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.responses import api_router as response_routes
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.logger import init_logger
 
+from serve.api.answers import fault_of
 from weights.format import legacy_functions as legacy
 
 _DATA = "data: "
 _ERROR = f'{_DATA}{{"error"'
 
-log = init_logger("vllm.appliance.answer_shapes")
 
+class Chat(OpenAIServingChat):
+    """OpenAI's chat, with `functions`."""
 
-def apply() -> None:
-    """Call once per process, before vLLM makes its routes."""
-    # Removed by: vLLM's own answers to `functions`, and a budget that models without reasoning ignore.
-    OpenAIServingChat.create_chat_completion = _chat(OpenAIServingChat.create_chat_completion)
-    # Removed by: ids of Anthropic's form in vLLM.
-    anthropic.AnthropicMessagesResponse.model_post_init = _own_id
-    served = AnthropicServingMessages
-    # Removed by: prefilled answers in vLLM's Anthropic API.
-    served._build_base_request = classmethod(_continues(vars(served)["_build_base_request"].__func__))
-    # Removed by: a converter in vLLM that reads cut arguments.
-    served.messages_full_converter = _closes_cut_calls(served.messages_full_converter)
-    # Removed by: vllm#46162, for vllm#46028, with the status of the error.
-    served.message_stream_converter = _passes_errors(served.message_stream_converter)
-    # Removed by: error events in vLLM's Responses streams.
-    response_routes._convert_stream_to_sse_events = _ends_with_errors(response_routes._convert_stream_to_sse_events)
-
-
-def _chat(answer: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(answer)
-    async def run(self: OpenAIServingChat, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
-        if not self._include_reasoning_tokens_details:  # it has no parser of thoughts
-            request.thinking_token_budget = None
-        result = await answer(self, request, raw_request)
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+        result = await super().create_chat_completion(request, raw_request)
         if not legacy.is_legacy(request.model_extra or {}):
             return result
         if isinstance(result, ChatCompletionResponse):
             return LegacyResponse.model_construct(_fields_set=result.model_fields_set, **vars(result))
         return legacy_stream(result) if hasattr(result, "__aiter__") else result
-
-    return run
 
 
 class LegacyResponse(ChatCompletionResponse):
@@ -87,62 +58,48 @@ async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str
         yield event
 
 
-def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
-    message.id = "msg_" + message.id.removeprefix("chatcmpl-").removeprefix("req_")
+class Messages(AnthropicServingMessages):
+    """Anthropic's messages."""
 
+    async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
+        try:
+            return await super().create_messages(request, raw_request)
+        except Exception as error:
+            raise fault_of(error) from error
 
-def _continues(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def run(cls: Any, asked: Any, messages: list[dict[str, Any]]) -> Any:
-        request = build(cls, asked, messages)
-        last = messages[-1] if messages else {}
+    async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        try:
+            return await super().count_tokens(request, raw_request)
+        except Exception as error:
+            raise fault_of(error) from error
+
+    @classmethod
+    def _build_base_request(cls, anthropic_request: Any, openai_messages: list[dict[str, Any]]) -> Any:
+        request = super()._build_base_request(anthropic_request, openai_messages)
+        last = openai_messages[-1] if openai_messages else {}
         if last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls"):
             request.add_generation_prompt = False
             request.continue_final_message = True
         return request
 
-    return run
-
-
-def _closes_cut_calls(convert: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(convert)
-    def run(self: AnthropicServingMessages, answer: Any) -> Any:
-        for call in answer.choices[0].message.tool_calls:
+    def messages_full_converter(self, generator: ChatCompletionResponse) -> Any:
+        for call in generator.choices[0].message.tool_calls:
             if not _is_json(call.function.arguments):
                 call.function.arguments = "{}"
-        return convert(self, answer)
+        generator.id = "msg_" + generator.id.removeprefix("chatcmpl-")
+        return super().messages_full_converter(generator)
 
-    return run
-
-
-def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(convert)
-    async def run(self: AnthropicServingMessages, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         failed: list[str] = []
 
         async def until_error() -> AsyncGenerator[str, None]:
-            async for chunk in chunks:
+            async for chunk in generator:
                 if chunk.startswith(_ERROR):
                     failed.append(chunk)
                     return
-                yield chunk
+                yield chunk.replace('"id":"chatcmpl-', '"id":"msg_', 1)
 
-        async for event in convert(self, until_error()):
+        async for event in super().message_stream_converter(until_error()):
             yield event
         for error in failed:
             yield error
-
-    return run
-
-
-def _ends_with_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(convert)
-    async def run(events: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        try:
-            async for event in convert(events):
-                yield event
-        except Exception as error:  # noqa: BLE001 - carried to the client
-            log.exception("Error in responses stream.")
-            yield f"{_DATA}{json.dumps(create_error_response(error).model_dump())}\n\n"
-
-    return run

@@ -12,7 +12,8 @@ ServeError
 ├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
 │   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
 │   ├── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
-│   └── NotReloadable       no version can be loaded into a running engine of this kind of weights
+│   ├── NotReloadable       no version can be loaded into a running engine of this kind of weights
+│   └── WithoutNumbers      training found that the version computes no numbers: no engine takes it
 └── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
     └── NotFinite           they answer it with what is no number
 """
@@ -77,6 +78,10 @@ class VersionMismatch(VersionError):
 
 class NotReloadable(VersionError):
     """A running engine of such weights takes no other version. A new engine does."""
+
+
+class WithoutNumbers(VersionError):
+    """Training recorded that the version's weights compute no finite numbers."""
 
 
 class FingerprintMismatch(ServeError):

@@ -1,7 +1,8 @@
 """Compares one token of a loaded version with the one that training computed when it published the version.
 
 The manifest of a trained version holds it in its `meta`: `{"fingerprint": {"prompt": [token ids], "token": id,
-"logprob": nats}}`. Of a version without a record only that its numbers are finite can be said.
+"logprob": nats}}`, or None where the weights computed no numbers. Of a version without a record, such as an imported
+one, only that its numbers are finite can be said.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.core.errors import FingerprintMismatch, NotFinite
+from serve.core.errors import FingerprintMismatch, NotFinite, WithoutNumbers
 from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE
 
@@ -29,10 +30,14 @@ class Record:
 
 
 def record_of(version_path: str | Path) -> Record | None:
-    """What training recorded in the version's manifest, if it did."""
+    """What training recorded in the version's manifest, if it did. Raises WithoutNumbers."""
     path = Path(version_path)
-    found = Manifest.read(path).meta.get(META_KEY) if (path / MANIFEST_FILE).exists() else None
-    return found and Record(tuple(found["prompt"]), found["token"], found["logprob"])
+    meta = Manifest.read(path).meta if (path / MANIFEST_FILE).exists() else {}
+    if META_KEY not in meta:
+        return None
+    if (found := meta[META_KEY]) is None:
+        raise WithoutNumbers(f"version {path} computes no finite numbers, as its training found")
+    return Record(tuple(found["prompt"]), found["token"], found["logprob"])
 
 
 def check(answer: Mapping[int, float], record: Record | None, *, tolerance: float, what: str) -> dict[str, Any]:

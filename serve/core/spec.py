@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 
-from runtime.devices.kinds import KINDS
 from serve.core import segments
 
 # struct sockaddr_un.sun_path holds 108 bytes including the final NUL, and vLLM names its inner sockets by a UUID inside
@@ -18,36 +17,15 @@ from serve.core import segments
 MAX_SOCKET_PATH_BYTES = 107 - 38
 
 
-def _absolute(path: str) -> str:
-    if not Path(path).is_absolute():
-        raise ValueError("expected an absolute path")
-    return path
-
-
-def _socket(path: str) -> str:
-    if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(f"expected at most {MAX_SOCKET_PATH_BYTES} bytes, so that vLLM's sockets below it fit too")
-    return path
-
-
-def _kind(name: str) -> str:
-    if name not in KINDS:
-        raise ValueError(f"expected one of {', '.join(KINDS)}")
-    return name
-
-
-Name = Annotated[str, Field(min_length=1)]
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-
-
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ReplicaSpec:
     """One vLLM engine on one or more devices. Raises pydantic.ValidationError.
 
-    version_path: a HF checkpoint directory on tmpfs. devices: indexes on the replica's `node`, of which
-    `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be free at the
-    start. max_model_len: None takes the model's own. numa_nodes: of the devices; the engine runs there (empty or None:
-    anywhere).
+    version_path: a HF checkpoint directory on tmpfs. kind: of devices. host: this machine's address on the network of
+    the box's machines, at which the engine then listens too ("": it does not). devices: indexes on the replica's
+    `node`, of which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be
+    free at the start. max_model_len: None takes the model's own. task: "generate" or "embed". numa_nodes: of the
+    devices; the engine runs there (empty or None: anywhere).
 
     adapter_slots: LoRA adapters of rank up to `adapter_max_rank` in one batch (0: none), of which `adapters_resident`
     stay loaded. Engines look for them in `adapter_roots`, as `<root>/<name>/<version>`, then ask the box at the socket
@@ -57,21 +35,21 @@ class ReplicaSpec:
     none). own_tool_parser, own_reasoning_parser: whether the parsers of the model's family are used.
     """
 
-    replica_id: Name
-    model: Name
-    version: Name
-    version_path: AbsolutePath
-    socket_path: Annotated[AbsolutePath, AfterValidator(_socket)]
+    replica_id: str
+    model: str
+    version: str
+    version_path: str
+    socket_path: str
     devices: tuple[int, ...]
-    kind: Annotated[str, AfterValidator(_kind)]
-    shm_root: AbsolutePath
-    kv_cache_bytes: PositiveInt
-    tensor_parallel: PositiveInt = 1
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
-    max_model_len: PositiveInt | None = None
-    max_num_seqs: PositiveInt = 32
-    task: Literal["generate", "embed"] = "generate"
-    threads_per_worker: PositiveInt = 1
+    kind: str
+    shm_root: str
+    kv_cache_bytes: int
+    tensor_parallel: int = 1
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    task: str = "generate"
+    threads_per_worker: int = 1
     extra_args: tuple[str, ...] = ()
     adapter_slots: int = 0
     adapter_max_rank: int = 0
@@ -79,8 +57,9 @@ class ReplicaSpec:
     adapter_roots: tuple[str, ...] = ()
     adapter_source: str = ""
     otlp_endpoint: str = ""
-    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.92
+    gpu_memory_fraction: float = 0.92
     node: str = "n0"
+    host: str = ""
     numa_nodes: tuple[int | None, ...] = ()
     settings: str = ""
     chat_template: str = ""
@@ -90,8 +69,11 @@ class ReplicaSpec:
 
     @model_validator(mode="after")
     def _consistent(self) -> ReplicaSpec:
-        if self.adapter_slots and (self.adapter_max_rank < 1 or self.adapters_resident < self.adapter_slots):
-            raise ValueError("adapters need a rank, and at least the adapters of one batch as adapters_resident")
+        if len(self.socket_path.encode()) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(
+                f"socket_path is {self.socket_path}, expected at most {MAX_SOCKET_PATH_BYTES} bytes, so that vLLM's "
+                "sockets below it fit too"
+            )
         if len(self.devices) < self.tensor_parallel or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"devices are {self.devices}, expected at least {self.tensor_parallel} different indexes")
         return self

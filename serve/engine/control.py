@@ -34,11 +34,12 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters
-from serve.api import answer_version
+from serve.api import answers
 from serve.core import fingerprint
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
+    FingerprintMismatch,
     NotFinite,
     ReloadFailed,
     ServeError,
@@ -87,8 +88,7 @@ class EngineControl:
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
     async def started(self) -> dict[str, Any]:
-        """Name the version and check its token, before the engine serves anything."""
-        await self.llm.update_weight_version(self.version)
+        """Check the version's token, before the engine serves anything."""
         return await (await self._ask_token(self.path))
 
     async def status(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class EngineControl:
         """vLLM's engine dies when it sleeps with decodes in flight (vllm#45520)."""
         deadline_s = time.perf_counter() + DRAIN_GRACE_S
         processor = self.llm.output_processor
-        while unfinished := processor.get_num_unfinished_requests() + answer_version.unbegun():
+        while unfinished := processor.get_num_unfinished_requests() + answers.unbegun():
             if time.perf_counter() > deadline_s:
                 raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
             await asyncio.sleep(0.01)
@@ -246,6 +246,7 @@ class EngineControl:
         """Lease a version that the engine can load; returns its bytes too. Raises VersionError."""
         await asyncio.to_thread(check_same_model, self._identity, path)
         held = lease(path)
+        await asyncio.to_thread(fingerprint.record_of, path)
         answers = await self.llm.collective_rpc("shm_check", args=(path,))
         for answer in answers:
             if "refused" in answer:
@@ -277,7 +278,6 @@ class EngineControl:
     async def _load(self, model: str, version: str, path: str, held: DirectoryLock) -> dict[str, Any]:
         """Load into the paused engine, and name it. Returns how, bytes read per worker, seconds of the slowest one."""
         reports = await self.llm.collective_rpc("shm_load", args=(path,))
-        await self.llm.update_weight_version(version)
         self._rename(model, version, path, held)
         return {
             "how": reports[0]["how"],
@@ -287,12 +287,12 @@ class EngineControl:
 
     def _failed(self, path: str, error: Exception) -> EngineFailed:
         """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
-        out or the version itself is broken."""
+        out, the version itself is broken or a token differs once."""
         self.state = "failed"
         what = f"{path} failed to load: {error}"
         if isinstance(error, NotFinite):
             return VersionBroken(what)
-        by_chance = isinstance(error, EngineDeadError) or out_of_memory(str(error))
+        by_chance = isinstance(error, EngineDeadError | FingerprintMismatch) or out_of_memory(str(error))
         return EngineFailed(what) if by_chance else ReloadFailed(what)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:

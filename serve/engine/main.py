@@ -17,7 +17,6 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,25 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.errors import ChannelClosed
 from runtime.logs import configure_logging
+from runtime.network.mutual_tls import serve_machines
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
-from serve.api.answer_version import AnswerVersions
+from serve.api import application
+from serve.api.answers import Answers
 from serve.core.errors import EngineFailed, ServeError, WrongState
 from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 from serve.load.version_check import read_chat_template, read_config
-from serve.vllm import patches, plugin
+from serve.vllm import deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
-from serve.vllm.deaths import CoreDeath
+from serve.vllm.frontend import Frontend, Metrics
 from serve.vllm.turn_ends import end_turns_of
+from serve.vllm.worker import ShmWorker
 from weights.checkpoint.folder import may_open
 from weights.checkpoint.vocabulary import tokens_of
 
@@ -71,39 +72,27 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     tokens = tokens_of(Path(spec.version_path), PARSER_TOKENS)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template, tokens))
     validate_parsed_serve_args(options)
-    core_death = CoreDeath(partial(_tell, lifeline))
-    patches.apply(
-        spec.kind,
-        eager=options.enforce_eager,
-        segment_prefix=spec.segment_prefix,
-        core_death=core_death,
-        numa_nodes=spec.numa_nodes,
-    )
+    patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix)
+    ShmWorker.numa_nodes, ShmWorker.segment_prefix = spec.numa_nodes, spec.segment_prefix
+    deaths.watch()
     plugin.register()
-    try:
-        return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
-    except RuntimeError as error:
-        cause = core_death.cause()
-        if cause is None:
-            raise
-        raise cause from error
-
-
-class Metrics(PrometheusStatLogger):
-    """Without vLLM's series for each order in which adapters were requested: of 20 adapters of one owner 93,000 took
-    112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.gauge_lora_info = None
+    return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
 
 
 @contextlib.asynccontextmanager
-async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[AsyncLLM]:
-    """As vLLM's build_async_engine_client_from_engine_args, with our Metrics."""
+async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
+    """As vLLM's build_async_engine_client_from_engine_args, with our classes. Raises what ended the core."""
     context = UsageContext.OPENAI_API_SERVER
     config = arguments.create_engine_config(usage_context=context)
-    llm = AsyncLLM.from_vllm_config(config, usage_context=context, stat_loggers=[Metrics])
+    # vLLM sets "spawn" on the CPU: each process would import itself again (12 s). This one was forked from a parent
+    # without threads or CUDA, so forking again is safe.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    try:
+        llm = Frontend.from_vllm_config(config, usage_context=context, stat_loggers=[Metrics])
+    except RuntimeError as error:
+        if "Engine core initialization failed" not in str(error):
+            raise
+        raise deaths.cause(deaths.core_of_failed_start(error)) from error
     try:
         await llm.reset_mm_cache()  # of vLLM's trial request
         yield llm
@@ -123,10 +112,17 @@ async def while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None
         task.cancel()
 
 
-def _tell(lifeline: Lifeline, cause: ServeError) -> None:
-    """Let the supervisor know at once: this process may wait for the dead core, and does not end by itself."""
-    with contextlib.suppress(ChannelClosed):
-        lifeline.fatal(cause)
+async def until_started(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:
+    """Return once the server listens. Raises what stopped its task, or EngineFailed if that ended in silence."""
+    while not server.started:
+        if serving.done():
+            serving.result()
+            raise EngineFailed("the engine's HTTP server did not start; the engine's log says why")
+        await asyncio.sleep(0.001)
+
+
+def _cause(llm: Frontend) -> ServeError:
+    return deaths.cause(llm.engine_core.resources.engine_manager.processes[0])
 
 
 async def _serve(
@@ -140,12 +136,17 @@ async def _serve(
         tasks = await llm.get_supported_tasks()
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)
+        application.set_up(app)
         control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
-        fingerprint = await control.started()
+        dead = asyncio.create_task(_until_dead(llm))
+        try:
+            fingerprint = await while_alive(control.started(), dead, "start")
+        except (EngineFailed, EngineDeadError) as error:
+            raise _cause(llm) from error
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            AnswerVersions(app),
+            Answers(app, lambda: control.version),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -158,14 +159,14 @@ async def _serve(
         # gateway took for a fault of the request and did not retry.
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.001)
-        dead = asyncio.create_task(_until_dead(llm))
+        await until_started(server, serving)
+        address = await serve_machines(server, spec.host) if spec.host else spec.socket_path
         dead.add_done_callback(lambda _: setattr(server, "should_exit", True))
         lifeline.serve(_handlers(control, server, dead))
         lifeline.emit(
             "ready",
             fingerprint=fingerprint,
+            address=address,
             seconds={
                 "arguments": parsed_s - started_s,
                 "engine": engine_s - parsed_s,
@@ -176,6 +177,8 @@ async def _serve(
         await serving
         os.unlink(spec.socket_path)
         if llm.errored:
+            with contextlib.suppress(ChannelClosed):
+                lifeline.fatal(_cause(llm))
             # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
             os._exit(70)
         dead.cancel()
@@ -209,7 +212,7 @@ def _handlers(
     return {call.__name__: on_loop(call) for call in calls}
 
 
-async def _until_dead(llm: AsyncLLM) -> None:
+async def _until_dead(llm: Frontend) -> None:
     """Return when the engine core has died; vLLM's own watchdog checks only every 5 s."""
     while not llm.errored:
         await asyncio.sleep(DEAD_ENGINE_POLL_S)

@@ -64,6 +64,7 @@ class Replica:
         self._config = config or EngineConfig()
         self._child: Child | None = None
         self._spec: ReplicaSpec | None = None
+        self._address = ""
         self._state = "dead"
         self._watching: asyncio.Task[None] | None = None
         self._pulsed_s = 0.0  # when its core last gave a sign of life
@@ -96,7 +97,7 @@ class Replica:
         self._killed, self._load_failed = "", False
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         ready = await self._started(child, spec)
-        self._state = "ready"
+        self._state, self._address = "ready", ready["address"]
         self._watching = asyncio.create_task(self._end_if_hung(child), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
@@ -167,8 +168,9 @@ class Replica:
         )
 
     async def status(self) -> dict[str, Any]:
-        """Return EngineControl.status plus `pid`, `devices`, `node`, and whether it is `silent`, in which case the rest
-        is what it said last; the state of a dead engine is "dead", of one that does not serve yet "starting"."""
+        """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of its Unix socket, or
+        https://HOST:PORT on another machine), and whether it is `silent`, in which case the rest is its last report;
+        the state of a dead engine is "dead", of one that does not serve yet "starting"."""
         if self._child is None or not self._child.alive:
             return self._without_engine("dead")
         if self._state == "starting":
@@ -184,6 +186,7 @@ class Replica:
             "pid": self._child.pid,
             "devices": list(self._spec.devices),
             "node": self._spec.node,
+            "address": self._address,
             "settings": self._spec.settings,
             "silent": False,
         }

@@ -2,7 +2,8 @@
 
 llguidance took 0.5 s at most to read schemas of 256 KiB, and ends what needs more than its limits; it holds Python's
 lock for none of it. xgrammar took 13 s for one `maxLength`, so it follows structural tags alone, which llguidance does
-not know, and without the keywords that are costly (keywords.NOT_IN_TOOLS).
+not know, and without the keywords that are costly (keywords.NOT_IN_TOOLS). A grammar that takes the engine too long to
+follow ends its own request.
 """
 
 from __future__ import annotations
@@ -10,82 +11,67 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import xgrammar
-from vllm.exceptions import VLLMValidationError
 from vllm.parser import abstract_parser
-from vllm.sampling_params import SamplingParams
-from vllm.tool_parsers import structural_tag_registry
-from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.structured_output import backend_guidance
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
-from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1 import structured_output
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, process_for_additional_properties
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 
 from serve.forms.keywords import NOT_IN_TOOLS, OPTIONS, nodes, without
 
-UNFOLLOWED = (
-    "No answer can follow the form that this request asks for (`response_format`, `structured_outputs`, "
-    "`text.format`, `output_config` or its tools) to its end: it allows no value, refers to itself without an object "
-    "or a list in between, or takes too long to check. Ask for a simpler form: fewer alternatives, repeats and "
-    "patterns."
-)
+ACCEPT_S, MASK_S, MOST_BEYOND_S = 0.02, 0.3, 0.5
+"""Seconds of thread time for a grammar to accept tokens and to fill a mask, and how much all of a request's may take
+beyond that. Most forms take 0.01 to 4 ms; a mask of a text of `maxLength` 500 takes 0.2 s on busy cores."""
 
 
 def apply() -> None:
     """In the process that makes the engine, before it forks its core. The engine's backend is `guidance`."""
-    # Removed by: options of llguidance in vLLM's configuration.
-    backend_guidance.serialize_guidance_grammar = _serialized(backend_guidance.serialize_guidance_grammar)
-    # Removed by: vllm#55153, for vllm#55152.
-    backend_guidance.validate_guidance_grammar = _validated(backend_guidance.validate_guidance_grammar)
-    GuidanceBackend.compile_grammar = _compiled(GuidanceBackend.compile_grammar)
-    # llguidance would page-lock its masks, which opens a CUDA context of 0.5 GB in a core that has none. Removed by: an
-    # option for that in llguidance.torch.
-    GuidanceBackend.allocate_token_bitmask = lambda self, masks: xgrammar.allocate_token_bitmask(masks, self.vocab_size)
-    GuidanceGrammar.fill_bitmask = _filled(GuidanceGrammar.fill_bitmask)
-    # Removed by: a level of `--tool-strict-level` (vllm#49661) for demanded calls alone.
-    resolve = _enforced(structural_tag_registry.resolve_tool_strictness)
-    structural_tag_registry.resolve_tool_strictness = abstract_parser.resolve_tool_strictness = resolve
+    # Removed by: vllm#55153, with which llguidance follows structural tags, and a bound on a grammar's time.
+    structured_output.GuidanceBackend = FormBackend
     # Removed by: vllm#55153 too, which leaves nothing to xgrammar.
     abstract_parser._xgrammar_supports = _cheap(abstract_parser._xgrammar_supports)
-    # Removed by: vLLM's own answer to a form that fails, for vllm#18783.
-    AsyncLLM.generate = _refused(AsyncLLM.generate)
 
 
-def _serialized(serialize: Callable[..., str]) -> Callable[..., str]:
-    """Objects have only the properties that the schema names, unless it says otherwise or combines schemas, which would
-    exclude each other's properties."""
-
-    @functools.wraps(serialize)
-    def run(kind: StructuredOutputOptions, spec: Any, *flags: bool) -> str:
-        schema = json.loads(spec) if kind == StructuredOutputOptions.JSON and isinstance(spec, str) else spec
-        if not isinstance(schema, dict):
-            return serialize(kind, spec, True)
-        combined = any(
-            "allOf" in node or ("properties" in node and node.keys() & {"$ref", "anyOf", "oneOf"})
-            for _, node in nodes(schema)
-        )
-        return serialize(kind, json.dumps(schema | {"x-guidance": OPTIONS}), True, not combined)
-
-    return run
-
-
-def _validated(validate: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(validate)
-    def run(params: SamplingParams, tokenizer: Any = None) -> None:
-        form = params.structured_outputs
-        if form is None or form.structural_tag is None:
-            validate(params, tokenizer)
-            return
+@contextmanager
+def prepared(params: SamplingParams) -> Iterator[None]:
+    """Within it vLLM checks the parameters. The form has what this backend needs, and a structural tag is hidden, since
+    vLLM would have llguidance check it. Raises VLLMValidationError or ValueError for a form that cannot be followed."""
+    form = params.structured_outputs
+    if form is None:
+        yield
+    elif form.structural_tag is None:
+        form.json = _closed(form.json)
+        yield
+    else:
         form.structural_tag = json.dumps(_lean(json.loads(form.structural_tag)))
         validate_xgrammar_grammar(params)
+        form._backend = "guidance"  # whose name selects FormBackend
+        params.structured_outputs = None
+        try:
+            yield
+        finally:
+            params.structured_outputs = form
 
-    return run
+
+def _closed(given: Any) -> Any:
+    """Objects have only the properties that the schema names, unless it says otherwise or combines schemas, which would
+    exclude each other's properties."""
+    schema = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(schema, dict):
+        return given
+    combined = any(
+        "allOf" in node or ("properties" in node and node.keys() & {"$ref", "anyOf", "oneOf"})
+        for _, node in nodes(schema)
+    )
+    return (schema if combined else process_for_additional_properties(schema)) | {"x-guidance": OPTIONS}
 
 
 def _lean(tag: Any) -> Any:
@@ -99,74 +85,71 @@ def _lean(tag: Any) -> Any:
     }
 
 
-def _compiled(compile_grammar: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compile_grammar)
-    def run(self: Any, kind: StructuredOutputOptions, spec: str, stop_token_ids: set[int] | None = None) -> Any:
-        if kind == StructuredOutputOptions.STRUCTURAL_TAG:
-            if "shm_tags" not in self.__dict__:
-                self.shm_tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
-            grammar = self.shm_tags.compile_grammar(kind, spec, stop_token_ids)
+class FormBackend(GuidanceBackend):
+    """In the engine's core. vLLM has one backend for all requests."""
+
+    @functools.cached_property
+    def _tags(self) -> XgrammarBackend:
+        return XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
+    ) -> Any:
+        if request_type == StructuredOutputOptions.STRUCTURAL_TAG:
+            grammar = self._tags.compile_grammar(request_type, grammar_spec, stop_token_ids)
+            length = self.vocab_size
         else:  # it keeps the form in an attribute, which another thread would overwrite
-            grammar = compile_grammar(copy.copy(self), kind, spec, stop_token_ids)
+            grammar = GuidanceBackend.compile_grammar(copy.copy(self), request_type, grammar_spec, stop_token_ids)
+            length = self.ll_tokenizer.vocab_size
+        bounded = BoundedGrammar(grammar, length)
         mask = self.allocate_token_bitmask(1)
-        grammar.fill_bitmask(mask, 0)
+        bounded.fill_bitmask(mask, 0)
         matcher = getattr(grammar, "ll_matcher", None)
         if not mask.any() or (matcher is not None and matcher.is_error()):
             raise ValueError("the grammar allows no first token")
-        return grammar
+        return bounded
 
-    return run
-
-
-def _filled(fill: Callable[..., None]) -> Callable[..., None]:
-    """Masks as long as the model's vocabulary, where the tokenizer has a longer one: the engine ends at others."""
-
-    @functools.wraps(fill)
-    def run(self: Any, bitmask: torch.Tensor, idx: int) -> None:
-        own = xgrammar.allocate_token_bitmask(1, self.ll_tokenizer.vocab_size)
-        fill(self, own, 0)
-        bitmask[idx] = own[0, : bitmask.shape[1]]
-
-    return run
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """As long as the model's vocabulary, and not page-locked: llguidance would open a CUDA context of 0.5 GB in a
+        core that has none."""
+        return xgrammar.allocate_token_bitmask(max_num_seqs, self.vocab_size)
 
 
-def _enforced(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls that a client demands ("required", or a function by name) have arguments of their schema: vLLM enforces
-    that for `strict` tools alone, and a small model that had to call `get_weather(city)` wrote schemas."""
+class BoundedGrammar:
+    """A grammar that accepts no token, which ends its request, once it has taken too long. length: of the vocabulary
+    that its masks are made for; a tokenizer may have a longer one than the model."""
 
-    @functools.wraps(resolve)
-    def run(tools: Any, tool_choice: Any, strict_level: ToolStrictLevel) -> Any:
-        demanded = tool_choice not in ("auto", "none", None)
-        return resolve(tools, tool_choice, ToolStrictLevel.PARAMETER if demanded else strict_level)
+    def __init__(self, grammar: StructuredOutputGrammar, length: int) -> None:
+        self._grammar, self._length, self._beyond_s = grammar, length, 0.0
 
-    return run
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        with self._timed(ACCEPT_S):
+            accepted = self._grammar.accept_tokens(request_id, tokens)
+        return accepted and self._beyond_s <= MOST_BEYOND_S
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        with self._timed(MASK_S):
+            own = xgrammar.allocate_token_bitmask(1, self._length)
+            self._grammar.fill_bitmask(own, 0)
+            bitmask[batch_index] = own[0, : bitmask.shape[1]]
+
+    @contextmanager
+    def _timed(self, allowed_s: float) -> Iterator[None]:
+        began_s = time.thread_time()
+        yield
+        self._beyond_s += max(0.0, time.thread_time() - began_s - allowed_s)
 
 
-def _cheap(supports: Callable[..., bool]) -> Callable[..., bool]:
+def _cheap(supports: Callable[[StructuredOutputsParams], bool]) -> Callable[[StructuredOutputsParams], bool]:
     """Whether xgrammar follows an answer's form, as an alternative to calls of strict tools; else vLLM gives the form
     alone to llguidance, and the model calls no tool."""
 
     @functools.wraps(supports)
-    def run(form: Any) -> bool:
+    def run(form: StructuredOutputsParams) -> bool:
         schema = json.loads(form.json) if isinstance(form.json, str) else form.json
         return form.regex is None and without(NOT_IN_TOOLS, schema) == schema and supports(form)
-
-    return run
-
-
-def _refused(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """A request that its grammar ended gets 400, where vLLM answers 500."""
-
-    async def or_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        async with aclosing(outputs):
-            async for output in outputs:
-                if any(one.finish_reason == "error" for one in output.outputs):
-                    raise VLLMValidationError(UNFOLLOWED)
-                yield output
-
-    @functools.wraps(generate)
-    def run(self: AsyncLLM, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = generate(self, prompt, sampling_params, *args, **kwargs)
-        return outputs if sampling_params.structured_outputs is None else or_refused(outputs)
 
     return run

@@ -1,5 +1,5 @@
-"""Contains everything that plugs into vLLM or changes it: arguments, workers, load format, patches.
+"""Contains everything that plugs into vLLM or changes it: arguments, front end, workers, load format, patches.
 
 Never: Decides for the box.
-Begin with plugin.py, worker.py, patches.py.
+Begin with frontend.py, worker.py, patches.py.
 """

@@ -15,6 +15,7 @@ from serve.core.spec import ReplicaSpec
 from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
+EXECUTOR = "serve.vllm.executor.ShmExecutor"
 CPU_WORKER, GPU_WORKER = "serve.vllm.cpu_worker.ShmCPUWorker", "serve.vllm.worker.ShmGPUWorker"
 CPU_PROMPT_TOKENS = 256
 """Tokens of one prompt in a step on the CPU, where each takes milliseconds: streams wait for the step."""
@@ -44,6 +45,7 @@ def engine_arguments(
         "--fingerprint-value": spec.version,
         "--scheduling-policy": "priority",  # the gateway gives each request its number
         "--structured-outputs-config.backend": "guidance",  # serve.forms.grammars
+        "--structured-outputs-config.disable_any_whitespace": "true",  # so that no answer pads itself to its limit
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]
@@ -56,8 +58,7 @@ def engine_arguments(
         # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
     if spec.tensor_parallel > 1:
-        # Inside a placement group vLLM would start Ray actors of its own.
-        args += ["--distributed-executor-backend", "mp"]
+        args += ["--distributed-executor-backend", EXECUTOR]
     if spec.max_model_len is not None:
         args += ["--max-model-len", str(spec.max_model_len)]
     if spec.adapter_slots:

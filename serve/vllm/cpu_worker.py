@@ -31,6 +31,9 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
     """Set with `--worker-cls`, because vLLM lets an extension class add methods but not replace them."""
 
     def init_device(self) -> None:
+        folder, _, name = self.distributed_init_method.rpartition("/")
+        if folder.startswith("file://"):  # vLLM's collectives name their segments by this file
+            self.distributed_init_method = f"{folder}/{self.segment_prefix}{name}"
         # Make torch 2.13 replace the pool of threads that this fork inherited. It does so without a lock, and a thread
         # that computes meanwhile fails with "Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc).
         torch._C.set_num_threads(torch.get_num_threads())

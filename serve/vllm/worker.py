@@ -4,19 +4,26 @@ sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
+from runtime.processes import numa
+from runtime.processes.kernel import die_with_parent
 from serve.core.errors import VersionError
 from serve.load.loader import VersionLoader
-from serve.vllm.deaths import leaving_word
+from serve.vllm.deaths import OUT_OF_STEP
 from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
 from serve.vllm.profiled_steps import ProfiledSteps
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
+
+log = logging.getLogger(__name__)
 
 
 class ShmWorker(Worker):
@@ -24,14 +31,27 @@ class ShmWorker(Worker):
 
     shm_loader: VersionLoader
     shm_profile: ProfiledSteps | None = None
+    numa_nodes: Sequence[int | None] = ()
+    """Of each worker's device (vLLM's --numa-bind starts processes anew, these are forked)."""
+    segment_prefix = ""
+    """Of the names of segments in /dev/shm, by which its supervisor finds them after a crash. The engine sets both
+    before it forks its core."""
 
     def init_device(self) -> None:
-        with leaving_word():
-            super().init_device()
+        die_with_parent()  # the core's end is noticed by a pipe that its workers hold too
+        numa.bind(self.numa_nodes[self.local_rank :][:1])
+        super().init_device()
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        with ending_out_of_step(self.rank):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with ending_out_of_step(self.rank):
+            return super().sample_tokens(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with leaving_word():
-            super().load_model(*args, **kwargs)
+        super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         self.shm_loader = VersionLoader(
             model,
@@ -118,6 +138,20 @@ class ShmGPUWorker(ShmWorker):
         if tags is None or "kv_cache" in tags:
             for cache in tensors_in(self.model_runner.kv_caches):
                 cache.zero_()
+
+
+@contextmanager
+def ending_out_of_step(rank: int) -> Iterator[None]:
+    """End a worker that fails in a step to which another one replies. vLLM only logs such an error, and the one that
+    replies waits for it in a collective until vLLM gives up after five minutes (vllm#23985)."""
+    try:
+        yield
+    except Exception:
+        if rank == 0:  # its error is the reply
+            raise
+        log.exception("worker %d fails in a step, and ends: others would wait for it", rank)
+        logging.shutdown()
+        os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

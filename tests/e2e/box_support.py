@@ -293,9 +293,8 @@ def said_to_strangers(address: str, port: int) -> str:
             one.settimeout(2)
             one.sendall(b"POST /get_runtime_envs_info HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
             said.append(one.recv(4096))
-    # A TLS alert; "who are you?" and "what is that?" of Ray's one HTTP server, its runtime environment agent; and the
-    # enrolment of nodes, to which everybody may speak.
-    refusals = (b"\x15\x03", b"HTTP/1.1 401", b"HTTP/1.0 400", b'{"error": "unreadable"}')
+    # A TLS alert; "who are you?" and "what is that?" of Ray's one HTTP server, its runtime environment agent.
+    refusals = (b"\x15\x03", b"HTTP/1.1 401", b"HTTP/1.0 400")
     return " ".join(repr(answer) for answer in said if answer and not answer.startswith(refusals))
 
 

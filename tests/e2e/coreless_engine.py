@@ -146,14 +146,15 @@ async def application(spec: Any, seed: int = 1) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
 
-    from serve.api.answer_version import AnswerVersions
+    from serve.api.answers import Answers
+    from serve.api.application import set_up
     from serve.engine.main import PARSER
     from serve.load.version_check import read_chat_template, read_config
-    from serve.vllm import deaths, patches, plugin
+    from serve.vllm import patches, plugin
     from serve.vllm.arguments import engine_arguments, engine_environment
+    from serve.vllm.frontend import Frontend
 
     os.environ.update(engine_environment(spec, 64))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
@@ -161,18 +162,19 @@ async def application(spec: Any, seed: int = 1) -> Any:
     options = PARSER.parse_args(
         engine_arguments(spec, read_config(spec.version_path), read_chat_template(spec.version_path))
     )
-    patches.apply(spec.kind, eager=True, segment_prefix=spec.segment_prefix, core_death=deaths.CoreDeath(print))
+    patches.apply(spec.kind, eager=True, segment_prefix=spec.segment_prefix)
     plugin.register()
     tasks = ("embed",) if spec.task == "embed" else ("generate",)
     config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
     EngineCoreClient.make_async_mp_client = staticmethod(lambda vllm_config, **_: NoCore(vllm_config, tasks, seed))
-    llm = AsyncLLM(vllm_config=config, executor_class=object, log_stats=False, log_requests=False)
+    llm = Frontend(vllm_config=config, executor_class=object, log_stats=False, log_requests=False)
     app = build_app(options, tasks, llm.model_config)
     await init_app_state(llm, app.state, options, tasks)
+    set_up(app)
     app.state.server = SimpleNamespace(should_exit=False)
     app.state.core = llm.engine_core
     app.state.revive = lambda: setattr(llm, "output_handler", None)
-    return AnswerVersions(app)
+    return Answers(app, lambda: spec.version)
 
 
 def spec(root: Path, task: str) -> Any:

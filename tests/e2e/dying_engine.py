@@ -26,7 +26,7 @@ WORKER = {
     "makes the cache": "initialize_from_config",
     "warms up": "compile_or_warm_up_model",
 }
-CORE = ("between its first message and the monitor", "fingerprint", "while the application is built")
+CORE = ("fingerprint", "while the application is built")
 PHASES = (*FRONTEND, *WORKER, *CORE)
 PLAN, DIED_AT = "dies.json", "died.at"
 
@@ -54,7 +54,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         setattr(owner, name, run)
 
     from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.engine.core_client import MPClient
 
     from serve.vllm.cpu_worker import ShmCPUWorker
 
@@ -68,10 +67,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         dies_in(ShmCPUWorker, WORKER[phase])
     elif phase == "fingerprint":
         dies_in(EngineCoreProc, "preprocess_add_request")
-    elif phase == "while the application is built":
+    else:
         dies_in(engine, "build_app", lambda: die(multiprocessing.active_children()[0].pid))
-    else:  # the core has told the handshake, and its first message is to come
-        dies_in(EngineCoreProc, "run_busy_loop")
-        monitor = MPClient.start_engine_core_monitor
-        MPClient.start_engine_core_monitor = lambda self: time.sleep(1.0) or monitor(self)
     return engine.main(lifeline, args)

@@ -122,14 +122,13 @@ class OtherMachine(WholeBox):
                     os.kill(pid, sig)
         self.process.wait(60)
 
-    def join(self, head: str, *shown: str, devices: int = 2) -> None:
+    def join(self, invitation: Path, *, devices: int = 2) -> None:
         # From a folder with a package called like one of ours, as a person may well be in.
         (self.data_dir / "cwd" / "train").mkdir(parents=True, exist_ok=True)
         (self.data_dir / "cwd" / "train" / "__init__.py").write_text("raise ImportError('the wrong one')")
-        how = ["--name", "n1", "--address", self.address, "--devices", str(devices)]
         with open(self.data_dir / "join.log", "ab") as log:
             self.process = subprocess.Popen(
-                [*self._inside, COMMAND, "join", head, *how, *shown],
+                [*self._inside, COMMAND, "join", str(invitation), "--devices", str(devices)],
                 stdout=log,
                 stderr=log,
                 env=self.environment(),
@@ -161,8 +160,11 @@ def deploy_tiny(home: WholeBox) -> None:
     wait_for(lambda: places(home), "an engine at home", 600)
 
 
-def with_token(home: WholeBox) -> tuple[str, str]:
-    return "--token", home.ask("node", "token")["token"]
+def invited(home: WholeBox, address: str, name: str = "n1") -> Path:
+    """An invitation for a machine at this address."""
+    file = home.data_dir.parent / f"{name}.json"
+    file.write_text(home.run("node", "invite", name, address))
+    return file
 
 
 def devices(home: WholeBox) -> list[str]:

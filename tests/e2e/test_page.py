@@ -26,6 +26,7 @@ from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
 from tests.e2e import page_pictures, page_rows
 from tests.front.box import MODEL, Front, free_port, running_front
+from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import insert_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
@@ -655,7 +656,7 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> 
 def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
     assert front.context is not None
     trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2, "next_try_s": None}
-    front.context.main_troubles = lambda: [trouble]
+    change(front.context, main_troubles=lambda: [trouble])
     page = visit(viewport={"width": 360, "height": 740})
     page.get_by_text("gateway failed 2 times").wait_for()
     links = page.get_by_role("navigation").get_by_role("link")

@@ -142,7 +142,6 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.pooling.embed import protocol as embed
     from vllm.exceptions import VLLMError
 
     from appliance.gateway.core.config import Limits
@@ -151,14 +150,14 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
     from appliance.gateway.requests.fields import FIELDS
     from appliance.gateway.requests.request_check import check_body
     from serve.api import request_faults
+    from serve.api.application import EmbeddingBody
 
-    request_faults.apply()
     models = {
         "chat.completions": ChatCompletionRequest,
         "completions": CompletionRequest,
         "responses": ResponsesRequest,
         "messages": AnthropicMessagesRequest,
-        "embeddings": embed.EmbeddingRequest,
+        "embeddings": EmbeddingBody,
     }
     tried, passed = 0, 0
     for route, model in models.items():
@@ -181,7 +180,7 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
                     yield f"{route}: {what} passes the gateway and is {error!r}", False
     tokens = {"model": "m", "input": [1] * 100_000}
     began_s = time.monotonic()
-    TypeAdapter(embed.EmbeddingRequest).validate_python(tokens)
+    TypeAdapter(EmbeddingBody).validate_python(tokens)
     yield "tokens are not read as messages, too", time.monotonic() - began_s < 1
     yield (
         f"of {tried} bodies {passed} passed the gateway: the scan looks at something",

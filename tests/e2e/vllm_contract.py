@@ -32,14 +32,13 @@ def _claims(every: int):
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
-    from vllm.parser import abstract_parser
-    from vllm.tool_parsers import structural_tag_registry
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import core
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -50,14 +49,23 @@ def _claims(every: int):
     def has(owner: object, *names: str):
         return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
 
-    yield from has(engine_utils, "get_mp_context")
-    yield from has(multiproc_executor, "get_mp_context", "WorkerProc")
-    yield from has(multiproc_executor.WorkerProc, "worker_main", "_execute_worker_rpc")
+    yield from has(multiproc_executor.MultiprocExecutor, "_ensure_worker_termination", "collective_rpc")
     yield (
-        "a worker is told its place by name",
-        '"local_rank": local_rank' in inspect.getsource(multiproc_executor.WorkerProc.make_worker_process),
+        "failures of a core and its workers are logged in these words",
+        all(
+            words in inspect.getsource(module)
+            for module, words in (
+                (core, 'logger.exception("EngineCore failed to start.")'),
+                (core, 'logger.exception("EngineCore encountered a fatal error.")'),
+                (multiproc_executor, 'logger.exception("WorkerProc failed to start.")'),
+            )
+        ),
     )
-    yield from has(EngineCoreProc, "run_engine_core")
+    yield (
+        "a front end that waits for its core has it in this variable",
+        "launch.engine_manager.finished_procs()" in inspect.getsource(engine_utils.wait_for_engine_startup),
+    )
+    yield from has(InputProcessor, "process_inputs", "_validate_params")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
     yield from has(_LazyRegisteredModel, "load_model_cls")
@@ -66,7 +74,6 @@ def _claims(every: int):
         AsyncLLM,
         "add_request",
         "is_paused",
-        "update_weight_version",
         "resume_generation",
         "collective_rpc",
         "sleep",
@@ -94,8 +101,6 @@ def _claims(every: int):
         "block hashes start from cache_salt",
         "request.cache_salt" in inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys),
     )
-    yield from has(EngineCore, "preprocess_add_request", "_attach_weight_version", "get_weight_version")
-    yield "versions of tokens are kept", "weight_version_starts" in inspect.getsource(RequestState.track_weight_version)
     yield (
         "an answer reads its fingerprint when it ends",
         "self.system_fingerprint" in inspect.getsource(OpenAIServingCompletion),
@@ -135,13 +140,6 @@ def _claims(every: int):
     yield from union_scan.scan(every)
     yield from _steps_bounded(has)
     yield from _forms_followed()
-    resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
-    yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
-    yield (
-        "both modules ask it by their own name for it",
-        "resolve_tool_strictness(" in inspect.getsource(abstract_parser)
-        and "resolve_tool_strictness(" in inspect.getsource(structural_tag_registry.get_model_structural_tag),
-    )
     yield "one OpenMP thread", torch.get_num_threads() == 1
 
 
@@ -184,20 +182,20 @@ def _steps_bounded(has: Any):
 
 
 def _forms_followed():
-    """What serve.forms.grammars replaces is asked by these names."""
+    """What serve.forms.grammars replaces is called by these names."""
     from vllm.parser import abstract_parser
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
+    from vllm.v1.structured_output import StructuredOutputManager
 
     check = inspect.getsource(SamplingParams._validate_structured_outputs)
     yield "a form is checked by a function of llguidance's backend", "validate_guidance_grammar(" in check
+    made = inspect.getsource(StructuredOutputManager.grammar_init)
+    yield "the backend is made by this name", "self.backend = GuidanceBackend(" in made
     yield (
         "grammars are compiled beside the engine's steps",
         "self.executor.submit(self._create_grammar, request)"
         in inspect.getsource(StructuredOutputManager.grammar_init),
     )
-    compiled = inspect.getsource(inspect.unwrap(backend_guidance.GuidanceBackend.compile_grammar))
-    yield "forms are written for llguidance by this function", "serialize_guidance_grammar(" in compiled
     beside = inspect.getsource(abstract_parser.DelegatingParser._apply_structural_tag)
     yield "a form beside strict tools is judged by this function", "_xgrammar_supports(structured_outputs)" in beside
 

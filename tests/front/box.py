@@ -23,19 +23,18 @@ import uvicorn
 import uvloop
 
 from appliance.controller.app import create_app
-from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.http.peers import FromGateways
-from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.records import keys
-from appliance.wiring.model_work import LibraryOps
 from tests.front.engine import CannedEngine, Counts
-from tests.simulator.control_plane import SimulatedModelOps, simulated_context
+from tests.simulator.control_plane import SimulatedModelOps, change, simulated_context
 from tests.unit.controller.conftest import insert_model
 
 ROOT = Path(__file__).parents[2]
@@ -191,9 +190,8 @@ def running_front(
             front = Front(folder, key, port)
             context = simulated_context(folder, db, **(controller or {}))
             if imports:
-                context.model_ops = ImportingOps(folder / "models", context.opening)
-            bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=first_generation(db))
-            context.key_sink, context.load = bus, bus.load
+                change(context, model_ops=ImportingOps(folder / "models", context.opening))
+            bus = context.bus
             loop = asyncio.get_running_loop()
             front._loop, front._bus, front.context = loop, bus, context
             context.publish_keys()

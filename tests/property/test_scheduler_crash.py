@@ -137,7 +137,7 @@ class Run:
     async def _life(self, effects: FakeEffects) -> None:
         journal = _JournalOf(effects, self.journal)
         clock = virtual_time.VirtualClock()
-        loop = SchedulerLoop(clock, CONFIG).connect(effects, self.store, journal)
+        loop = SchedulerLoop(effects, self.store, journal, clock=clock, config=CONFIG)
         task = asyncio.create_task(loop.run())
         try:
             while self.at < len(self.scenario.script):

@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.effects = FakeEffects(self.world, self.hook)
-        self.loop = SchedulerLoop(VirtualClock(), CONFIG).connect(self.effects, self.store, self.journal)
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=VirtualClock(), config=CONFIG)
         self.task = self.aio.create_task(self.loop.run())
 
     def hook(self, when: str, verb: str, target: str) -> None:

@@ -8,17 +8,28 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import orjson
 
+from appliance.controller.access.disk import Disk
+from appliance.controller.access.quotas import Quotas
+from appliance.controller.access.spending import Spending
 from appliance.controller.bus.asking import Asking
+from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices.cordons import CORDONED
+from appliance.controller.context.tasks import Tasks
+from appliance.controller.devices.cordons import cordoned
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.saying import Saying
+from appliance.controller.grading.teaching import Teaching
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.ports import (
+from appliance.controller.interfaces.records import (
     AdapterBase,
     AdapterFound,
     BatchCapacity,
@@ -30,16 +41,17 @@ from appliance.controller.interfaces.ports import (
     Report,
     VersionPaths,
 )
-from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import box, handovers
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
+from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
 from serve.core.config import EngineConfig
+from train.graders.hosts import GraderHosts
 
 
 class SimulatedScheduler:
@@ -76,10 +88,10 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
-        cordoned = box.get(self._db, CORDONED, [])
+        out_of_use = cordoned(self._db)
         for device in self.devices:  # what the next round of the loop shows
             if device["health"] in ("ok", "draining"):
-                device["health"] = "draining" if device["id"] in cordoned else "ok"
+                device["health"] = "draining" if device["id"] in out_of_use else "ok"
 
     def reset_failures(self, model: str) -> None:
         self.failures_reset.append(model)
@@ -113,20 +125,19 @@ class SimulatedScheduler:
             "plan_s": 0.001,
         }
 
-    async def set_mode(self, mode: Mode) -> str | None:
+    async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
         handover_id = new_id("ho_")
         handovers.insert(
             self._db,
             HandoverRow(handover_id, f"mode {mode.policy}", "running", time.time()),
             [HandoverStepRow(handover_id, 0, "drain_replica", "r1-0", "running", started_s=time.time())],
         )
-        return handover_id
-
-    async def wait_handover(self, handover_id: str) -> None:
-        if self.hang:
+        if wait and self.hang:
             await asyncio.Event().wait()
-        handovers.update_step(self._db, handover_id, 0, state="done", ended_s=time.time())
-        handovers.update(self._db, handover_id, state="done", ended_s=time.time())
+        if wait:
+            handovers.update_step(self._db, handover_id, 0, state="done", ended_s=time.time())
+            handovers.update(self._db, handover_id, state="done", ended_s=time.time())
+        return handover_id
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         if self.swap_error:
@@ -325,24 +336,6 @@ class SimulatedEngines:
         await asyncio.sleep(min(timeout_s, 0.005))
 
 
-class RecordingKeySink:
-    """What the gateways would know."""
-
-    def __init__(self) -> None:
-        self.keys: dict[str, dict[str, Any]] = {}
-
-    table_bytes = 0
-
-    def bytes_of(self, owner: str, names: Collection[str]) -> int:
-        return 0
-
-    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
-        self.keys = keys
-
-    async def caught_up(self) -> None:
-        pass
-
-
 class AcceptingCheck:
     """Takes all settings but those in `refuses`."""
 
@@ -359,7 +352,7 @@ class SimulatedNodes:
     """Home, and one that does not answer."""
 
     async def poll(self) -> list[dict[str, Any]]:
-        there = {"leaves": False, "certificate_ends_s": None, "memory_bytes": 64 * 2**30}
+        there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
         free = [{"memory_available_bytes": 48 * 2**30}, {"memory_available_bytes": None}]
@@ -376,25 +369,31 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     batches_dir, uploads_dir = folder / "batches", folder / "uploads"
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
-    scheduler, engines = SimulatedScheduler(db), SimulatedEngines()
+    settings, engines = ControllerConfig(**config), SimulatedEngines()
+    bus = Bus(folder / "bus.sock", settings, first_generation=1)
+    spending = Spending(db, bus)
+    stands_in: dict[str, Any] = {
+        "scheduler": SimulatedScheduler(db),
+        "routing": SimpleNamespace(open_engines=dict, models_changed=lambda: None),
+        "sizes": EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
+        "settings_check": AcceptingCheck(),
+        "asking": engines.asking,
+        "sampling_engines": engines,
+        "model_ops": SimulatedModelOps(),
+        "tiers": SimulatedTiers(),
+        "nodes": SimulatedNodes(),
+        "health": SimpleNamespace(newest=dict),
+        "power": SimpleNamespace(status=dict),
+        "doctor": SimpleNamespace(look=nothing_found),
+    }
     return ControllerContext(
-        doctor=nothing_found,
         db=db,
+        tasks=Tasks(db),
+        config=settings,
         files_dir=files_dir,
         jobs_dir=jobs_dir,
         batches_dir=batches_dir,
         uploads_dir=uploads_dir,
-        scheduler=scheduler,  # type: ignore[arg-type]
-        model_ops=SimulatedModelOps(),
-        key_sink=RecordingKeySink(),
-        tiers=SimulatedTiers(),
-        asking=engines.asking,
-        sampling_engines=engines,
-        settings_check=AcceptingCheck(),
-        nodes=SimulatedNodes(),
-        opening=Opening(db),
-        sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
-        config=ControllerConfig(**config),
         box={
             "id": "0123abcd",
             "version": "0.1.0",
@@ -402,4 +401,33 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
             "public_url": "http://127.0.0.1:8000",
             "data_dir": str(folder),
         },
+        background=BackgroundTasks(),
+        bus=bus,
+        spending=spending,
+        quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes), bus),
+        graders=GraderHosts(),
+        opening=Opening(db),
+        main_troubles=list,
+        last_backup=lambda: None,
+        **stands_in,
     )
+
+
+def change(context: ControllerContext, **values: Any) -> None:
+    """Put these in place of what a context was built with; its parts keep what they have."""
+    for name, value in values.items():
+        object.__setattr__(context, name, value)
+
+
+Answering = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def grading_of(context: ControllerContext) -> Answering:
+    """What grades rollouts."""
+    answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)
+    return RolloutGrading(context.db, context.graders, answers, saying).grade
+
+
+def teaching_of(context: ControllerContext) -> Answering:
+    """What asks the teacher of a distillation job."""
+    return Teaching(context.db, ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)).teach

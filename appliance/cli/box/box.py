@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
@@ -89,87 +88,28 @@ def up(
 
 @app.command(
     epilog=examples(
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token -     asks for the token",
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --renew     with another one for that",
+        "appliance join n1.json",
+        "appliance join n1.json --data-dir /srv/node --devices 4",
         "",
-        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node token`.",
-        "All that nodes say to each other is encrypted, and each shows the certificate that it got for its token.",
+        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node invite`.",
+        "All that nodes say to each other is encrypted, and each shows the certificate of its invitation.",
         "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
     )
 )
 def join(
-    ctx: typer.Context,
-    head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
-    name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
-    address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
-    token: Annotated[
-        str | None,
-        typer.Option(
-            "--token",
-            metavar="-",
-            envvar="APPLIANCE_JOIN_TOKEN",
-            help="What `appliance node token` on the box printed. -: it is asked for, or read from stdin. Written out "
-            "here every user of this machine can read it, and join in its place.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="A file with it, or a copy of <data dir>/ray.token of the box.",
-        ),
-    ] = None,
+    invitation: Annotated[
+        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="What `appliance node invite` printed.")
+    ],
     data_dir: DATA_DIR = None,
     devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Replace this node's key and certificate first.")] = False,
 ) -> None:
     """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
-    if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
-        raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
-    if not re.fullmatch(r".+:[0-9]{1,5}", head):
-        raise BadUsage(f"the box's address is {head!r}; expected HOST:PORT, its node_address and node_port")
-    settings = resolved(None, data_dir=data_dir, devices=_devices(devices), node_address=address)
-    if token is not None and token_file is not None:
-        raise BadUsage("--token and --token-file say the same thing; give one of them")
-    if renew and (token is not None or token_file is not None):
-        raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
-    if token is not None:
-        if token == "-":
-            token = _asked_for()
-        elif (source := ctx.get_parameter_source("token")) is not None and source.name == "COMMANDLINE":
-            output.say("note: every user of this machine can read this token, and join in its place: use --token -")
-        # In a file, because every user of this machine could read an argument.
-        token_file = _kept(Path(settings.box.data_dir), token)
+    settings = resolved(None, data_dir=data_dir, devices=_devices(devices))
     paths = BoxPaths.of(Path(settings.box.data_dir))
     paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(paths.config_file, settings.model_dump_json().encode())
     command = python("appliance.boot.node", "--config", str(paths.config_file))
-    token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
-    renew_option = ("--renew",) if renew else ()
-    os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])
-
-
-def _asked_for() -> str:
-    """The token, from whoever is at the terminal, without showing it, or from stdin. Raises BadUsage."""
-    from getpass import getpass  # fenced, for the time of `--help`
-
-    token = getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
-    if not token.strip():
-        raise BadUsage("no token was given: `appliance node token` on the box prints one")
-    return token.strip()
-
-
-def _kept(data_dir: Path, token: str) -> Path:
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = data_dir / "join.token"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    return path
+    os.execv(sys.executable, [*command, "--invitation", str(invitation.resolve())])
 
 
 @app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))

@@ -14,7 +14,6 @@ from appliance.cli.errors import BadUsage, CommandFailed
 
 PATH = "/admin/v1/forget"
 _WAIT_S, _PAUSE_S = 600.0, 1.0
-_SHOWN = 20
 
 app = group("Forget a person: their keys, files, responses and their name.")
 
@@ -26,8 +25,7 @@ app = group("Forget a person: their keys, files, responses and their name.")
     "",
     "Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys",
     "are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;",
-    "--models deletes them too, in every tier. Texts that have the name as a part (a kept model, another's",
-    "key) are named.",
+    "--models deletes them too, in every tier. Names of models stay, in usage too.",
 )
 def forget(
     session: Session,
@@ -67,8 +65,4 @@ def _there(answer: dict[str, Any], models: bool) -> str:
     if answer["models"]:
         fate = ("deleted" if done else "to be deleted") if models else "kept; --models deletes them"
         lines.append(f"models trained on their files ({fate}): {', '.join(answer['models'])}")
-    if answer.get("mentions"):
-        named = answer["mentions"]
-        more = f", and {len(named) - _SHOWN} more (-o json has all)" if len(named) > _SHOWN else ""
-        lines.append(f"the name is still a part of: {', '.join(named[:_SHOWN])}{more}")
     return "\n".join(map(formats.printable, lines))

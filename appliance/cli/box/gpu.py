@@ -62,16 +62,6 @@ def forget(
     session.show(session.client.delete(f"/admin/v1/nodes/{segment(node)}"), _forgotten)
 
 
-@box_command(app, "appliance gpu limits", "appliance gpu limits --measure     on a quiet box")
-def limits(
-    session: Session,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure again, now.")] = False,
-) -> None:
-    """Show how fast the hardware copies, measured when the box first started. Hand-overs are compared with it."""
-    path = "/admin/v1/limits"
-    session.show(session.client.post(f"{path}/measure") if measure else session.client.get(path), _limits)
-
-
 def holder(device: dict[str, Any]) -> str:
     held = device.get("holder")
     return f"{held['kind']} {held['id']}" if held else "-"
@@ -96,17 +86,6 @@ def _until_free(session: Session, device_id: str, device: dict[str, Any], timeou
             answer = patience.get(session, "/admin/v1/devices")
             device = next((d for d in answer["data"] if d["id"] == device_id), device) if answer else device
     return device
-
-
-def _limits(answer: dict[str, Any]) -> Any:
-    def rate(bytes_per_s: float | None) -> str:
-        return "-" if bytes_per_s is None else f"{formats.size(bytes_per_s)}/s"
-
-    return output.fields(
-        ("host memory", rate(answer["memcpy_bytes_per_s"])),
-        ("host to one GPU", rate(answer["host_to_device_bytes_per_s"])),
-        ("measured", formats.moment(answer["measured_s"])),
-    )
 
 
 def _forgotten(answer: dict[str, Any]) -> str:

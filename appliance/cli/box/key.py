@@ -176,7 +176,7 @@ def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help
     """List keys by name, scopes and first characters. Only its owner knows the key itself.
 
     ASKED: the last hour in which it asked a model; reads and scrapes are not counted."""
-    answer = session.client.get("/admin/v1/keys")
+    answer = session.client.listed("/admin/v1/keys")
     shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]
     session.show({**answer, "data": shown}, _table)
 

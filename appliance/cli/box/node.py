@@ -1,41 +1,43 @@
-"""`appliance node`: the machines of the box; letting others join, and taking one out."""
+"""`appliance node`: the machines of the box; inviting others, and taking one out."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import stat
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
+from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import BoxFile
-from appliance.cli.own_process import said_by
+from appliance.cli.own_process import look_for_all
 
-app = group("Nodes: the machines of the box, tokens with which others may join, and taking one out.")
+app = group("Nodes: the machines of the box, invitations for others, and taking one out.")
 
 
 @app.command(
     epilog=examples(
-        "appliance node token",
-        "appliance node token --minutes 60",
+        "appliance node invite n1 10.0.0.6 > n1.json      then, on that machine: appliance join n1.json",
         "",
-        "For the user who runs the box, on its machine. Whoever has the token can make one machine a node, once.",
+        "For the user who runs the box, on its machine. Whoever has the file can join as that machine: it is for the",
+        "eyes of its owner alone. The same file serves each time that the machine joins.",
     )
 )
-def token(
+def invite(
+    node: Annotated[str, typer.Argument(metavar="NAME", help="Its devices are then called NAME/0, NAME/1, ...")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Its own on the network of the nodes.")],
     data_dir: DATA_DIR = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, max=1440, help="How long it is good for.")] = 15,
-    output_format: OUTPUT = "table",
 ) -> None:
-    """Print a token with which one machine can join, once."""
-    given = _box(data_dir, "--life-s", str(minutes * 60))
-    if output_format == "json":
-        output.print_json({"token": given, "minutes": minutes})
-    else:
-        print(given)
-        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token -"
-        output.say(f"good for {minutes:g} minutes, once: {join}, which asks for it")
+    """Print an invitation, with which one machine can join."""
+    if sys.stdout.isatty():
+        raise BadUsage(f"an invitation has secrets; write it to a file: appliance node invite {node} {address} > FILE")
+    invitation = _box(data_dir, "invite", node, address)
+    if stat.S_ISREG(os.fstat(1).st_mode):
+        os.fchmod(1, 0o600)  # the shell made the file, for others to read
+    print(invitation.text())
 
 
 @box_command(app, "appliance node list", "appliance node list -o json", name="list")
@@ -46,7 +48,7 @@ def list_nodes(session: Session) -> None:
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("NODE", "ADDRESS", ">DEVICES", ">ANSWERS IN", ">MEMORY LEFT", "CERTIFICATE UNTIL", "STATE"),
+        ("NODE", "ADDRESS", ">DEVICES", ">ANSWERS IN", ">MEMORY LEFT", "STATE"),
         (
             (
                 node["id"],
@@ -54,7 +56,6 @@ def _table(answer: dict[str, Any]) -> Any:
                 len(node["devices"]),
                 "no answer" if node["answered_s"] is None else formats.duration(node["answered_s"]),
                 _memory(node),
-                formats.moment(node["certificate_ends_s"]),
                 "leaves" if node["leaves"] else "home" if node["home"] else "",
             )
             for node in answer["data"]
@@ -82,19 +83,21 @@ def remove(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """Take a node out of the box at once: its tunnels close, its Ray ends, and ray.token enrols no more nodes."""
-    others = _box(data_dir, "--remove", node).split()
+    """Take a node out of the box at once: its Ray ends, and again whenever it joins, until it is invited again."""
+    _box(data_dir, "remove", node)
     if output_format == "json":
-        output.print_json({"id": node, "removed": True, "certified": others})
-        return
-    output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
-    if others:
-        # It had ray.token, with which it could get certificates for other names as long as no node was removed.
-        output.say(f"certificates were given to {', '.join(others)} too: remove those that are no nodes of yours")
+        output.print_json({"id": node, "removed": True})
+    else:
+        output.say(f"{node} is removed; `appliance node invite` lets a machine of this name join again")
 
 
-def _box(data_dir: Path | None, *options: str) -> str:
-    """What the box on this data directory answers. Raises CommandFailed."""
-    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
-    where = ("--data-dir", str(BoxFile.read(data_dir).data_dir))
-    return said_by("appliance.nodes.enrolment", *where, *options).strip()
+def _box(data_dir: str | None, function: str, *arguments: str) -> Any:
+    """What this function of appliance.invitation returns for the box on this data directory. Raises CommandFailed."""
+    look_for_all()
+    from appliance import invitation  # fenced, for the time of `--help`
+    from appliance.paths import BoxPaths
+
+    try:
+        return getattr(invitation, function)(BoxPaths.of(BoxFile.read(data_dir).data_dir), *arguments)
+    except invitation.InvitationError as error:
+        raise CommandFailed(str(error)) from error

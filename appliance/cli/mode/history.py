@@ -18,16 +18,13 @@ app = group("How devices changed hands; `appliance mode` takes this command in."
     "appliance mode history",
     "appliance mode history 42                  one of them, with its details",
     "appliance mode history --limit 3 -o json",
-    "",
-    "OF LIMIT compares the rate at which bytes moved with what the hardware was measured to copy",
-    "(`appliance gpu limits`).",
 )
 def history(
     session: Session,
     handover: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many to show, the newest first.")] = 10,
 ) -> None:
-    """Show hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked."""
+    """Show hand-overs of devices, phase by phase: bytes, seconds, who asked."""
     if handover is not None:
         session.show(session.client.get(f"/admin/v1/handovers/{segment(handover)}"), _with_details)
         return
@@ -48,12 +45,11 @@ def handover_steps(handover: dict[str, Any]) -> Any:
             formats.duration(step["seconds"]),
             formats.size(step["bytes"]),
             _rate(step["bytes_per_s"]),
-            _share(step["limit_fraction"]),
             formats.or_dash(step["path"]),
         )
         for step in handover["steps"]
     ]
-    columns = ("  STEP", "TARGET", "STATE", ">TIME", ">BYTES", ">RATE", ">OF LIMIT", "PATH")
+    columns = ("  STEP", "TARGET", "STATE", ">TIME", ">BYTES", ">RATE", "PATH")
     return output.above(title, output.table(columns, rows, empty="  no steps"))
 
 
@@ -68,10 +64,6 @@ def _with_details(handover: dict[str, Any]) -> Any:
 
 def _rate(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{formats.size(bytes_per_s)}/s"
-
-
-def _share(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def _history(answer: dict[str, Any]) -> Any:

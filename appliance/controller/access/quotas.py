@@ -1,37 +1,27 @@
 """Limits what one owner may store and run at once: each kind of object is counted before another one is admitted.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
-limited. Uploads still arriving count as stored: of ten concurrent uploads none gets past the limit.
+limited. A file is checked when it is announced and, in the transaction that keeps it, once it has arrived.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 from appliance.controller.access.disk import Disk
+from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
-from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.upkeep import holdings
 
-Took = Callable[[int], None]
-
 
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
-        """table: the gateways' table, for its length."""
-        self._db, self._config, self.disk, self._table = db, config, disk, table
-        self._arriving_bytes: Counter[str] = Counter()
-        self._arriving: Counter[str] = Counter()
-        self._again: set[str] = set()  # owners with a file in transit that may be there already
-        self._reading: Counter[str] = Counter()
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
+        """bus: for the length of the gateways' table."""
+        self._db, self._config, self.disk, self._bus = db, config, disk, bus
         self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
 
     def bounds(self, key_id: str) -> OwnerBounds:
@@ -120,7 +110,7 @@ class Quotas:
 
         Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
         together fill it at most once more."""
-        key_id, table, full = _bounded(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
+        key_id, table, full = _bounded(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
         if key_id is None or table.table_bytes <= full:
             return
         owner, part = self._owner(key_id), full // max(1, keys.count_owners(self._db))
@@ -193,75 +183,13 @@ class Quotas:
 
     # --- bytes
 
-    @contextmanager
-    def receiving(self, caller: Principal, *, again: bool = False) -> Iterator[Took]:
-        """A file in transit: call the yielded function with the number of bytes received, before they are written.
-
-        again: the file may already exist. One such file of an owner at a time is received past his bounds; if it is new
-        after all, `check_arrived` refuses it."""
-        self.disk.check()
-        key_id = _bounded(caller)
-        if key_id is None:
-            yield self.disk.check
-            return
-        bounds, owner = self.bounds(key_id), self._owner(key_id)
-        again = again and owner not in self._again
-        if not again:
-            self._files(key_id, bounds)
-        mine = 0
-
-        def took(count: int) -> None:
-            nonlocal mine
-            self.disk.check(count)
-            if not again:
-                self._bytes(key_id, bounds, count)
-            mine += count
-            self._arriving_bytes[owner] += count
-
-        self._arriving[owner] += 1
-        if again:
-            self._again.add(owner)
-        try:
-            yield took
-        finally:
-            if again:
-                self._again.discard(owner)
-            self._arriving[owner] -= 1
-            self._arriving_bytes[owner] -= mine
-            if not self._arriving[owner]:
-                del self._arriving[owner], self._arriving_bytes[owner]
-
-    def check_arrived(self, caller: Principal) -> None:
-        """Checks one more file, which has arrived whole and still counts as arriving."""
+    def check_file(self, caller: Principal, size: int) -> None:
+        """Checks one more file."""
         if (key_id := _bounded(caller)) is None:
             return
         bounds = self.bounds(key_id)
-        self._files(key_id, bounds, arrived=1)
-        self._bytes(key_id, bounds, 0)
-
-    @contextmanager
-    def reading(self, caller: Principal) -> Iterator[None]:
-        """A file's content in transit. Each holds a descriptor and a connection for as long as its client takes."""
-        key_id = _bounded(caller)
-        if key_id is None:
-            yield
-            return
-        bounds, owner = self.bounds(key_id), self._owner(key_id)
-        _number(
-            "downloads",
-            "downloads under way",
-            self._reading[owner],
-            bounds.downloads,
-            "Wait for the end of one.",
-            retry=True,
-        )
-        self._reading[owner] += 1
-        try:
-            yield
-        finally:
-            self._reading[owner] -= 1
-            if not self._reading[owner]:
-                del self._reading[owner]
+        self._files(key_id, bounds)
+        self._bytes(key_id, bounds, size)
 
     def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
         """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
@@ -285,9 +213,9 @@ class Quotas:
     def _beyond(self, owner: str) -> int:
         return sum(size for whose, size in self._answers.values() if whose == owner)
 
-    def _files(self, key_id: str, bounds: OwnerBounds, arrived: int = 0) -> None:
-        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0] - arrived
-        _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
+    def _files(self, key_id: str, bounds: OwnerBounds) -> None:
+        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0]
+        _number("files", "files", there, bounds.files, "Delete some first.")
 
     def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
         used = self._used(key_id)
@@ -300,9 +228,8 @@ class Quotas:
 
     def _used(self, key_id: str) -> int:
         """Bytes of files."""
-        owner, there = self._owner(key_id), holdings.files(self._db, key_id)[1]
-        coming = 2 * holdings.uploads(self._db, key_id)[1] + self._arriving_bytes[owner]
-        return there + coming + self._beyond(owner)
+        there, coming = holdings.files(self._db, key_id)[1], holdings.uploads(self._db, key_id)[1]
+        return there + 2 * coming + self._beyond(self._owner(key_id))
 
     def _owner(self, key_id: str) -> str:
         row = keys.find(self._db, key_id)

@@ -6,10 +6,10 @@ import datetime
 import logging
 import shlex
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from appliance.controller.access.naming import is_printable
+from appliance.controller.bus.bus import Bus
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
@@ -31,14 +31,19 @@ and again."""
 
 
 class Spending:
-    """Handles the "usage" messages of the bus. `changed` republishes the keys when a quota was used up.
+    """Handles the "usage" messages of the bus, and publishes the keys.
 
     The gateways restart their counts from zero after sending: sums that cannot be written now (a full disk) are kept
     here until they can."""
 
-    def __init__(self, db: Database, changed: Callable[[], None]):
-        self._db, self._changed = db, changed
+    def __init__(self, db: Database, bus: Bus):
+        self._db, self._bus = db, bus
         self._unwritten: dict[tuple[str, ...], dict[str, Any]] = {}
+        bus.on_usage.append(self.take)
+
+    def publish_keys(self) -> None:
+        """Permissions or quotas of keys changed: the gateways get the keys of now."""
+        self._bus.keys_changed(key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
         """Raises ValueError for rows of another shape, before any is counted; sqlite3.Error when they cannot be written
@@ -72,7 +77,7 @@ class Spending:
         usage.add(self._db, rows, now_s)
         self._unwritten.clear()
         if any(self._spent(key, now_s) != was for key, was in before.items()):
-            self._changed()
+            self.publish_keys()
 
     def _spent(self, key_id: str, now_s: float) -> float | None:
         row = keys.find(self._db, key_id)

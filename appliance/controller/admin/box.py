@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -15,25 +16,23 @@ from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
-from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import copy_limit, energy_views, lost_nodes
+from appliance.controller.devices import energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.http.paging import After, RecentLimit, list_object
+from appliance.controller.http.paging import MOST, RECENT, list_object
 from appliance.controller.http.reading import Status, answer
+from appliance.controller.http.views import job_object, metrics_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
-from appliance.controller.jobs.wanted import unknown_job
+from appliance.controller.interfaces.records import SchedulerStatus
+from appliance.controller.jobs.wanted import JOBS
 from appliance.last_backup import LastBackup
-from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs
+from appliance.store.database import Database, Part
+from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
-
-_MOST_STEPS = 2000
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -42,17 +41,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
-        load, last = context.load(), context.last_backup()
+        load, last = context.bus.load(), context.last_backup()
         degraded = [*context.background.degraded(), *context.main_troubles()]
-        readings = context.device_readings()
-        power = context.power_status()
+        readings = context.health.newest()
+        power = context.power.status()
         return await answer(db, lambda: _status(context, caller, now, load, last, readings, degraded, power))
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        collector = ControllerCollector(context, now, await engine_meters.read(context.open_engines()))
+        collector = ControllerCollector(context, now, await engine_meters.read(context.routing.open_engines()))
 
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
@@ -68,15 +67,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def doctor(caller: Caller) -> dict[str, Any]:
         """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
         try:
-            found = await context.doctor()
+            found = await context.doctor.look()
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
         return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
 
     @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
-    def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+    def list_audit(part: Annotated[Part, RECENT]) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
-        page = audit.page(db, after=after, limit=limit)
+        page = audit.page(db, **part)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
 
     _add_handovers(context, router)
@@ -106,7 +105,7 @@ def _status(
         "power": power,
         "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
         "replicas": now["replicas"],
-        "jobs": [views.job(row) for row in jobs.list_unfinished_whole(db)],
+        "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished_whole(db)],
         "requests": {
             name: {"inflight": one.inflight, "held": one.held}
             for name, one in load.models.items()
@@ -129,10 +128,9 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.get("/handovers")
-    def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
-        measured = copy_limit.read(db)
+    def list_handovers(limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> dict[str, Any]:
         rows = handovers.list_recent(db, limit)
-        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
+        return {"object": "list", "data": [handover_views.handover(db, row) for row in rows]}
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
@@ -145,52 +143,35 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
             )
         return found
 
-    @router.get("/limits")
-    def show_limits() -> dict[str, Any]:
-        """The measured hardware rates that hand-overs are compared with."""
-        return copy_limit.read(db)
-
-    @router.post("/limits/measure")
-    async def measure_limits(caller: Caller) -> dict[str, Any]:
-        """Measure them again; best on a quiet box."""
-        kinds = {device["kind"] for device in context.scheduler.status()["devices"]}
-        found = await copy_limit.measure(db, kinds)
-        record(context, caller, "limits.measure", "box", **found)
-        return found
-
 
 def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
-    @router.get("/jobs")
-    def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
-        return list_object(jobs.page(db, viewer=None, after=after, limit=limit), views.job)
+    view = partial(job_object, organization=context.config.organization)
 
+    @router.get("/jobs")
+    def list_jobs(part: Annotated[Part, RECENT]) -> dict[str, Any]:
+        return list_object(jobs.page(db, viewer=None, **part), view)
+
+    # An operator, even with `read` alone, sees that every job exists, and its progress.
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
-        drawn = energy_views.of_job(db, row := _known_job(db, job_id), time.time())
-        return views.job(row) | {"energy": drawn}
+        row = _known_job(db, job_id)
+        return view(row) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.get("/jobs/{job_id}/metrics")
     def metrics(
         job_id: str,
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
-        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
     ) -> dict[str, Any]:
-        """A page ends after the steps that take 25 ms, however many are asked for; `has_more` says that there are
-        more, behind the last one's step."""
         _known_job(db, job_id)
-        limit = min(limit, _MOST_STEPS)
-        rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
-        data = [asdict(row) for row in rows[:limit]]
-        return {"object": "list", "data": data, "has_more": len(rows) > limit}
+        return metrics_object(db, job_id, after_step, limit)
 
 
 def _known_job(db: Database, job_id: str) -> JobRow:
-    # An operator, even with `read` alone, sees that every job exists, and its progress.
-    row = jobs.find(db, job_id)
-    if row is None:
-        raise unknown_job(job_id)
+    if (row := jobs.find(db, job_id)) is None:
+        raise JOBS.absent(job_id)
     return row
 
 

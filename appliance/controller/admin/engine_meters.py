@@ -13,6 +13,8 @@ from typing import Final
 import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from runtime.network.mutual_tls import http_options
+
 WAIT_S: Final = 0.5
 """For one engine; the gateway gives the whole scrape two seconds. One that computes for longer is left out of it."""
 MOST_BYTES: Final = 4 << 20
@@ -41,8 +43,9 @@ async def read(engines: Mapping[str, tuple[str, str]]) -> list[EngineReading]:
 async def _read(replica: str, model: str, socket: str) -> EngineReading | None:
     try:
         async with asyncio.timeout(WAIT_S):
-            transport = httpx.AsyncHTTPTransport(uds=socket, verify=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            base_url, options = http_options(socket)
+            transport = httpx.AsyncHTTPTransport(**options)
+            async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
                 async with client.stream("GET", "/metrics", follow_redirects=False) as answer:
                     body = b""
                     async for piece in answer.aiter_bytes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -22,11 +23,12 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http import idempotency
+from appliance.controller.http.audited import unaudited
+from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.ports import Mode
 from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.records import Mode
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import windows
@@ -35,7 +37,6 @@ from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, preview
 
-ROUTE = "mode.schedule"
 MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
@@ -85,12 +86,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 serving_floor=body.serving_floor,
             )
         limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
-        handover_id = None
         try:
             async with asyncio.timeout(limit_s):
-                handover_id = await context.scheduler.set_mode(wanted)
-                if wait and handover_id is not None:
-                    await context.scheduler.wait_handover(handover_id)
+                handover_id = await context.scheduler.set_mode(wanted, wait=wait)
         except TimeoutError as error:
             raise ApiError(
                 504,
@@ -103,6 +101,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return _mode_view(context) | {"handover": handover_views.by_id(db, handover_id)}
 
     @router.post("/mode/plan")
+    @unaudited  # a preview
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
         """What this mode would do now (without a body: the current mode), and why. Changes nothing."""
         if body is None:
@@ -143,8 +142,8 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "mode.schedule.add", row.id, **given)
             return row
 
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        made, new = idempotency.once(db, context.config, attempt, lambda earlier: windows.find(db, earlier), make)
+        known = partial(windows.find, db)
+        made, new = Attempt(request, caller, "windows", body.model_dump(mode="json"), known).once(make)
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
         window = window_of(made, _floor(context))

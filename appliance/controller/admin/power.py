@@ -25,7 +25,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         `meters`: how many devices count energy at all."""
         return {
             "object": "list",
-            "limits": context.power_status(),
+            "limits": context.power.status(),
             "meters": sum(one.energy_j is not None for one in readings.values()),
             "since_s": since_s,
             "until_s": time.time(),

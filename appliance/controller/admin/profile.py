@@ -15,7 +15,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.jobs.wanted import known_job
+from appliance.controller.jobs.wanted import JOBS
 from runtime.profile_shares import MOST_STEPS
 
 
@@ -29,7 +29,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/jobs/{job_id}/profile")
     async def profile(job_id: str, body: ProfileRequest, caller: Caller) -> dict[str, Any]:
         """An event of the job with `data.profile` has what came of it, once the steps are done."""
-        row = known_job(context, job_id, caller)
+        row = JOBS.known(context.db, job_id, caller)
         try:
             await context.scheduler.profile_job(row.id, body.steps)
         except OperationFailed as error:

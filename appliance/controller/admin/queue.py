@@ -7,19 +7,18 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.http.views import job_phase
+from appliance.controller.http.views import job_object, job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
-from appliance.controller.jobs.wanted import known_job
+from appliance.controller.jobs.wanted import JOBS
+from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
 
@@ -70,7 +69,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             add_message(db, job_id, f"Changed by an operator: {text}.")
             record(context, caller, "job.update", job_id, **changed)
         context.scheduler.nudge(f"update of {job_id}", name_of(context, caller))
-        return views.job(jobs.get(db, job_id))
+        return job_object(jobs.get(db, job_id), context.config.organization)
 
     @router.post("/jobs/{job_id}/hold")
     async def hold(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -94,11 +93,11 @@ def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: 
             )
         record(context, caller, "job.hold" if held else "job.release", job_id)
     context.scheduler.nudge(f"{'hold' if held else 'release'} of {job_id}", name_of(context, caller))
-    return views.job(jobs.get(context.db, job_id))
+    return job_object(jobs.get(context.db, job_id), context.config.organization)
 
 
 def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb: str) -> JobRow:
-    row = known_job(context, job_id, caller)
+    row = JOBS.known(context.db, job_id, caller)
     if row.finished or row.wanted == "cancel":
         raise Conflict(
             f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",

@@ -5,38 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.controller.access.naming import aliases
-from appliance.controller.http.views import job_phase, job_status
+from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.controller.jobs import claims
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import deployments, model_settings
-from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow, columns
+from appliance.store.rows import AuditRow, DeploymentRow, KeyRow, ModelRow, columns
+from appliance.tiers.tiers import Tiers
 from scheduler.core.idle import IdleSettings
-
-
-def job(row: JobRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "status": job_status(row),
-        "phase": job_phase(row),
-        **columns(row, "reason model"),
-        "fine_tuned_model": row.output_model if row.phase == "succeeded" else None,
-        "output_model": row.output_model,
-        "publish_as": row.output_model if row.stable_name else None,
-        "activate": bool(row.activate),
-        **columns(row, "devices min_devices max_devices allowed_sizes priority"),
-        "owner": row.owner or None,
-        "deadline_s": row.deadline_s,
-        "preemptible": bool(row.preemptible),
-        "held": bool(row.held),
-        **columns(row, "step total_steps loss valid_loss"),
-        **columns(row, "verdict gate"),
-        **columns(row, "tokens_per_s eta_s snapshot error hyperparameters resolved training_file validation_file"),
-        **columns(row, "seed metadata created_s started_s finished_s"),
-    }
 
 
 def key(row: KeyRow) -> dict[str, Any]:
@@ -45,7 +24,7 @@ def key(row: KeyRow) -> dict[str, Any]:
 
 
 def model(
-    db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort, sizes: EngineSizer
+    db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: Tiers, sizes: EngineSizes
 ) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
     `context_note`: why that is less than the model's own, else "". `reload_note`: why its engines are started anew

@@ -19,7 +19,7 @@ from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed, until_room
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of
 from appliance.controller.responses.stored import DAY_S, StoredResponses

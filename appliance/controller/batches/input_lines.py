@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from appliance.controller.http.body_weight import check_weight
-from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.errors import shown
 from appliance.gateway.core.config import Limits
 from train.data.lines import MARK
 from train.shapes.foreign_files import foreign_file
@@ -47,7 +46,6 @@ class Line:
 
 
 _DIGEST_BYTES = 16
-_LINE_WEIGHT = 1 << 19  # of the values of one line, as body_weight.py counts them
 
 
 def digest_of(custom_id: str) -> bytes:
@@ -170,10 +168,7 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     if len(raw) > line_bytes:
         raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
     try:
-        check_weight(raw, _LINE_WEIGHT)
         data = orjson.loads(raw)
-    except BadRequest as error:
-        raise BadLine("too_many_values", error.message) from None
     except orjson.JSONDecodeError as error:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(data, dict):

@@ -283,7 +283,7 @@ class BatchWork:
         with storage.growing(self._context, *ids) as places:
             for kind, place in zip(files, places, strict=True):
                 os.link(paths[kind], place)
-            with storage.with_row(self._context, *ids):
+            with self._db.transaction():
                 for file, place in zip(files.values(), places, strict=True):
                     storage.keep(self._context, file, place)
                 batches.update(

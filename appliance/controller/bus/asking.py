@@ -20,7 +20,7 @@ import httpx
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.gateway.core.errors import ENGINE_FAILED, ENGINES_DIED
 from appliance.gateway.routing.fair_queue import FairQueue
 from appliance.gateway.routing.table import OPEN

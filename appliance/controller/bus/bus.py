@@ -66,11 +66,12 @@ class _Gateway:
 class Bus:
     """Serves gateways from `start` to `stop`; all methods belong to one event loop.
 
-    The bus calls `on_load` after every report (the scheduler's nudge), `on_table` when the table's models have changed,
-    and `on_usage` with the rows of every usage message (it raises ValueError for invalid ones); they must not block.
-    Their other errors are recorded in `background` and break no connection. `first_generation`: above any of an earlier
-    controller's (see `first_generation`), or the report of a gateway that still routes by an old table would count for
-    a new one.
+    on_load: called after every report. on_table: called when the table's models have changed. on_usage: called with the
+    rows of every usage message (raises ValueError for invalid ones). They must not block; their other errors are
+    recorded in `background` and break no connection.
+
+    `first_generation`: above any of an earlier controller's (see `first_generation`), or the report of a gateway that
+    still routes by an old table would count for a new one.
     """
 
     def __init__(
@@ -79,13 +80,12 @@ class Bus:
         config: ControllerConfig,
         *,
         first_generation: int,
-        on_load: Callable[[], None] | None = None,
-        on_table: Callable[[], None] | None = None,
-        on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
         background: BackgroundTasks | None = None,
     ):
         self._path, self._config, self._background = path, config, background or BackgroundTasks()
-        self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
+        self.on_load: list[Callable[[], Any]] = []
+        self.on_table: list[Callable[[], Any]] = []
+        self.on_usage: list[Callable[[list[dict[str, Any]]], Any]] = []
         self._generation = first_generation
         self._models: dict[str, Any] = {}
         self._models_sent: dict[str, Any] = {}
@@ -127,6 +127,11 @@ class Bus:
         return self._models
 
     @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the last published table, by SHA-256 in hex."""
+        return self._keys
+
+    @property
     def generation(self) -> int:
         return self._generation
 
@@ -137,11 +142,13 @@ class Bus:
             self._arrivals.keep(models)
             self._total = None
             self._next_generation()
-            if self._on_table is not None:
-                self._on_table()
+            for told in self.on_table:
+                told()
         return self._generation
 
     def bytes_of(self, owner: str, names: Collection[str]) -> int:
+        """How much of the table an owner takes by these names of models and checkpoints: their rows, those of their
+        versions, whom they are shared with, and the lists of the owner's keys."""
         mine = set(names)
         rows = {name: row for name, row in self._models.items() if name in mine or name.partition("@")[0] in mine}
         audiences = {tuple(row.get("owners") or ()) for row in rows.values()}
@@ -150,6 +157,8 @@ class Bus:
         return len(orjson.dumps([alone, list(audiences), lists]))
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
+        "tokens_per_minute", "spent_until_s", "spent_quota" that limit the key; replaces the previous set."""
         if keys != self._keys:
             self._keys = keys
             self._next_generation()
@@ -300,8 +309,8 @@ class Bus:
         message = orjson.loads(line)
         if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
             try:
-                if self._on_usage is not None:
-                    self._tell("usage", self._on_usage, message["rows"])
+                for told in self.on_usage:
+                    self._tell("usage", told, message["rows"])
             finally:
                 gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
@@ -317,10 +326,10 @@ class Bus:
         gateway.is_late = False
         self._ever_reported = True
         self._changed.set()
-        if self._on_load is not None:
-            self._tell("what load reports set off", self._on_load)
+        for told in self.on_load:
+            self._tell("what load reports set off", told)
 
-    def _tell(self, name: str, told: Callable[..., None], *what: Any) -> None:
+    def _tell(self, name: str, told: Callable[..., Any], *what: Any) -> None:
         """Record our own errors, such as a full disk, under `name`; the gateway did nothing wrong and its connection
         stays. An error in the message is the gateway's."""
         refused: list[ValueError] = []

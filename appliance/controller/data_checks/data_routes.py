@@ -5,7 +5,6 @@ A request waits for its answer, as an upload does; the work is done in a process
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,11 +16,12 @@ from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.files import storage
-from appliance.controller.http.idempotency import Attempt, Carried, Deed
-from appliance.controller.http.routers import make_router
+from appliance.controller.files.storage import FILES
+from appliance.controller.http.audited import unaudited
+from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal, check_stands
+from appliance.controller.interfaces.principal import Caller, Principal, check_stands
 from appliance.controller.jobs import settings
 from appliance.store.ids import new_id
 from appliance.store.objects import files
@@ -53,12 +53,12 @@ class PrepareRequest(CheckRequest):
 
 
 def routes(context: ControllerContext, work: DataWork) -> APIRouter:
-    router = make_router("/v1/files", FINE_TUNING)
-    db = context.db
+    router, db = FILES.router(), context.db
 
     @router.post("/{file_id}/check")
+    @unaudited  # reads a file; its report alone is kept
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
-        row = storage.known_file(context, file_id, caller)
+        row = FILES.known(context.db, file_id, caller)
         report = await _run(context, work, row, body, caller)
         if files.find(db, row.id, viewer=None, now_s=0) is not None:
             files.update(db, row.id, data_check=report, check_status="done")
@@ -67,7 +67,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @router.get("/{file_id}/check")
     def checked(file_id: str, caller: Caller) -> dict[str, Any]:
         """The newest report: of the upload, or of the last requested check."""
-        row = storage.known_file(context, file_id, caller)
+        row = FILES.known(context.db, file_id, caller)
         if row.data_check is None:
             waits = "is being checked; ask again" if row.check_status else "has not been checked"
             raise Conflict(f"The file {row.id} {waits}.", param="id", code="no_check")
@@ -76,25 +76,26 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @router.get("/{file_id}/lineage")
     def lineage(file_id: str, caller: Caller) -> dict[str, Any]:
         """The source of a prepared file."""
-        row = storage.known_file(context, file_id, caller)
+        row = FILES.known(context.db, file_id, caller)
         if row.lineage is None:
             raise Conflict(f"The file {row.id} was uploaded and not prepared here.", param="id", code="no_lineage")
         return row.lineage
 
     @router.post("/{file_id}/prepare")
     async def prepare(file_id: str, body: PrepareRequest, request: Request, caller: Caller) -> dict[str, Any]:
-        carried = Carried(db, context.config, Attempt.of(request, caller, ROUTE, [file_id, body.model_dump()]))
+        carried = Carried(request, caller, ROUTE, [file_id, body.model_dump()])
         if (done := carried.done()) is not None:
             return _earlier(context, done["ids"], caller)
-        source = storage.known_file(context, file_id, caller)
+        source = FILES.known(context.db, file_id, caller)
         ids = [new_id("file-") for _ in range(1 if body.split is None else 2)]
         if (earlier := carried.before(lambda: Deed.of(ids=ids))) is not None:
             return _earlier(context, earlier["ids"], caller)
         try:
-            with context.quotas.receiving(caller) as took, storage.growing(context, *ids) as places:
-                took(source.bytes)
+            context.quotas.disk.check(source.bytes)
+            context.quotas.check_file(caller, source.bytes)
+            with storage.growing(context, *ids) as places:
                 rows = await _prepared(context, work, source, body, ids, places, caller)
-                with storage.with_row(context, *ids):
+                with context.db.transaction():
                     keep(context, caller, rows, places)
             return rows[0].lineage or {}
         except BaseException:
@@ -105,8 +106,8 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
 
 
 def keep(context: ControllerContext, caller: Principal, rows: list[FileRow], places: list[Path]) -> None:
-    """Store prepared files whose bytes are at `places`. Call within `storage.with_row`. Raises KeyRevoked for a key
-    that has ended meanwhile, or got another secret; SessionEnded."""
+    """Store prepared files whose bytes are at `places`. Call in a transaction, within `storage.growing`. Raises
+    KeyRevoked for a key that has ended meanwhile, or got another secret; SessionEnded."""
     check_stands(context.db, caller)
     for row in rows:
         if how := keys.how_ended(context.db, row.key_id):
@@ -160,7 +161,7 @@ async def _run(
         await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:
-        options["against"] = str(context.files_dir / storage.known_file(context, body.against, caller, "against").id)
+        options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
     try:
         return await work.run(row.owner, row.id, check=options, **more)
     except BadOption as error:
@@ -170,7 +171,7 @@ async def _run(
 
 
 def _earlier(context: ControllerContext, ids: list[str], caller: Principal) -> dict[str, Any]:
-    row = files.find(context.db, ids[0], viewer=caller.viewer, now_s=time.time())
+    row = files.find(context.db, ids[0], viewer=caller.viewer)
     if row is None or row.lineage is None:
         raise Conflict("The same request is being carried out, or its file is gone.", code="already_asked")
     return row.lineage

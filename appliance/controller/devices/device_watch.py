@@ -13,20 +13,20 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import CORDONED, DRAINS, FAILING, TRIALS
+from appliance.controller.devices.cordons import Cordon
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.records import audit, box
+from appliance.store.records import audit
 from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, failing, trial_after_s
+from scheduler.devices.health import Death, Fault, failing, trial_after_s
 
 log = logging.getLogger(__name__)
 
@@ -34,30 +34,28 @@ KEPT_READINGS = 120
 
 
 class DeviceWatch:
-    """`read`: one reading per GPU of all nodes, except of those to let go, given by id. `on_change` is called after a
-    device was cordoned."""
+    """nudge: called after a device was cordoned."""
 
     def __init__(
         self,
         db: Database,
-        read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]],
         config: SchedulerConfig,
-        on_change: Callable[[], None],
+        nudge: Callable[[], Any],
         clock: Callable[[], float] = time.time,
     ):
-        self._db, self._read, self._config, self._on_change, self._clock = db, read, config, on_change, clock
+        self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
         self._deaths: deque[Death] = deque(maxlen=1000)
-        self._ours: set[str] = set(box.get(db, FAILING, {}))
-        self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
+        self._ours = cordons.faulty(cordons.read(db))
 
-    async def look(self) -> None:
-        """Read and judge; called every `device_check_s`. What a person drained is let go, so that it can be reset, and
+    async def look(self, read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
+        """Read and judge; called every `device_check_s`. read: one reading per GPU of all nodes, except of those to let
+        go, given by id. What a person drained is let go, so that it can be reset, and
         judged again once it is put back into use."""
-        drained = frozenset(box.get(self._db, DRAINS, {}))
+        drained = cordons.drained(self._db)
         for device_id in drained:
             self._readings.pop(device_id, None)
-        for reading in await self._read(drained):
+        for reading in await read(drained):
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             if len(kept) > KEPT_READINGS:
@@ -108,7 +106,7 @@ class DeviceWatch:
                 continue
             for device_id, uuid in cordons.follow(self._db, node, present).items():
                 self._tell("device.absent", uuid, {"reason": f"it was {device_id} the last time, and is not there now"})
-        self._ours, self._trials = set(box.get(self._db, FAILING, {})), box.get(self._db, TRIALS, {})
+        self._ours = cordons.faulty(cordons.read(self._db))
         for device in devices:
             if device.unfit:
                 self._readings.setdefault(device.id, deque()).append(Reading(device.id, now_s, unfit=device.unfit))
@@ -127,66 +125,50 @@ class DeviceWatch:
     def judge(self) -> None:
         """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
         use."""
-        now_s, cordoned = self._clock(), set(box.get(self._db, CORDONED, []))
-        for device_id in self._ours - cordoned:
-            self._forget(device_id)
-            self._trials.pop(device_id, None)
-        self._ours &= cordoned
-        for device_id, trial in list(self._trials.items()):
-            if device_id not in cordoned and now_s - trial["at_s"] > self._config.death_window_s:
-                del self._trials[device_id]  # it has worked long enough
-        readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
-        found = failing(readings, self._deaths, now_s, self._config, self._trials)
-        fresh = {device_id: failure for device_id, failure in found.items() if device_id not in cordoned}
-        # Memory changes only after the write: with a full disk the next check finds everything again.
-        trials = dict(self._trials)
-        for device_id, failure in fresh.items():
-            cordons = trials.pop(device_id, {"cordons": 0})["cordons"] + 1
-            if failure.may_pass:
-                trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
-        lifted = self._due(readings, cordoned, trials, now_s)
-        if not fresh and not lifted and set(box.get(self._db, FAILING, {})) == self._ours:
-            self._trials = trials
-            return
-        ours = (self._ours | set(fresh)) - lifted
+        now_s, config = self._clock(), self._config
         with self._db.transaction():
-            reasons = box.get(self._db, FAILING, {}) | {name: fault.reason for name, fault in fresh.items()}
-            box.put(self._db, CORDONED, sorted((cordoned | set(fresh)) - lifted))
-            box.put(self._db, FAILING, {device_id: reasons[device_id] for device_id in sorted(ours)})
-            box.put(self._db, TRIALS, trials)
-            for device_id, failure in fresh.items():
-                self._tell("device.cordon", device_id, {"reason": failure.reason})
-            for device_id in sorted(lifted):
-                self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {reasons[device_id]}"})
-        self._ours, self._trials = ours, trials
+            before = cordons.read(self._db)
+            for device_id in self._ours - cordons.faulty(before):
+                self._forget(device_id)
+            rows = {
+                device_id: row
+                for device_id, row in before.items()  # what is tried again has worked long enough in the end
+                if cordons.is_cordoned(row) or now_s - (row["retry_s"] or 0.0) <= config.death_window_s
+            }
+            readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
+            found = failing(readings, self._deaths, now_s, config, {name for name, row in rows.items() if row["times"]})
+            for device_id, fault in found.items():
+                if not cordons.is_cordoned(rows.get(device_id)):
+                    rows[device_id] = self._failed(rows.get(device_id), device_id, fault, now_s)
+                    self._tell("device.cordon", device_id, {"reason": fault.reason})
+            newest = {device_id: told[-1:] for device_id, told in readings.items()}
+            bad = failing(newest, (), now_s, config.model_copy(update={"hot_for_s": 0.0}))
+            lifted = []
+            for device_id, row in rows.items():
+                # Of those that are there: another is kept by its UUID.
+                due = row["fault"] and row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
+                if due and device_id in bad:
+                    rows[device_id] = self._failed(row, device_id, Fault(row["fault"], may_pass=True), now_s)
+                elif due and "/" in device_id:
+                    self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {row['fault']}"})
+                    rows[device_id] = {**row, "fault": ""}
+                    lifted.append(device_id)
+            if rows != before:
+                cordons.write(self._db, rows)
+        # Memory changes only after the write: with a full disk the next check finds everything again.
+        self._ours = cordons.faulty(rows)
         for device_id in lifted:
             self._forget(device_id)
-        self._on_change()
+        if self._ours != cordons.faulty(before):
+            self._nudge()
 
-    def _due(
-        self,
-        readings: Mapping[str, tuple[Reading, ...]],
-        cordoned: set[str],
-        trials: dict[str, dict[str, Any]],
-        now_s: float,
-    ) -> set[str]:
-        """Devices to try again now, of those that are there (another is kept by its UUID). One that its driver still
-        reports as bad waits once more, in `trials`."""
-        drained = box.get(self._db, DRAINS, {})
-        due = {
-            device_id
-            for device_id in self._ours & cordoned & trials.keys() - drained.keys()
-            if "/" in device_id and now_s >= trials[device_id]["at_s"]
-        }
-        newest = {name: told[-1:] for name, told in readings.items()}
-        for device_id in due & failing(newest, (), now_s, self._config.model_copy(update={"hot_for_s": 0.0})).keys():
-            self._wait_once_more(trials, device_id, now_s)
-            due.discard(device_id)
-        return due
-
-    def _wait_once_more(self, trials: dict[str, dict[str, Any]], device_id: str, now_s: float) -> None:
-        cordons = trials.get(device_id, {"cordons": 0})["cordons"] + 1
-        trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
+    def _failed(self, row: Cordon | None, device_id: str, fault: Fault, now_s: float) -> Cordon:
+        row = row or cordons.new_row(self._db, device_id)
+        if not fault.may_pass:
+            return {**row, "fault": fault.reason, "times": 0, "retry_s": None}
+        times = row["times"] + 1
+        retry_s = now_s + trial_after_s(times, self._config)
+        return {**row, "fault": fault.reason, "times": times, "retry_s": retry_s}
 
     def _forget(self, device_id: str) -> None:
         self._readings.pop(device_id, None)

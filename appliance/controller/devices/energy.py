@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.records import energy
 from appliance.store.records.energy import Kind

@@ -68,11 +68,12 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
     lost_rows = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
-    held_back = cordons.read(db)
-    found = [{**held_back.shown(dict(device)), "lost": None} for device in there if device["node"] not in lost_rows]
-    for name in sorted(lost_rows):
-        row = lost_rows[name]
-        for device in row["devices"]:
-            told = {"health": "lost", "health_reason": row["lost"]["reason"], "holder": None, "lost": row["lost"]}
-            found.append({**device, **told, "drain": held_back.drains.get(device["id"]), "cordon": None})
+    rows = cordons.read(db)
+    found = [{**cordons.shown(rows, device), "lost": None} for device in there if device["node"] not in lost_rows]
+    for _, lost_row in sorted(lost_rows.items()):
+        lost = lost_row["lost"]
+        for device in lost_row["devices"]:
+            cordon = rows.get(device["id"])
+            told = {"health": "lost", "health_reason": lost["reason"], "holder": None, "lost": lost}
+            found.append({**device, **told, "drain": cordon and cordon["drain"], "cordon": None})
     return found

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from functools import lru_cache
 
-from appliance.controller.interfaces.ports import Mode
+from appliance.controller.interfaces.records import Mode
 from appliance.store.database import Database
 from appliance.store.records import box, windows
 from appliance.store.rows import WindowRow

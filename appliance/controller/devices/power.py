@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.store.database import Database
 from runtime.devices.kind import PowerControl, PowerRefused
+from scheduler.core.inventory import Device
 
 log = logging.getLogger(__name__)
 
@@ -19,14 +21,14 @@ LOOK_EVERY_S = 15.0
 
 class PowerKeeper:
     """limits_w: watts of each device by mode; empty: the box sets no limit. A mode without one has the device's own.
-    devices: UUID -> id, of those whose limits are to be kept. control: None where the devices have none."""
+    devices: those of the box's own machine. control: None where they have no limits."""
 
     def __init__(
         self,
         limits_w: Mapping[str, float],
         db: Database,
         serving_floor: int,
-        devices: Callable[[], dict[str, str]],
+        devices: Collection[Device],
         control: PowerControl | None,
     ):
         self._limits_w, self._db, self._floor, self._devices = limits_w, db, serving_floor, devices
@@ -40,7 +42,9 @@ class PowerKeeper:
             return
         mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
         self._limit_w = self._limits_w.get(mode)
-        refused = await asyncio.to_thread(_set, self._control, self._devices(), self._limit_w)
+        drained = cordons.drained(self._db)
+        kept = {device.uuid: device.id for device in self._devices if device.uuid and device.id not in drained}
+        refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
         for device_id, why in refused.items() if refused != self._refused else ():
             log.error("its power limit cannot be set: %s", why, extra={"device": device_id})
         self._refused = refused

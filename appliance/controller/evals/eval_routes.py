@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -24,54 +23,64 @@ from appliance.controller.evals.requests import (
 )
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading.given import check_code, check_schema, grader_of
-from appliance.controller.http import idempotency
-from appliance.controller.http.paging import After, Order, WholeLimit, list_object
+from appliance.controller.http.paging import list_object, part
+from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
-from appliance.store.database import Database
+from appliance.store.database import Database, Part
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
 from train.graders.hosts import GraderHosts
 
-ROUTE, RUNS_ROUTE = "evals", "evals.runs"
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
+EVALS = Resource(
+    "eval",
+    "/v1/evals",
+    (FINE_TUNING,),
+    evals.find,
+    id_name="eval_id",
+    missing="No eval found with id {}.",
+    fields=("name",),
+)
+RUNS = Resource(
+    "eval_run",
+    "/v1/evals/{eval_id}/runs",
+    (FINE_TUNING,),
+    evals.find_run,
+    id_name="run_id",
+    missing="No eval run found with id {}.",
+    fields=("eval_id", "model", "status"),
+)
 
 
-def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
-    router = make_router("/v1/evals", FINE_TUNING)
-    _add_evals(router, context, runner, hosts)
-    _add_runs(router, context, runner, hosts)
-    _add_items(router, context.db)
-    return router
-
-
-def _known(db: Database, eval_id: str, caller: Principal) -> EvalRow:
-    if (row := evals.find(db, eval_id, viewer=caller.viewer)) is None:
-        raise NotFound(f"No eval found with id {shown(eval_id)}.", param="eval_id", code="eval_not_found")
-    return row
+def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> list[APIRouter]:
+    return [_evals(context, runner, hosts), _runs(context, runner, hosts), _items(context.db)]
 
 
 def _known_run(db: Database, eval_id: str, run_id: str, caller: Principal) -> EvalRunRow:
-    row = evals.find_run(db, run_id, viewer=caller.viewer, eval_id=eval_id)
-    if row is None:
-        raise NotFound(f"No eval run found with id {shown(run_id)}.", param="run_id", code="eval_run_not_found")
+    row = RUNS.known(db, run_id, caller)
+    if row.eval_id != eval_id:
+        raise RUNS.absent(run_id)
     return row
 
 
-def _add_evals(router: APIRouter, context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> None:
-    db = context.db
+def _order(order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at") -> dict[str, Any]:
+    return {"order_by": "updated_s" if order_by == "updated_at" else ""}
+
+
+def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
+    router, db = EVALS.serve(context, views.eval_object, evals.page, part(20, order="asc"), _order), context.db
 
     @router.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, await request.body())
-        known_before = partial(evals.find, db, viewer=caller.viewer)
-        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
-            return views.eval_object(earlier, caller)
+        attempt = EVALS.attempt(request, caller, await request.body())
+        if (earlier := attempt.earlier()) is not None:
+            return views.eval_object(earlier)
         check_metadata(body.metadata)
         try:
             check_eval(body)
@@ -79,46 +88,26 @@ def _add_evals(router: APIRouter, context: ControllerContext, runner: EvalRunner
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
         criteria = await _criteria(context, hosts, body, caller)
         await _check_schema(hosts, body.data_source_config.item_schema, caller)
-
-        def make() -> EvalRow:
-            return _insert_eval(context, body, criteria, caller)
-
-        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
-        return views.eval_object(row, caller)
-
-    @router.get("")
-    def list_evals(
-        caller: Caller,
-        after: After = None,
-        limit: WholeLimit = 20,
-        order: Order = "asc",
-        order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
-    ) -> dict[str, Any]:
-        column = "updated_s" if order_by == "updated_at" else ""
-        page = evals.page(
-            db, viewer=caller.viewer, order_by=column, after=after, limit=limit, descending=order == "desc"
-        )
-        return list_object(page, lambda row: views.eval_object(row, caller))
-
-    @router.get("/{eval_id}")
-    def retrieve(eval_id: str, caller: Caller) -> dict[str, Any]:
-        return views.eval_object(_known(db, eval_id, caller), caller)
+        row, _ = attempt.once(lambda: _insert_eval(context, body, criteria, caller))
+        return views.eval_object(row)
 
     @router.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
-        _known(db, eval_id, caller)
+        EVALS.known(db, eval_id, caller)
         check_metadata(body.metadata)
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         if "name" in changes:
             changes["name"] = changes["name"] or ""
         evals.update(db, eval_id, **changes, updated_s=time.time())
-        return views.eval_object(_known(db, eval_id, caller), caller)
+        return views.eval_object(EVALS.known(db, eval_id, caller))
 
     @router.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
-        _known(db, eval_id, caller)
+        EVALS.known(db, eval_id, caller)
         await runner.delete(eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
+
+    return router
 
 
 def _insert_eval(
@@ -147,21 +136,20 @@ def _insert_eval(
     return row
 
 
-def _add_runs(router: APIRouter, context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> None:
+def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
     # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
     # them.
-    db, url = context.db, context.box.get("public_url", "")
+    router, db, url = RUNS.router(), context.db, context.box.get("public_url", "")
 
-    def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
-        return views.run_object(row, url, caller, runner.waits_for(row))
+    def view(row: EvalRunRow) -> dict[str, Any]:
+        return views.run_object(row, url, runner.waits_for(row))
 
-    @router.post("/{eval_id}/runs", status_code=201)
+    @router.post("", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        of = _known(db, eval_id, caller)
-        attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
-        known_before = partial(evals.find_run, db, viewer=caller.viewer, eval_id=of.id)
-        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
-            return shown_run(earlier, caller)
+        of = EVALS.known(db, eval_id, caller)
+        attempt = RUNS.attempt(request, caller, of.id.encode() + await request.body())
+        if (earlier := attempt.earlier()) is not None:
+            return view(earlier)
         check_metadata(body.metadata)
         model = body.data_source.model if isinstance(body.data_source, Sampled) else None
         if model is not None:
@@ -173,59 +161,52 @@ def _add_runs(router: APIRouter, context: ControllerContext, runner: EvalRunner,
         def make() -> EvalRunRow:
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
-        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
-        return shown_run(row, caller)
+        row, _ = attempt.once(make)
+        return view(row)
 
-    @router.get("/{eval_id}/runs")
+    @router.get("")
     def list_runs(
-        eval_id: str,
-        caller: Caller,
-        after: After = None,
-        limit: WholeLimit = 20,
-        order: Order = "asc",
-        status: RunStatus = None,
+        eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
-        _known(db, eval_id, caller)
-        page = evals.page_runs(
-            db, eval_id, viewer=caller.viewer, status=status, after=after, limit=limit, descending=order == "desc"
-        )
-        return list_object(page, lambda row: shown_run(row, caller))
+        EVALS.known(db, eval_id, caller)
+        return list_object(evals.page_runs(db, eval_id, viewer=caller.viewer, status=status, **part), view)
 
-    @router.get("/{eval_id}/runs/{run_id}")
+    @router.get("/{run_id}")
     def retrieve_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_run(_known_run(db, eval_id, run_id, caller), caller)
+        return view(_known_run(db, eval_id, run_id, caller))
 
     # The SDK has the first URL, OpenAI's specification the second.
-    @router.post("/{eval_id}/runs/{run_id}/cancel")
-    @router.post("/{eval_id}/runs/{run_id}")
+    @router.post("/{run_id}/cancel")
+    @router.post("/{run_id}")
     async def cancel_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         _known_run(db, eval_id, run_id, caller)
         runner.cancel(run_id)
-        return shown_run(_known_run(db, eval_id, run_id, caller), caller)
+        return view(_known_run(db, eval_id, run_id, caller))
 
-    @router.delete("/{eval_id}/runs/{run_id}")
+    @router.delete("/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         _known_run(db, eval_id, run_id, caller)
         await runner.delete(run_id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
+    return router
 
-def _add_items(router: APIRouter, db: Database) -> None:
-    @router.get("/{eval_id}/runs/{run_id}/output_items")
+
+def _items(db: Database) -> APIRouter:
+    router = make_router(f"{RUNS.prefix}/{{run_id}}/output_items", *RUNS.scopes)
+
+    @router.get("")
     def list_items(
         eval_id: str,
         run_id: str,
         caller: Caller,
-        after: After = None,
-        limit: WholeLimit = 20,
-        order: Order = "asc",
+        part: Annotated[Part, part(20, order="asc")],
         status: ItemStatus = None,
     ) -> dict[str, Any]:
         run = _known_run(db, eval_id, run_id, caller)
-        page = evals.page_items(db, run_id, status=status, after=after, limit=limit, descending=order == "desc")
-        return list_object(page, lambda row: views.item_object(row, run))
+        return list_object(evals.page_items(db, run_id, status=status, **part), lambda row: views.item_object(row, run))
 
-    @router.get("/{eval_id}/runs/{run_id}/output_items/{item_id}")
+    @router.get("/{item_id}")
     def retrieve_item(eval_id: str, run_id: str, item_id: str, caller: Caller) -> dict[str, Any]:
         run = _known_run(db, eval_id, run_id, caller)
         if (row := evals.find_item(db, run_id, item_id)) is None:
@@ -233,6 +214,8 @@ def _add_items(router: APIRouter, db: Database) -> None:
                 f"No output item found with id {shown(item_id)}.", param="output_item_id", code="output_item_not_found"
             )
         return views.item_object(row, run)
+
+    return router
 
 
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:

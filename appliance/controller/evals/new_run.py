@@ -22,7 +22,7 @@ from appliance.controller.evals.requests import (
     size_of,
 )
 from appliance.controller.evals.run_items import check_items
-from appliance.controller.files import storage
+from appliance.controller.files.storage import FILES
 from appliance.controller.grading.given import check_asked, check_form
 from appliance.controller.http.strict_body import out_of_bounds
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
@@ -92,7 +92,7 @@ def check_given(context: ControllerContext, of: EvalRow, given: Jsonl | Sampled,
         where = f"data_source.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     if isinstance(given.source, FileId):
-        storage.known_file(context, given.source.id, caller, "data_source.source.id")
+        FILES.known(context.db, given.source.id, caller, "data_source.source.id")
     if isinstance(given, Sampled):
         check_asked(fields_of(given), "data_source.sampling_params")
 

@@ -20,9 +20,6 @@ MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
-ENTRY_WEIGHT = 1 << 14
-"""The weight of an item with its sample, as http/bodies counts it: each is parsed and written several times on the
-controller's loop."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10

@@ -14,9 +14,7 @@ from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled
 from appliance.controller.grading.given import MAX_DEPTH
-from appliance.controller.http.body_weight import check_weight
 from appliance.controller.http.strict_body import meant
-from appliance.controller.interfaces.errors import BadRequest
 from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
 
@@ -93,13 +91,9 @@ def in_chunks(entries: Entries) -> Chunks:
 
 
 def _check_text(number: int, text: bytes) -> None:
-    """Raises TaskFailed for an entry that is expensive to parse."""
+    """Raises TaskFailed for an entry that is too long."""
     if len(text) > requests.MAX_ENTRY_BYTES:
         raise TaskFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
-    try:
-        check_weight(text, requests.ENTRY_WEIGHT)
-    except BadRequest as error:
-        raise TaskFailed("invalid_data", f"Line {number}: {error.message}") from None
 
 
 def _entry(number: int, line: bytes) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.evals.requests import JSONL, sample_of, without_items
-from appliance.controller.http.views import whose
-from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
 from train.graders.grading import ModelAnswer
 
@@ -25,7 +23,7 @@ _SAMPLE_SCHEMA = {
 }
 
 
-def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
+def eval_object(row: EvalRow) -> dict[str, Any]:
     properties: dict[str, Any] = {"item": row.item_schema}
     if row.include_sample:
         properties["sample"] = _SAMPLE_SCHEMA
@@ -40,10 +38,11 @@ def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
             "schema": {"type": "object", "properties": properties, "required": list(properties)},
         },
         "testing_criteria": row.criteria,
-    } | whose(row, caller)
+        "owner": row.owner or None,
+    }
 
 
-def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = "") -> dict[str, Any]:
+def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]:
     """In addition to OpenAI's fields: `waits_for`, why it does not proceed, and the mean reward of each criterion."""
     return {
         "id": row.id,
@@ -81,7 +80,8 @@ def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = ""
             }
             for model, of in row.usage.items()
         ],
-    } | whose(row, caller)
+        "owner": row.owner or None,
+    }
 
 
 def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files.multipart import INCOMING_PREFIX
+from appliance.controller.files.form import INCOMING_PREFIX
 from appliance.controller.files.storage import LEAVING_PREFIX
 from appliance.paths import QUARANTINE
 from appliance.store.objects import batches, files, uploads

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.controller.files.multipart import INCOMING_PREFIX
+from appliance.controller.files.form import INCOMING_PREFIX
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import files

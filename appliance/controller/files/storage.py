@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from anyio import to_thread
+from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import multipart
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.files.form import INCOMING_PREFIX
+from appliance.controller.http.resource import Resource
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
 from train.data.check import DataReport, Heard, check_training_file
@@ -37,16 +40,21 @@ APART_FROM_BYTES = 1 << 20
 """A smaller file is checked sooner than a process starts."""
 
 
-def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
-    """Raises NotFound, also for another owner's file."""
-    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
-    if row is None:
-        raise no_such_file(file_id, param)
-    return row
+FILES = Resource(
+    "file",
+    "/v1/files",
+    (FINE_TUNING,),
+    files.find,
+    id_name="file_id",
+    missing="No such File object: {}",
+    param="id",
+    fields=("filename", "purpose", "bytes", "made", "dropped", "masked"),
+)
 
 
-def no_such_file(file_id: str, param: str = "id") -> NotFound:
-    return NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
+class ExpiresAfter(StrictBody):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=EXPIRY_S.start, lt=EXPIRY_S.stop)]
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
@@ -64,30 +72,22 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 
 @contextlib.contextmanager
 def growing(context: ControllerContext, *file_ids: str) -> Iterator[list[Path]]:
-    """Where the bytes of new files with these ids are written; what has not been kept within goes."""
-    paths = [context.files_dir / f"{multipart.INCOMING_PREFIX}{one}" for one in file_ids]
+    """Where the bytes of new files with these ids are written. What is not kept within goes, and so does what is kept
+    by a transaction that fails: without a row it would be nobody's until the next start."""
+    paths = [context.files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
     try:
         yield paths
+    except BaseException:
+        for one in file_ids:
+            (context.files_dir / one).unlink(missing_ok=True)
+        raise
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def with_row(context: ControllerContext, *file_ids: str) -> Iterator[None]:
-    """Around the transaction in which new files are kept: without their rows the bytes go, or they would be nobody's
-    until the next start, on a disk that had no room for the rows."""
-    try:
-        with context.db.transaction():
-            yield
-    except BaseException:
-        for one in file_ids:
-            (context.files_dir / one).unlink(missing_ok=True)
-        raise
-
-
 def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
-    """Move the bytes of a new file in place, and write its row. Call within `with_row`."""
+    """Move the bytes of a new file in place, and write its row. Call in a transaction, within `growing`."""
     os.rename(path, context.files_dir / row.id)
     files.insert(context.db, row)
     if row.check_status == "waiting":

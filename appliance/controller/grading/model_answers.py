@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from appliance.controller.bus.asking import Asker
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.bus.asking import Asker, Asking
+from appliance.controller.interfaces.records import EngineAnswer
+from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import keys
 from train.graders.grading import ModelAnswer
@@ -16,8 +16,8 @@ URL = "/v1/chat/completions"
 
 
 class ModelAnswers:
-    def __init__(self, context: ControllerContext):
-        self._context, self._db = context, context.db
+    def __init__(self, db: Database, asking: Asking):
+        self._db, self._asking = db, asking
 
     async def ask(self, key_id: str | None, body: dict[str, Any], within_s: float) -> ModelAnswer:
         """The answer to a conversation, or in `error` why there is none within this time; never raises for a model's
@@ -28,7 +28,7 @@ class ModelAnswers:
 
     async def answer(self, key_id: str | None, url: str, body: dict[str, Any], within_s: float) -> EngineAnswer | str:
         """Like `ask`, for any route: what an engine answers, or why none does."""
-        model, asking = str(body["model"]), self._context.asking
+        model, asking = str(body["model"]), self._asking
         asker = Asker(key_id, keys.owner_of(self._db, key_id) if key_id is not None else "")
 
         async def given() -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.judged import all_graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.saying import ANSWER_WITHIN_S, Saying
+from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from train.graders.graders import parse
@@ -23,8 +23,8 @@ becomes NaN."""
 
 
 class RolloutGrading:
-    def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers, saying: Saying):
-        self._db, self._hosts, self._answers, self._saying = context.db, hosts, answers, saying
+    def __init__(self, db: Database, hosts: GraderHosts, answers: ModelAnswers, saying: Saying):
+        self._db, self._hosts, self._answers, self._saying = db, hosts, answers, saying
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"rewards", "errors"} of the question's "samples", {"text", "tools"?, "item"}, in their order. The reward is

@@ -18,9 +18,10 @@ from typing import Any
 
 from appliance.controller.access.model_access import may_use, unknown_model
 from appliance.controller.access.spending import Spending, quota_of
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.grading.spans import Line, is_newer, lines, written
-from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.interfaces.records import LineReturned
+from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
@@ -78,8 +79,8 @@ class RolloutSampling:
     """Invariants: `_asking` has the questions of which some requests may be at engines, by model, in the order in which
     they came; `_newest` the version that each job has asked about last."""
 
-    def __init__(self, context: ControllerContext, spending: Spending, patience_s: float = PATIENCE_S):
-        self._db, self._engines, self._patience_s = context.db, context.sampling_engines, patience_s
+    def __init__(self, db: Database, engines: SocketEngines, spending: Spending, patience_s: float = PATIENCE_S):
+        self._db, self._engines, self._patience_s = db, engines, patience_s
         self._spending = spending
         self._asking: defaultdict[str, list[_Question]] = defaultdict(list)
         self._newest: dict[str, str] = {}

@@ -7,8 +7,9 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.bus.asking import Asking
 from appliance.controller.jobs.events import add_message
+from appliance.store.database import Database
 
 ANSWER_WITHIN_S = 3600.0
 """How long a model that judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a person
@@ -23,8 +24,8 @@ class Saying:
     """Invariant: for each job `_waited` has what it last said about waiting, and since when; `_failed` what it last
     said about failures, until nothing fails."""
 
-    def __init__(self, context: ControllerContext, after_s: float = SAY_AFTER_S):
-        self._db, self._asking, self._after_s = context.db, context.asking, after_s
+    def __init__(self, db: Database, asking: Asking, after_s: float = SAY_AFTER_S):
+        self._db, self._asking, self._after_s = db, asking, after_s
         self._waited: dict[str, tuple[str, float]] = {}
         self._failed: dict[str, Hashable] = {}
 

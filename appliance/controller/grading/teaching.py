@@ -7,10 +7,10 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.saying import ANSWER_WITHIN_S, Saying
 from appliance.gateway.core.errors import ENGINES_DIED
+from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from serve.core import scoring
@@ -21,8 +21,8 @@ class _EnginesDied(str):
 
 
 class Teaching:
-    def __init__(self, context: ControllerContext, answers: ModelAnswers, saying: Saying):
-        self._db, self._answers, self._saying = context.db, answers, saying
+    def __init__(self, db: Database, answers: ModelAnswers, saying: Saying):
+        self._db, self._answers, self._saying = db, answers, saying
 
     async def teach(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """Asks the teacher about each of the question's "samples": {"tokens", "answer": how many of the last tokens are

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.controller.http.strict_body import TOO_MANY, is_branch, meant, place_in, said_of
+from appliance.controller.http.strict_body import is_branch, meant, place_in, said_of
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
 from appliance.store.errors import UnknownCursor
 
@@ -89,7 +89,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = meant(error.errors())
     place = _place(first["loc"], error.body)
-    if not place and first["type"] != TOO_MANY:
+    if not place:
         message = "The body must be a JSON object, sent with content-type application/json."
         return _answer(400, message, "invalid_request_error", None, "invalid_body")
     param = ".".join(place)

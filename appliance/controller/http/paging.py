@@ -5,28 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Query
+from fastapi import Depends, Query
 
-from appliance.store.database import Page
+from appliance.store.database import Page, Part
 
 Row = TypeVar("Row")
 After = Annotated[str | None, Query(max_length=256)]
 Order = Annotated[Literal["asc", "desc"], Query()]
-# OpenAI's bounds where it names one: up to 100, of files up to 10,000. 0 asks only whether there is something; its own
-# tests of the SDK ask every list for 0, that of files too, for which it names 1 as the least. Scripts ask its other
-# lists (fine-tuning, evals) for 1,000, and so may ours be: a page ends by its size. Arguments that a list does not know
-# are ignored, as OpenAI ignores them (Azure's clients send `api-version` with all).
-Limit = Annotated[int, Query(ge=0, le=100)]
-WholeLimit = Annotated[int, Query(ge=0, le=10_000)]
-RecentLimit = Annotated[int, Query(ge=1, le=1000)]
+MOST = 10_000
+
+
+def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] | None = "desc") -> Any:
+    """A dependency: which part of a list a request wants, for `Database.page`.
+
+    Args:
+        limit: number of rows if the request names none.
+        most: the largest limit. 0 asks only whether there is a row: the SDK's own tests ask every list for 0.
+        order: if the request names none; None: newest first, and the request cannot say.
+    """
+    if order is None:
+
+        def newest_first(after: After = None, limit: int = Query(limit, ge=0, le=most)) -> Part:
+            return {"after": after, "limit": limit}
+
+        return Depends(newest_first)
+
+    def ordered(after: After = None, limit: int = Query(limit, ge=0, le=most), order: Order = order) -> Part:
+        return {"after": after, "limit": limit, "descending": order == "desc"}
+
+    return Depends(ordered)
+
+
+RECENT = part(100, most=1000, order=None)
+"""Of the admin API."""
 
 
 def list_object(page: Page[Row], view: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
-    data = [view(row) for row in page.data]
+    return listed([view(row) for row in page.data], page.has_more)
+
+
+def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": page.has_more,
+        "has_more": has_more,
     }

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import Depends, Request, Response
 
-from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from runtime.devices.kind import Reading
 
@@ -45,7 +45,7 @@ def _response(db: Database, work: Callable[[], Any]) -> Response:
 
 
 async def _readings(request: Request) -> Mapping[str, Reading]:
-    return request.app.state.context.device_readings()
+    return request.app.state.context.health.newest()
 
 
 async def _status(request: Request) -> SchedulerStatus:

@@ -1,4 +1,4 @@
-"""Creates all routers of the control plane: strict bodies, the error shapes, and the required scopes."""
+"""Creates all routers of the control plane: strict bodies, the error shapes, the required scopes, the audit's names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
+from appliance.controller.http.audited import Audit
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.http.strict_json import StrictRoute
 from appliance.controller.interfaces.principal import needs
 
 
-def make_router(prefix: str, *scopes: str, check: Callable[..., Awaitable[Any]] | None = None) -> APIRouter:
+def make_router(
+    prefix: str,
+    *scopes: str,
+    noun: str = "",
+    fields: tuple[str, ...] = (),
+    check: Callable[..., Awaitable[Any]] | None = None,
+) -> APIRouter:
     """A router whose routes require one of `scopes`, or admin; without scopes each route decides, or `check`, a
-    dependency, does.
+    dependency, does. noun, fields: of the audit rows of its changes (`Audit`)."""
 
-    Everything its routes share is set here, so that `create_app` can use them as they are: `FastAPI.include_router`
-    builds every route, with its pydantic models, a second time.
-    """
+    class Route(StrictRoute):
+        audit = Audit(noun, prefix, fields)
+
     check = needs(*scopes) if scopes else check
     dependencies = [Depends(check)] if check is not None else []
-    return APIRouter(prefix=prefix, route_class=StrictRoute, responses=RESPONSES, dependencies=dependencies)
+    return APIRouter(prefix=prefix, route_class=Route, responses=RESPONSES, dependencies=dependencies)

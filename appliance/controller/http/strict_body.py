@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict
 
 from appliance.controller.interfaces.errors import shown
 from appliance.gateway.core.errors import JSON_TYPES, not_of_type
-
-MOST_MISTAKES, TOO_MANY = 100, "too_many_mistakes"
-"""Each that is told of takes pydantic 5 µs, and there is no way to have it tell of the first alone: bodies of 26,000
-unknown fields held the loop for 0.2 s. The second is the type of an error that says how many there are."""
 
 
 class StrictBody(BaseModel):
     """An unknown field is an error, and so is a value of another type: nothing is guessed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _few_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            if (found := error.error_count()) <= MOST_MISTAKES:
-                raise
-            text = "{found} fields or values are not what is expected"
-            raise PydanticCustomError(TOO_MANY, text, {"found": found}) from None
 
 
 def place_in(given: Any, loc: Sequence[str | int]) -> list[str]:
@@ -89,8 +73,6 @@ _WANTED = {
 def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
     """What is said of this mistake, in OpenAI's words where it has some, and its code."""
     kind, given = first["type"], first.get("input")
-    if kind == TOO_MANY:
-        return f"In {shown(param) if param else 'the body'} {first['msg']}.", "invalid_body"
     if kind == "extra_forbidden":
         return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     if kind == "missing":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.principal import Principal
+from appliance.store.database import Database
+from appliance.store.objects import job_records
 from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, PermissionRow, columns
 from train.methods.methods import DEFAULT, METHODS
 
@@ -24,17 +26,7 @@ _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
 
-class Owned(Protocol):
-    @property
-    def owner(self) -> str: ...
-
-
-def whose(row: Owned, caller: Principal) -> dict[str, Any]:
-    """For an admin, who sees all owners' objects: `owner`, null for the box itself; empty for others."""
-    return {"owner": row.owner or None} if caller.is_admin else {}
-
-
-def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
+def file_object(row: FileRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "file",
@@ -43,7 +35,8 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
         "expires_at": None if row.expires_s is None else int(row.expires_s),
         **columns(row, "filename purpose status status_details"),
         **_data_check(row),
-    } | whose(row, caller)
+        "owner": row.owner or None,
+    }
 
 
 def _data_check(row: FileRow) -> dict[str, Any]:
@@ -85,11 +78,12 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
     return values
 
 
-def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudgeRow | None = None) -> dict[str, Any]:
-    """judge: of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
+def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
+    """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
+    of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
     said = judge.judge if judge is not None else {}
     taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
-    succeeded = row.phase == "succeeded"
+    status, succeeded = job_status(row), row.phase == "succeeded"
     return {
         "id": row.id,
         "object": "fine_tuning.job",
@@ -100,20 +94,21 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
         # OpenAI has them here for its first method alone.
         "hyperparameters": hyperparameters(row) if row.method == DEFAULT.name else {},
         "organization_id": f"org-{organization}",
-        "status": job_status(row),
+        "status": status,
         "trained_tokens": row.trained_tokens if succeeded else None,
         "user_provided_suffix": row.suffix,
-        "estimated_finish": int(time.time() + row.eta_s)
-        if row.eta_s is not None and job_status(row) == "running"
-        else None,
+        "estimated_finish": int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
         "integrations": row.integrations or [],
-        "method": {
-            "type": row.method,
-            row.method: said | {"hyperparameters": hyperparameters(row)},
-        },
-        **columns(row, "verdict gate"),
+        "method": {"type": row.method, row.method: said | {"hyperparameters": hyperparameters(row)}},
+        "phase": job_phase(row),
+        "publish_as": row.output_model if row.stable_name else None,
+        "owner": row.owner or None,
+        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
+        **columns(row, "reason output_model verdict gate devices min_devices max_devices allowed_sizes priority"),
+        **columns(row, "deadline_s step total_steps loss valid_loss tokens_per_s eta_s snapshot resolved"),
+        **columns(row, "created_s started_s finished_s"),
         **taught_by,
-    } | whose(row, caller)
+    }
 
 
 def event_object(row: JobEventRow) -> dict[str, Any]:
@@ -124,6 +119,12 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
         **columns(row, "level message type"),
         "data": row.data if row.data is not None else {},
     }
+
+
+def metrics_object(db: Database, job_id: str, after_step: int, limit: int) -> dict[str, Any]:
+    """Steps behind `after_step`, oldest first."""
+    rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
+    return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
 
 def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:

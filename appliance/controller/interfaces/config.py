@@ -23,8 +23,6 @@ class OwnerBounds(BaseModel):
     until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
-    downloads: int = Field(32, ge=0)
-    """Contents of files and results that are being read."""
     batches: int = Field(32, ge=0)
     """Batches that have not ended."""
     jobs: int = Field(200, ge=0)
@@ -49,39 +47,26 @@ class OwnerBounds(BaseModel):
 
 class RetentionSettings(BaseModel):
     """Days after which housekeeping deletes (those without a default: never, unless set; for never, set a large
-    number), and counts beyond which it deletes the oldest, whatever their age. Stored responses and chat completions
-    have `responses_kept_days`."""
+    number). Stored responses and chat completions have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     files_days: float | None = Field(None, gt=0)
     """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
     its own."""
-    batches_days: float | None = Field(None, gt=0)
+    batches_days: float | None = Field(400.0, gt=0)
     """Records of batches that have ended; their output files are files."""
-    batches_per_owner: int = Field(10_000, ge=1)
-    """Batches that have ended, of all keys of one owner; beyond it the oldest are deleted."""
-    eval_runs_days: float | None = Field(None, gt=0)
+    eval_runs_days: float | None = Field(400.0, gt=0)
     """Runs of evaluations that have ended, with their items."""
-    eval_runs_per_owner: int = Field(10_000, ge=1)
-    """Runs of evaluations that have ended, of all keys of one owner; beyond it the oldest are deleted."""
-    jobs_days: float | None = Field(None, gt=0)
+    jobs_days: float | None = Field(400.0, gt=0)
     """Jobs that have ended, with their folders, events and steps. A job stays as long as a model that it made, and what
     its devices cost stays without it."""
-    jobs_per_owner: int = Field(2_000, ge=1)
-    """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, as after `jobs_days`."""
-    graders_per_owner: int = Field(100, ge=1)
-    """Graders of jobs that have ended, up to 2 MiB each, of all keys of one owner; beyond it the oldest are deleted."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     job_events_days: float | None = Field(None, gt=0)
     """Events and steps of jobs that have ended."""
-    events_per_job: int = Field(100_000, ge=1000)
-    """Events of an unfinished job; beyond it the oldest are deleted."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
-    audit_rows_per_key: int = Field(200_000, ge=1000)
-    """Rows of the audit log of one key that is not an admin's, and of refused logins; beyond it the oldest go."""
     usage_days: float | None = Field(400.0, gt=0)
     """Tokens and energy by the hour, and devices held by jobs."""
     handovers_days: float | None = Field(90.0, gt=0)
@@ -150,7 +135,7 @@ class ControllerConfig(BaseModel):
 
     # --- requests
     json_body_bytes: int = Field(8 * MIB, ge=1024)
-    """A line of a batch; a body of a control route, which has a smaller bound of its own (http/bodies.py)."""
+    """A line of a batch; and the turns of a conversation together."""
     upload_bytes: int = Field(512 * MIB, ge=1024)
     upload_part_bytes: int = Field(64 * MIB, ge=1024)
     """One part of an upload in parts."""

@@ -3,8 +3,8 @@
 ControllerError
 ├── BusError
 │   └── BusTimeout        gateways did not report in time
-├── OperationFailed       long work ended with a reason a person can act on (raised by implementations of ModelOps)
-└── SwapFailed            the replicas could not take the wanted version (raised by implementations of SchedulerPort)
+├── OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
+└── SwapFailed            the replicas could not take the wanted version (raised by `Scheduler`)
 
 ApiError (an HTTPException)
 ├── BadRequest        400

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import adapters
 from scheduler.core.workload import AWAKE

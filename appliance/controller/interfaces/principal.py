@@ -15,7 +15,7 @@ from appliance.store.database import Database
 from appliance.store.records import keys, page_sessions
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
-_SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
+_SCRAPE, _USAGE, _ME, _PLAN = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me", "/admin/v1/plan"
 SESSIONS = "/admin/v1/sessions"
 
 
@@ -114,7 +114,8 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 async def of_admin_routes(request: Request, caller: Caller) -> None:
     """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape, and `inference` and `fine_tuning`
     the usage of their owner and the stream of events, of which each hears what it may see; any key may ask what it is
-    itself, and begin, see and end its owner's logins of the page. None of them changes anything else.
+    itself, and begin, see and end its owner's logins of the page; who may submit a job may plan one. None of them
+    changes anything else.
 
     Routes that even `read` must not see also use `needs(ADMIN)`.
     """
@@ -124,6 +125,8 @@ async def of_admin_routes(request: Request, caller: Caller) -> None:
     if request.url.path == _USAGE and scopes:
         scopes += [INFERENCE, FINE_TUNING]
     path = request.url.path
+    if path == _PLAN:
+        scopes = [FINE_TUNING]
     if (path == _ME and scopes) or path == SESSIONS or path.startswith(f"{SESSIONS}/"):
         scopes = [READ, INFERENCE, FINE_TUNING, METRICS]
     if not caller.may(*scopes):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from appliance.controller.devices.node_sizes import NodeSizes
 from appliance.controller.interfaces.errors import InvalidValue
+from appliance.controller.models.node_sizes import NodeSizes
 from appliance.store.rows import JobRow
 from train.plan import auto
 

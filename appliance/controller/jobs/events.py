@@ -197,7 +197,7 @@ class JobEvents:
             table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row))
             return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
         except OSError as error:
-            where = f"`GET /admin/v1/jobs/{row.id}/metrics` has them"
+            where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
             add_message(db, row.id, message, level="warn")
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
+from appliance.controller.models import node_sizes
 from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import HOST
 from scheduler.core.config import SchedulerConfig

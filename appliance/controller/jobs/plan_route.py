@@ -10,14 +10,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import absent_model
+from appliance.controller.access.model_access import absent_model, base_for
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
+from appliance.controller.files.storage import FILES
+from appliance.controller.http.audited import unaudited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
+from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.fit import box_facts, shape_of
 from appliance.controller.jobs.planned import estimate, planned, typical
@@ -60,21 +62,22 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
+    @unaudited  # nothing is changed
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
         if (body.serve is None) == (body.job is None):
             raise InvalidValue("Give either 'serve' or 'job'.", "serve")
-        return _serve(context, body.serve) if body.serve else await _job(context, body.job, caller)  # type: ignore[arg-type]
-
-
-def _known(context: ControllerContext, name: str) -> Resolved:
-    base = resolve(context.db, name)
-    if base is None:
-        raise absent_model(name)
-    return base
+        if body.job is not None:
+            return await _job(context, body.job, caller)
+        if not caller.is_admin:
+            raise Forbidden(ADMIN)
+        assert body.serve is not None
+        return _serve(context, body.serve)
 
 
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
-    base = _known(context, body.model)
+    base = resolve(context.db, body.model)
+    if base is None:
+        raise absent_model(body.model)
     size = partial(context.sizes.size, base.model, base.version)
     verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
     return {
@@ -88,7 +91,7 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base = _known(context, body.model)
+    base = base_for(context.db, caller, body.model)
     method = METHODS[body.method]
     dataset = typical(body.examples, method)
     if body.training_file is not None:
@@ -109,7 +112,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         estimated = estimate(shape_of(base), method, chosen, dataset, shown, known)
     else:
         full = chosen.resolved["full"]
-        readings = context.device_readings()
+        readings = context.health.newest()
         drawn = await asyncio.to_thread(energy_views.estimate, context.db, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
@@ -138,7 +141,7 @@ async def _counted(
     context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
 ) -> auto.DatasetStats:
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
-    row = storage.known_file(context, file_id, caller, "training_file")
+    row = FILES.known(context.db, file_id, caller, "training_file")
     await settings.refuse_unsafe(context, base)
     report = await storage.checked(
         context, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)

@@ -11,11 +11,10 @@ from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import devices
 from appliance.controller.jobs.fit import box_facts, shape_of
-from appliance.controller.models import capacity
+from appliance.controller.models import capacity, node_sizes
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import models
 from runtime.devices.kinds import HOST, kind_of
@@ -59,7 +58,7 @@ def of_model(context: ControllerContext, base: Resolved) -> auto.ModelStats:
     """What `train.plan.auto` asks of a base model and of the box."""
     found = context.scheduler.status()["devices"]
     # Training on an adapter uses merged weights below it, which no engine serves.
-    rank = 0 if base.version.meta.get("adapter") else context.adapter_rank_limit(base.model)
+    rank = 0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model)
     kind = found[0]["kind"] if found else HOST.name
     return of_shape(shape_of(base), base.model.max_model_len, kind, rank)
 

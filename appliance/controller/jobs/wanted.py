@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from appliance.controller.access.model_access import base_of, caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import Conflict, NotFound, shown
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.http.resource import Resource
+from appliance.controller.interfaces.errors import Conflict
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.jobs import claims
 from appliance.controller.jobs.events import add_message
 from appliance.store.errors import IllegalTransition
@@ -19,16 +20,17 @@ _SAID = {
 }
 
 
-def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
-    """Raises NotFound, also for another owner's job."""
-    row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
-    if row is None:
-        raise unknown_job(job_id)
-    return row
-
-
-def unknown_job(job_id: str) -> NotFound:
-    return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+JOBS = Resource(
+    "job",
+    "/v1/fine_tuning/jobs",
+    (FINE_TUNING,),
+    jobs.find_visible,
+    id_name="job_id",
+    missing="Could not find fine tune: {}",
+    param="fine_tune_id",
+    code="fine_tune_not_found",
+    fields=("status", "model", "training_file", "validation_file"),
+)
 
 
 def _taken_over(context: ControllerContext, row: JobRow, caller: Principal) -> JobRow:
@@ -49,7 +51,7 @@ def _taken_over(context: ControllerContext, row: JobRow, caller: Principal) -> J
 def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
     """Raises NotFound and Conflict."""
     db = context.db
-    row = known_job(context, job_id, caller)
+    row = JOBS.known(db, job_id, caller)
     verb = "resume" if wanted == "run" else wanted
     try:
         with db.transaction():

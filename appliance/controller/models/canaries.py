@@ -237,7 +237,7 @@ class Canaries:
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
         """Counts of gateways for the canary and for the version before it."""
-        counted = self._context.load().canaries.get((row.model, row.created_s), {})
+        counted = self._context.bus.load().canaries.get((row.model, row.created_s), {})
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
     def _message(self, row: CanaryRow) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from appliance.controller.access.naming import made_by_jobs
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
-from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, ModelStats
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.records import AdapterBase, AdapterFound, ModelStats
 from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -61,7 +61,7 @@ def adapter_base(context: ControllerContext, found: AdapterFound, base: str | No
             code="base_not_here",
         )
     _check_same_kind(db, found.name, row.id)
-    return AdapterBase(row.id, version.version, path, context.adapter_rank_limit(row))
+    return AdapterBase(row.id, version.version, path, context.sizes.adapter_rank_limit(row))
 
 
 def _named(db: Database, named: str) -> ModelRow | None:

@@ -14,7 +14,7 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Progress, Report
+from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Progress, Report
 from appliance.controller.models.imported import register, register_adapter
 from appliance.controller.models.removal import paths_of
 from appliance.store.ids import new_id

@@ -11,8 +11,8 @@ from appliance.controller.access.model_access import base_of, known_model, why_n
 from appliance.controller.access.naming import CHALLENGER, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
-from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.records import VersionPaths
 from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, jobs, models
 from appliance.store.records import canaries

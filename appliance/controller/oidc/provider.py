@@ -1,39 +1,30 @@
-"""One OpenID provider: where its endpoints are, a code for a token, and who the token says came.
+"""One OpenID provider: a code for a token, and who the token says came. Authlib speaks the protocol.
 
-After https://openid.net/specs/openid-connect-core-1_0.html, sections 3.1.3.3 to 3.1.3.7, and RFC 7636 (PKCE). Endpoints
-and keys are asked for when they are first needed, and again when a token names a key that is not known.
+Endpoints and keys are fetched when they are first needed, keys again when a token names one that is not known.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
 import ssl
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
-import httpx
-import jwt
-import orjson
+import httpx2
+from authlib.integrations.base_client.errors import OAuthError
+from authlib.integrations.starlette_client import StarletteOAuth2App
+from joserfc.errors import JoseError
+from joserfc.jwk import JWKRegistry
 
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError
 
 # Public keys alone: with the secret's own family, whoever knows the secret could sign.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-KEY_KINDS: Final = ("RSA", "EC", "OKP")
 ANSWER_S: Final = 10.0
-ANSWER_BYTES: Final = 1 << 20
-KEPT_S: Final = 3600.0
-AGAIN_S: Final = 30.0
-"""Keys are not asked for more often, however many tokens name unknown ones."""
-AWAY_S: Final = 5.0
-"""After a provider was asked in vain, nobody waits for it: a person who logs in has no key yet, and may ask without
-end."""
-_LEEWAY_S: Final = 60.0
+_LEEWAY_S: Final = 60
 
 
 def refused(why: str) -> ApiError:
@@ -47,169 +38,108 @@ def away(why: str) -> ApiError:
     )
 
 
-def _key_of(row: dict[str, Any]) -> jwt.PyJWK | None:
-    """Returns None for a key that nobody here can read: tokens that the other keys have signed are still taken."""
+class _Client(StarletteOAuth2App):  # type: ignore[misc]
+    """Authlib's, with checks that the provider's own document cannot loosen."""
+
+    async def load_server_metadata(self) -> dict[str, Any]:
+        found: dict[str, Any] = await super().load_server_metadata()
+        issuer = self.name
+        if found.get("issuer") != issuer:
+            self.server_metadata = {}
+            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+        for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
+            if urlsplit(str(found.get(name, ""))).scheme not in ("https", urlsplit(issuer).scheme):
+                self.server_metadata = {}
+                raise away(f"its {name} is not an https URL")
+        found["id_token_signing_alg_values_supported"] = ALGORITHMS
+        if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
+            found["token_endpoint_auth_method"] = "client_secret_post"
+        return found
+
+    async def fetch_jwk_set(self, force: bool = False) -> dict[str, Any]:
+        """Without keys that nobody here can read: tokens that the other keys have signed are still taken."""
+        found: dict[str, Any] = await super().fetch_jwk_set(force)
+        return {"keys": [row for row in found.get("keys", []) if _is_readable(row)]}
+
+
+def _is_readable(row: dict[str, Any]) -> bool:
     try:
-        return jwt.PyJWK(row)
-    except (jwt.PyJWTError, TypeError, ValueError):
-        return None
+        JWKRegistry.import_key(row)
+    except (JoseError, KeyError, TypeError, ValueError):
+        return False
+    return row.get("use", "sig") == "sig"
 
 
 class Provider:
     """transport: in place of the network, in tests."""
 
-    def __init__(self, settings: OidcSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, settings: OidcSettings, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         self._settings, self._transport = settings, transport
-        self._endpoints: dict[str, Any] = {}
-        self._keys: dict[str, jwt.PyJWK] = {}
-        self._known_s = self._keys_s = self._away_s = float("-inf")
-        self._asking = asyncio.Lock()
+        self._made: _Client | None = None
 
     @property
     def redirect_uri(self) -> str:
         """Where the provider sends a browser back to: the page itself."""
         return f"{self._settings.box_url}/ui"
 
-    async def begin_url(self, state: str, nonce: str, verifier: str) -> str:
-        """Where the browser goes to. Raises ApiError."""
-        endpoints = await self._known()
-        challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
-        query = {
-            "response_type": "code",
-            "client_id": self._settings.client_id,
-            "redirect_uri": self.redirect_uri,
-            "scope": " ".join(self._settings.scopes),
-            "state": state,
-            "nonce": nonce,
-            "code_challenge": challenge,
-            "code_challenge_method": "S256",
-        }
-        url = endpoints["authorization_endpoint"]
-        return f"{url}{'&' if urlsplit(url).query else '?'}{urlencode(query)}"
+    def _client(self) -> _Client:
+        if self._made is None:
+            settings, path = self._settings, self._settings.client_secret_path
+            self._made = _Client(
+                None,
+                settings.issuer,
+                client_id=settings.client_id,
+                client_secret=Path(path).read_text().strip() if path is not None else None,
+                server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
+                client_kwargs={
+                    "scope": " ".join(settings.scopes),
+                    "code_challenge_method": "S256",
+                    "timeout": ANSWER_S,
+                    "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
+                    "transport": self._transport,
+                },
+            )
+        return self._made
+
+    async def begin(self) -> dict[str, str]:
+        """{"url": where the browser goes, "state", "nonce", "code_verifier"}. Raises ApiError."""
+        with _refusals():
+            found: dict[str, str] = await self._client().create_authorization_url(self.redirect_uri)
+        return found
 
     async def claims(self, code: str, nonce: str, verifier: str) -> dict[str, Any]:
         """What the provider says of who came with this code: its identity token's claims, and those of userinfo where
         the token has no groups. Raises ApiError."""
-        endpoints, settings = await self._known(), self._settings
-        form = {
-            "grant_type": "authorization_code",
-            "code": code,
-            "redirect_uri": self.redirect_uri,
-            "code_verifier": verifier,
-            "client_id": settings.client_id,
-        }
-        secret = None
-        if settings.client_secret_path is not None:
-            secret = (await asyncio.to_thread(Path(settings.client_secret_path).read_text)).strip()
-        by_form = "client_secret_post" in endpoints.get("token_endpoint_auth_methods_supported", ())
-        if secret is not None and by_form:
-            form["client_secret"] = secret
-        basic = httpx.BasicAuth(settings.client_id, secret) if secret is not None and not by_form else None
-        answer = await self._ask("POST", endpoints["token_endpoint"], data=form, auth=basic)
-        token = answer.get("id_token")
-        if not isinstance(token, str):
-            raise refused("the provider gave no identity token for this code")
-        claims = await self._verified(token, nonce)
-        if settings.groups_claim not in claims and "userinfo_endpoint" in endpoints:
-            bearer = {"authorization": f"Bearer {answer.get('access_token')}"}
-            userinfo = await self._ask("GET", endpoints["userinfo_endpoint"], headers=bearer)
-            if userinfo.get("sub") != claims["sub"]:
-                raise refused("the provider answered about somebody else")
-            claims = {**userinfo, **claims}
+        client, settings = self._client(), self._settings
+        with _refusals():
+            token = await client.fetch_access_token(self.redirect_uri, code=code, code_verifier=verifier)
+            options = {
+                "iss": {"essential": True, "value": settings.issuer},
+                "aud": {"essential": True, "value": settings.client_id},
+                "nonce": {"essential": True},
+            }
+            parsed = await client.parse_id_token(token, nonce, claims_options=options, leeway=_LEEWAY_S)
+            if parsed is None:
+                raise refused("the provider gave no identity token for this code")
+            claims = dict(parsed)
+            if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
+                userinfo = await client.userinfo(token=token)
+                if userinfo.get("sub") != claims["sub"]:
+                    raise refused("the provider answered about somebody else")
+                claims = {**userinfo, **claims}
         return claims
 
-    async def _verified(self, token: str, nonce: str) -> dict[str, Any]:
-        try:
-            head = jwt.get_unverified_header(token)
-            if head.get("alg") not in ALGORITHMS:
-                raise refused("its signature is of a kind that is not taken")
-            key = await self._key(head.get("kid"))
-            claims: dict[str, Any] = jwt.decode(
-                token,
-                key.key,
-                algorithms=[head["alg"]],
-                audience=self._settings.client_id,
-                issuer=self._settings.issuer,
-                leeway=_LEEWAY_S,
-                options={"require": ["exp", "iat", "aud", "iss", "sub"]},
-            )
-        except (jwt.PyJWTError, TypeError, ValueError) as error:
-            raise refused(f"its token is not good ({type(error).__name__})") from error
-        if claims.get("nonce") != nonce:
-            raise refused("its token is of another login")
-        if claims.get("azp", self._settings.client_id) != self._settings.client_id:
-            raise refused("its token is for another program")
-        return claims
 
-    async def _key(self, kid: str | None) -> jwt.PyJWK:
-        """kid: None of a token that names none, which is good where the provider has one key (section 10.1)."""
-        async with self._asking:
-            age_s = time.monotonic() - self._keys_s
-            if age_s > KEPT_S or (age_s > AGAIN_S and kid is not None and kid not in self._keys):
-                endpoints = await self._known_here()
-                found = await self._ask("GET", endpoints["jwks_uri"])
-                self._keys_s = time.monotonic()
-                rows = [row for row in found.get("keys", []) if isinstance(row, dict)]
-                usable = [row for row in rows if row.get("kty") in KEY_KINDS and row.get("use", "sig") == "sig"]
-                self._keys = {str(row.get("kid", "")): key for row in usable if (key := _key_of(row)) is not None}
-        if kid is None and len(self._keys) == 1:
-            return next(iter(self._keys.values()))
-        if kid is None or kid not in self._keys:
-            raise refused("its token is signed by a key that the provider does not publish")
-        return self._keys[kid]
-
-    async def _known(self) -> dict[str, Any]:
-        async with self._asking:
-            return await self._known_here()
-
-    async def _known_here(self) -> dict[str, Any]:
-        if time.monotonic() - self._known_s > KEPT_S:
-            if time.monotonic() - self._away_s < AWAY_S:
-                raise away("it did not answer a moment ago")
-            try:
-                self._endpoints = await self._found()
-            except ApiError:
-                self._away_s = time.monotonic()
-                raise
-            self._known_s = time.monotonic()
-        return self._endpoints
-
-    async def _found(self) -> dict[str, Any]:
-        issuer = self._settings.issuer
-        found = await self._ask("GET", f"{issuer.rstrip('/')}/.well-known/openid-configuration")
-        if found.get("issuer") != issuer:
-            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
-        for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
-            url = urlsplit(str(found.get(name, "")))
-            if url.scheme != "https" and url.scheme != urlsplit(issuer).scheme:
-                raise away(f"its {name} is no https URL")
-        return found
-
-    async def _ask(self, method: str, url: str, **more: Any) -> dict[str, Any]:
-        verify: Any = True
-        if self._settings.ca_path is not None:
-            verify = ssl.create_default_context(cafile=self._settings.ca_path)
-        try:
-            async with (
-                httpx.AsyncClient(timeout=ANSWER_S, verify=verify, transport=self._transport) as client,
-                asyncio.timeout(2 * ANSWER_S),
-                client.stream(method, url, **more) as answer,
-            ):
-                body = b""
-                async for part in answer.aiter_bytes():
-                    body += part
-                    if len(body) > ANSWER_BYTES:
-                        raise away("its answer is too long")
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
-            raise away(type(error).__name__) from error
-        if answer.status_code == 400 and method == "POST":
-            raise refused("the provider does not take this code, or took it before")
-        if answer.status_code != 200:
-            raise away(f"{urlsplit(url).path} answered {answer.status_code}")
-        try:
-            found = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise away("its answer is no JSON") from error
-        if not isinstance(found, dict):
-            raise away("its answer is no JSON object")
-        return found
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What Authlib raises, as an ApiError."""
+    try:
+        yield
+    except OAuthError as error:
+        raise refused(f"the provider does not take this code ({error.error})") from error
+    except httpx2.HTTPStatusError as error:
+        raise away(f"{error.request.url.path} answered {error.response.status_code}") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        raise away(type(error).__name__) from error
+    except (JoseError, ValueError, TypeError, KeyError) as error:
+        raise refused(f"its token is not good ({type(error).__name__})") from error

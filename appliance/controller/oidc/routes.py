@@ -16,6 +16,7 @@ from pydantic import Field
 from appliance.controller.admin.owners import logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.audited import unaudited
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound
@@ -70,6 +71,7 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
         return {"object": "oidc", "name": settings.name if settings.issuer else None}
 
     @router.post("/begin")
+    @unaudited  # who comes back is known by `finish`
     async def begin() -> dict[str, Any]:
         """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
         check_there_is_one()
@@ -79,10 +81,9 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
             if waiting[first].until_s >= now_s and len(waiting) < MOST_WAITING:
                 break
             del waiting[first]
-        state, nonce, verifier, binder = (secrets.token_urlsafe(32) for _ in range(4))
-        url = await provider.begin_url(state, nonce, verifier)
-        waiting[state] = _Waiting(_sha256(binder), nonce, verifier, now_s + WAITS_S)
-        return {"url": url, "binder": binder}
+        begun, binder = await provider.begin(), secrets.token_urlsafe(32)
+        waiting[begun["state"]] = _Waiting(_sha256(binder), begun["nonce"], begun["code_verifier"], now_s + WAITS_S)
+        return {"url": begun["url"], "binder": binder}
 
     @router.post("/finish", status_code=201)
     async def finish(body: OidcFinish, request: Request, response: Response) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
-from appliance.controller.http.paging import After, WholeLimit, list_object
+from appliance.controller.http.paging import MOST, After, list_object, listed
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
@@ -33,7 +33,7 @@ class PermissionCreate(StrictBody):
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = make_router("/v1/fine_tuning/checkpoints", ADMIN)
+    router = make_router("/v1/fine_tuning/checkpoints/{name:path}/permissions", ADMIN, noun="permission")
     db = context.db
 
     def check(name: str) -> None:
@@ -44,7 +44,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 code="checkpoint_not_found",
             )
 
-    @router.post("/{name:path}/permissions")
+    @router.post("")
     async def create(name: str, body: PermissionCreate) -> dict[str, Any]:
         check(name)
         made = []
@@ -55,19 +55,13 @@ def routes(context: ControllerContext) -> APIRouter:
                     row = PermissionRow(new_id("cp_"), name, project_id, time.time())
                     job_records.insert_permission(db, row)
                 made.append(views.permission_object(row))
-        return {
-            "object": "list",
-            "data": made,
-            "first_id": made[0]["id"],
-            "last_id": made[-1]["id"],
-            "has_more": False,
-        }
+        return listed(made, has_more=False)
 
-    @router.get("/{name:path}/permissions")
+    @router.get("")
     def list_permissions(
         name: str,
         after: After = None,
-        limit: WholeLimit = 10,
+        limit: Annotated[int, Query(ge=0, le=MOST)] = 10,
         order: Literal["ascending", "descending"] = "descending",
         project_id: Annotated[str | None, Query(max_length=128)] = None,
     ) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def routes(context: ControllerContext) -> APIRouter:
         )
         return list_object(page, views.permission_object)
 
-    @router.delete("/{name:path}/permissions/{permission_id}")
+    @router.delete("/{permission_id}")
     async def delete(name: str, permission_id: str) -> dict[str, Any]:
         check(name)
         try:

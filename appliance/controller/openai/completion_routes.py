@@ -10,16 +10,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.paging import After, Limit, Order
+from appliance.controller.http.paging import list_object, listed, part
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.http.views import whose
 from appliance.controller.interfaces.errors import BadRequest, shown
-from appliance.controller.interfaces.principal import INFERENCE, Caller, Principal
+from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.controller.jobs.requests import check_metadata
 from appliance.controller.responses.completions import asked_messages, completion_object, stored_messages
 from appliance.controller.responses.stored import StoredResponses
+from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.rows import ResponseRow
@@ -33,37 +33,29 @@ class CompletionUpdate(StrictBody):
 
 
 def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
-    router = make_router("/v1/chat/completions", INFERENCE)
+    router = make_router("/v1/chat/completions", INFERENCE, noun="completion")
     db = context.db
 
     @router.get("")
     def list_completions(
         request: Request,
         caller: Caller,
+        part: Annotated[Part, part(20, most=100, order="asc")],
         model: Annotated[str | None, Query(max_length=512)] = None,
-        after: After = None,
-        limit: Limit = 20,
-        order: Order = "asc",
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
         page = responses.page_completions(
-            db,
-            viewer=caller.viewer,
-            model=model,
-            metadata=_metadata(request),
-            after=after,
-            limit=limit,
-            descending=order == "desc",
-            messages=messages,
+            db, viewer=caller.viewer, model=model, metadata=_metadata(request), messages=messages, **part
         )
-        shown = [_shown(row, caller) | ({"messages": asked_messages(row)} if messages else {}) for row in page.data]
-        return _list(shown, page.has_more)
+        return list_object(
+            page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
+        )
 
     @router.get("/{completion_id}", response_model=dict[str, Any])
     async def retrieve(completion_id: str, caller: Caller) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: _shown(row, caller))
+        return await answer(db, lambda: completion_object(row))
 
     @router.post("/{completion_id}", response_model=dict[str, Any])
     async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
@@ -71,7 +63,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         await stored.find(completion_id, caller.viewer, COMPLETION)
         stored.describe(completion_id, body.metadata)
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: _shown(row, caller))
+        return await answer(db, lambda: completion_object(row))
 
     @router.delete("/{completion_id}")
     async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
@@ -81,16 +73,12 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
 
     @router.get("/{completion_id}/messages", response_model=dict[str, Any])
     async def list_messages(
-        completion_id: str, caller: Caller, after: After = None, limit: Limit = 20, order: Order = "asc"
+        completion_id: str, caller: Caller, part: Annotated[Part, part(20, most=100, order="asc")]
     ) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: _messages(row, after, limit, newest_first=order == "desc"))
+        return await answer(db, lambda: _messages(row, **part))
 
     return router
-
-
-def _shown(row: ResponseRow, caller: Principal) -> dict[str, Any]:
-    return completion_object(row) | whose(row, caller)
 
 
 def _metadata(request: Request) -> dict[str, str]:
@@ -104,24 +92,12 @@ def _metadata(request: Request) -> dict[str, str]:
     return found
 
 
-def _messages(row: ResponseRow, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
+def _messages(row: ResponseRow, after: str | None, limit: int, descending: bool) -> dict[str, Any]:
     """A page of what it was asked with. Raises BadRequest."""
-    found = stored_messages(row)
-    if newest_first:
-        found.reverse()
+    found = stored_messages(row)[:: -1 if descending else 1]
     if after is not None:
         place = next((place for place, message in enumerate(found) if message["id"] == after), None)
         if place is None:
             raise BadRequest(f"No message with id {shown(after)}.", param="after", code="invalid_cursor")
         found = found[place + 1 :]
-    return _list(found[:limit], len(found) > limit)
-
-
-def _list(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": has_more,
-    }
+    return listed(found[:limit], len(found) > limit)

@@ -6,51 +6,45 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
-from appliance.controller.http import idempotency, views
-from appliance.controller.http.paging import After, WholeLimit, list_object
-from appliance.controller.http.routers import make_router
+from appliance.controller.http import views
+from appliance.controller.http.paging import MOST, list_object, part
 from appliance.controller.interfaces.errors import InvalidValue, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
-from appliance.controller.jobs.wanted import ask, known_job
+from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import check_judges, insert_job
+from appliance.store.database import Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import JobJudgeRow, JobRow
+from appliance.store.rows import JobRow
 from train.graders.hosts import GraderHosts
 from train.methods.methods import METHODS
 
-ROUTE = "fine_tuning.jobs"
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
 def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
-    router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
-    db, organization = context.db, context.config.organization
+    router, db, organization = JOBS.router(), context.db, context.config.organization
 
-    def shown_as(row: JobRow, caller: Principal, found: JobJudgeRow | None) -> dict[str, Any]:
-        return views.job_object(row, organization, caller, found)
-
-    def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
-        return shown_as(row, caller, job_records.find_judge(db, row.id) if row.method in _JUDGED else None)
+    def view(row: JobRow) -> dict[str, Any]:
+        judge = job_records.find_judge(db, row.id) if row.method in _JUDGED else None
+        return views.job_object(row, organization, judge)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        known_before = partial(jobs.find, db)
-        if (row := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
-            return shown_job(row, caller)
+        attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
+        if (row := attempt.earlier()) is not None:
+            return view(row)
         await check_judges(context, hosts, body, caller)
 
         def make() -> JobRow:
@@ -58,57 +52,64 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
             context.tasks.start(VALIDATIONS, row.id, row.key_id)
             return row
 
-        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
-        return shown_job(row, caller)
+        row, _ = attempt.once(make)
+        return view(row)
 
     @router.get("")
-    def list_jobs(request: Request, caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
-        metadata, null_metadata = _metadata_filter(request)
-        page = jobs.page(
-            db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
-        )
+    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+        page = jobs.page(db, viewer=caller.viewer, **_metadata_filter(request), **part)
         page, judges = job_records.page_with_judges(db, page, _JUDGED)
-        return list_object(page, lambda row: shown_as(row, caller, judges.get(row.id)))
+        return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
 
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
-        row = known_job(context, job_id, caller)
-        return shown_job(row, caller) | {"energy": energy_views.of_job(db, row, time.time())}
+        row = JOBS.known(db, job_id, caller)
+        return view(row) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "cancel", caller), caller)
+        return view(ask(context, job_id, "cancel", caller))
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "pause", caller), caller)
+        return view(ask(context, job_id, "pause", caller))
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "run", caller), caller)
+        return view(ask(context, job_id, "run", caller))
 
     @router.get("/{job_id}/events")
-    def events(job_id: str, caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
-        known_job(context, job_id, caller)
-        return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
+    def events(job_id: str, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+        JOBS.known(db, job_id, caller)
+        return list_object(job_records.page_events(db, job_id, **part), views.event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
-        known_job(context, job_id, caller)
+        JOBS.known(db, job_id, caller)
         events = job_records.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
-    def checkpoints(job_id: str, caller: Caller, after: After = None, limit: WholeLimit = 10) -> dict[str, Any]:
-        known_job(context, job_id, caller)
-        page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
-        return list_object(page, views.checkpoint_object)
+    def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10, order=None)]) -> dict[str, Any]:
+        JOBS.known(db, job_id, caller)
+        return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
+
+    @router.get("/{job_id}/metrics")
+    def metrics(
+        job_id: str,
+        caller: Caller,
+        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
+        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
+    ) -> dict[str, Any]:
+        """Steps behind `after_step`, oldest first."""
+        JOBS.known(db, job_id, caller)
+        return views.metrics_object(db, job_id, after_step, limit)
 
     return router
 
 
-def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
+def _metadata_filter(request: Request) -> dict[str, Any]:
     """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
     pairs: dict[str, str] = {}
     null = False
@@ -124,4 +125,4 @@ def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
     if pairs and null:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
-    return pairs, null
+    return {"metadata": pairs, "null_metadata": null}

@@ -122,7 +122,7 @@ def _share(context: ControllerContext, name: str, body: Share, caller: Principal
             everybody=body.everybody,
             **({"jobs": paused} if paused else {}),
         )
-    context.models_shared()
+    context.routing.models_changed()
     if paused:
         context.scheduler.nudge(f"the sharing of {model.id} ended")
     return model

@@ -8,7 +8,6 @@ from typing import Any
 
 from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
@@ -16,6 +15,7 @@ from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Gate, JobCreate
+from appliance.controller.models import node_sizes
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, job_records, jobs
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns

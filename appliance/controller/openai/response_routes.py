@@ -18,32 +18,31 @@ from fastapi.responses import StreamingResponse
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.batches.background_responses import RESPONSES, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http import idempotency
-from appliance.controller.http.paging import After, Limit, Order
+from appliance.controller.http import paging
+from appliance.controller.http.audited import unaudited
+from appliance.controller.http.idempotency import Attempt
+from appliance.controller.http.paging import part
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, KeyRevoked, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
-from appliance.controller.responses.items import items_of, listed, may_list
+from appliance.controller.responses.items import items_of, listed
 from appliance.controller.responses.stored import StoredResponses
+from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 
-ROUTE = "responses"
-
-# Turns whose text has the id of a cursor somewhere else than as an item's id: 2 ms each.
-_MOST_PARSED_IN_VAIN = 16
-
 
 def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
-    router = make_router("/v1/responses", INFERENCE)
+    router = make_router("/v1/responses", INFERENCE, noun="response", fields=("status",))
 
     @router.post("", include_in_schema=False)
+    @unaudited  # a request of inference, as the access log and usage have it
     async def create(request: Request, caller: Caller) -> Response:
         """Background responses only: a gateway forwards the body after its own checks."""
-        body = await _json_of(request)
+        body = await request.json()
 
         def told(row: ResponseRow) -> Response:
             if body.get("stream"):
@@ -58,11 +57,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 param="background",
                 code="unsupported_parameter",
             )
-        attempt, known_before = (
-            idempotency.Attempt.of(request, caller, ROUTE, body),
-            partial(responses.find, context.db),
-        )
-        if (earlier := idempotency.earlier(context.db, context.config, attempt, known_before)) is not None:
+        attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, context.db))
+        if (earlier := attempt.earlier()) is not None:
             return told(earlier)
         previous = body.get("previous_response_id")
         if previous is not None:
@@ -78,7 +74,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row
 
-        row, made = idempotency.once(context.db, context.config, attempt, known_before, make)
+        row, made = attempt.once(make)
         if made:
             await asyncio.to_thread(stored.make_room, [row])
         return told(row)
@@ -112,53 +108,30 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         return _json(background.cancel(row).response.encode())
 
     @router.get("/{response_id}/input_items", response_model=dict[str, Any])
-    async def input_items(
-        response_id: str,
-        caller: Caller,
-        after: After = None,
-        limit: Limit = 20,
-        order: Order = "desc",
-    ) -> Response:
+    async def input_items(response_id: str, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
-        items = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")
-        return await answer(context.db, items)
+        return await answer(context.db, partial(_input_items, stored, response_id, caller.viewer, **part))
 
     return router
 
 
 def _input_items(
-    stored: StoredResponses, response_id: str, viewer: str | None, after: str | None, limit: int, *, newest_first: bool
+    stored: StoredResponses, response_id: str, viewer: str | None, after: str | None, limit: int, *, descending: bool
 ) -> dict[str, Any]:
     """A page of them, within a reading. Raises BadRequest."""
     found: list[dict[str, Any]] = []
-    before_it, parsed_in_vain = after is not None, 0
-    for row in stored.turns(response_id, viewer, newest_first=newest_first):
-        # Parse only the turns on this page: all of a long conversation take 6.6 s.
-        if after is not None and before_it and not may_list(row, after):
-            continue
-        items = listed(row, answered=row.id != response_id)
-        if newest_first:
-            items.reverse()
-        if before_it:
-            place = next((place for place, item in enumerate(items) if item["id"] == after), -1)
-            before_it = place < 0
-            parsed_in_vain += before_it
-            if parsed_in_vain > _MOST_PARSED_IN_VAIN:
-                break
-            items = [] if before_it else items[place + 1 :]
-        found += items[: limit + 1 - len(found)]
+    before_it = after is not None
+    for row in stored.turns(response_id, viewer, newest_first=descending):
+        for item in listed(row, answered=row.id != response_id)[:: -1 if descending else 1]:
+            if not before_it:
+                found.append(item)
+            elif item["id"] == after:
+                before_it = False
         if len(found) > limit:
             break
     if before_it:
         raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
-    page = found[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(found) > limit,
-    }
+    return paging.listed(found[:limit], len(found) > limit)
 
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
@@ -166,10 +139,11 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     router = make_router("/internal/responses")
 
     @router.post("", include_in_schema=False)
+    @unaudited  # copies of answers to requests of inference
     async def take(request: Request, caller: Caller) -> dict[str, int]:
         if not caller.is_gateway:
             raise Forbidden(GATEWAY)
-        copies = await _json_of(request)
+        copies = await request.json()
         return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
 
     @router.get("/context", include_in_schema=False)
@@ -202,13 +176,6 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
         response=made,
         previous_id=body.get("previous_response_id"),
     )
-
-
-async def _json_of(request: Request) -> Any:
-    try:
-        return await request.json()
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"We could not parse the JSON body of your request: {error}.", code="invalid_json") from error
 
 
 def _stream(events: AsyncIterator[bytes]) -> Response:

@@ -50,7 +50,7 @@ def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> 
 
 
 def completion_object(row: ResponseRow) -> Object:
-    return {**orjson.loads(row.response), "metadata": row.metadata or {}}
+    return {**orjson.loads(row.response), "metadata": row.metadata or {}, "owner": row.owner or None}
 
 
 def asked_messages(row: ResponseRow) -> list[Object]:

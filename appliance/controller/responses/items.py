@@ -43,14 +43,6 @@ def listed(row: ResponseRow, *, answered: bool) -> list[Item]:
     return [*found, *outputs(row)] if answered else found
 
 
-def may_list(row: ResponseRow, item_id: str) -> bool:
-    """Whether an item of this id may be among those: it searches the text, which costs a thousandth of parsing it. The
-    client chooses the id, so the answer may be yes for every row: the caller bounds how often it is wrong."""
-    text = orjson.dumps(item_id).decode()
-    named = item_id.rpartition("_")[2].startswith(row.id.removeprefix("resp_"))
-    return named or text in row.input or text in row.response
-
-
 def outputs(row: ResponseRow) -> Iterator[Item]:
     """Its output in the form an engine accepts as input: messages without text are left out."""
     for item in orjson.loads(row.response).get("output") or ():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -35,8 +34,6 @@ CONVERSATION_BYTES = 64 << 20
 _TOUCH_EVERY_S = 3600.0
 _COMPLETION_ID_CHARS = 128
 _STATUSES = frozenset(get_args(ResponseStatus))
-# Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
-_MOST_EXPECTED = 100
 
 
 class Turn(NamedTuple):
@@ -53,7 +50,6 @@ class StoredResponses:
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
-        self._expected: Counter[str | None] = Counter()  # by viewer
 
     # --- in
 
@@ -209,16 +205,10 @@ class StoredResponses:
 
     async def _arrived(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
         row = await self._visible(response_id, viewer, kind)
-        if row is not None or not _is_an_engines(response_id, kind) or self._expected[viewer] >= _MOST_EXPECTED:
+        if row is not None or not _is_an_engines(response_id, kind):
             return row
-        self._expected[viewer] += 1
-        try:
-            # It may have come while the thread looked.
-            arrived = responses.exists(self._db, response_id, viewer) or await self.news(response_id, ARRIVES_WITHIN_S)
-        finally:
-            self._expected[viewer] -= 1
-            if not self._expected[viewer]:
-                del self._expected[viewer]
+        # It may have come while the thread looked.
+        arrived = responses.exists(self._db, response_id, viewer) or await self.news(response_id, ARRIVES_WITHIN_S)
         return await self._visible(response_id, viewer, kind) if arrived else None
 
     async def _visible(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:

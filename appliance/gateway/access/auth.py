@@ -2,8 +2,7 @@
 
 A login's token has two halves. One is a cookie that no script reads; browsers send it to every port of a host, also
 with requests of other pages of that host. The page's own origin keeps the other and sends it in a header that a form,
-an image or a link cannot have. Only both together name a login, on the routes that the page uses, for requests of the
-page itself.
+an image or a link cannot have. Only both together name a login, for requests of the page itself.
 """
 
 from __future__ import annotations
@@ -46,13 +45,9 @@ def key_digest(headers: Headers) -> str:
 
 
 def login_digest(request: Request) -> str:
-    """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a route that
-    the page does not use and for a request of another page."""
-    headers, route = request.headers, request.route
-    if not route.page:
-        raise HttpError(
-            403, "A login of the page is not enough for this URL: use an API key.", code="insufficient_permissions"
-        )
+    """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a request of
+    another page."""
+    headers = request.headers
     check_same_origin(request)
     name, _, half = headers[PAGE_HEADER].partition(b".")
     cookie = _cookie(headers.get(b"cookie", b""), name)

@@ -7,12 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from appliance.gateway.access.allowance import KeyUse, OwnerUse
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import KeyUse, OwnerUse, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.routing.table import NOBODY, Caller
 from runtime.moments import minute
@@ -63,21 +61,14 @@ class Spending:
             raise HttpError(429, message, kind=code, code=code, should_retry=False)
         self._take(request, 1, 0)
 
-    def opened_control(self, request: Request, limits: Limits) -> None:
-        """Count a request to the controller as open for its owner, because the answer may take long (events of a
-        background response), or raise HttpError 429. `closed` must follow. An administrator's are not counted."""
-        if ADMIN not in request.caller.scopes:
-            self._check_open(request.use.owner, 1, limits)
-            request.use.owner.requests += 1
-            request.counted = True
-
     # -- once its content is known
 
     def opened(self, request: Request, checked: Checked, limits: Limits) -> None:
         """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
         tokens and its owner few enough requests and streams."""
         caller, use = request.caller, request.use
-        self._check_open(use.owner, checked.weight, limits)
+        if use.owner.requests >= limits.owner_requests:
+            raise self.too_many_at_once("requests", limits.owner_requests)
         if checked.stream and use.owner.streams >= limits.owner_streams:
             raise self.too_many_at_once("streams", limits.owner_streams)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
@@ -90,22 +81,18 @@ class Spending:
             )
             raise errors.over_limit(message, "tokens", 1)
         self._take(request, 0, checked.tokens)
-        request.counted, request.streams, request.weight = True, checked.stream, checked.weight
+        request.counted, request.streams = True, checked.stream
         request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
         use.under_way += checked.tokens
-        use.owner.requests += checked.weight
+        use.owner.requests += 1
         use.owner.streams += checked.stream
 
     def closed(self, request: Request) -> None:
         use = request.use
         request.counted = False
-        use.owner.requests -= request.weight
+        use.owner.requests -= 1
         use.owner.streams -= request.streams
         use.under_way -= request.charged
-
-    def _check_open(self, owner: OwnerUse, weight: int, limits: Limits) -> None:
-        if owner.requests + min(weight, limits.owner_requests) > limits.owner_requests:
-            raise self.too_many_at_once("requests", limits.owner_requests)
 
     def too_many_at_once(self, what: str, limit: int) -> HttpError:
         self._events["concurrency_limited"] += 1

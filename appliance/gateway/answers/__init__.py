@@ -1,5 +1,5 @@
-"""Reads answers of engines as they pass: tokens spent, the text to go on from, the turn that a response keeps.
+"""Reads answers of engines as they pass: the text to go on from, the turn that a response keeps.
 
 Never: Opens a socket, reads a clock or holds state.
-Begin with usage.py, then continuation.py.
+Begin with continuation.py.
 """

@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from appliance.gateway.core import errors
@@ -41,8 +42,7 @@ class Route:
     """One row of the allowlist.
 
     scopes: any one of them (or admin) suffices. task: required task of the model. engine_path: for inference.
-    converses: it needs the model's chat template. upload: bodies may be as large as a file. page: the box's own page
-    uses it, so that a login of the page does in place of a key.
+    converses: it needs the model's chat template. upload: bodies may be as large as a file.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Route:
     engine_path: bytes = b""
     converses: bool = False
     upload: bool = False
-    page: bool = False
 
 
 _INF = frozenset({INFERENCE})
@@ -73,14 +72,12 @@ def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str
 
 
 def _inference(url: str, name: str, task: str = "generate", engine_path: str = "") -> Route:
-    more = {"task": task, "engine_path": (engine_path or url).encode(), "page": name == "chat.completions"}
-    converses = task == "generate" and name != "completions"
-    return _route(Kind.INFERENCE, "POST", url, _INF, name, converses=converses, **more)
+    path, converses = (engine_path or url).encode(), task == "generate" and name != "completions"
+    return _route(Kind.INFERENCE, "POST", url, _INF, name, converses=converses, task=task, engine_path=path)
 
 
-def _control(methods: str, url: str, scopes: frozenset[str], name: str = "", page: bool = True, **more: Any) -> Route:
-    name = name or url.partition("/*")[0].rpartition("/")[2]
-    return _route(Kind.CONTROL, methods, url, scopes, name, page=page, **more)
+def _control(methods: str, url: str, scopes: frozenset[str], name: str = "", **more: Any) -> Route:
+    return _route(Kind.CONTROL, methods, url, scopes, name or url.partition("/*")[0].rpartition("/")[2], **more)
 
 
 # The route of a request until its own is known.
@@ -106,14 +103,14 @@ ROUTES: tuple[Route, ...] = (
     _route(Kind.PAGE, "GET", "/ui/**", _NOBODY, "page"),
     _route(Kind.PAGE, "GET", "/", _NOBODY, "page"),
     # The page's way to a login provider and back, before anybody has a key or a login.
-    _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login", page=True),
-    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", page=True),
-    _control("GET", "/v1/chat/completions/**", _INF, _KEPT, page=False),
-    _control("POST DELETE", "/v1/chat/completions/*", _INF, _KEPT, page=False),
-    _control("GET DELETE", "/v1/responses/*", _INF, "stored responses", page=False),
-    _control("POST", "/v1/responses/*/cancel", _INF, "stored responses", page=False),
+    _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login"),
+    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login"),
+    _control("GET", "/v1/chat/completions/**", _INF, _KEPT),
+    _control("POST DELETE", "/v1/chat/completions/*", _INF, _KEPT),
+    _control("GET DELETE", "/v1/responses/*", _INF, "stored responses"),
+    _control("POST", "/v1/responses/*/cancel", _INF, "stored responses"),
     _control("GET POST DELETE", "/v1/files/**", _TUNE, upload=True),
-    _control("GET POST DELETE", "/v1/uploads/**", _TUNE, upload=True, page=False),
+    _control("GET POST DELETE", "/v1/uploads/**", _TUNE, upload=True),
     _control("GET POST DELETE", "/v1/fine_tuning/**", _TUNE),
     _control("GET POST", "/v1/batches/**", _INF),
     _control("GET POST DELETE", "/v1/evals/**", _TUNE),
@@ -123,6 +120,7 @@ ROUTES: tuple[Route, ...] = (
     # The controller shows each key only the usage and events that it may see.
     _control("GET", "/admin/v1/(?:usage|events)", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}), "admin"),
     _control("GET", "/admin/v1/me", _ANY),
+    _control("POST", "/admin/v1/plan", frozenset({ADMIN, FINE_TUNING}), "admin"),
     SESSIONS,
     ROTATION,
     _control("GET", "/admin/v1/**", frozenset({ADMIN, READ}), "admin"),
@@ -154,6 +152,7 @@ def plain_target(target: bytes) -> bytes:
     return b"%b%b%b" % (path, mark, query)
 
 
+@lru_cache(256)
 def resolve(method: bytes, path: bytes) -> Route:
     """The route of `method` on `path` (raw bytes, without the query).
 

@@ -26,8 +26,8 @@ class Certificate:
         self.fault = ""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._seen = self._stamps()
         try:
-            self._seen = self._stamps()
             self._load()
         except (OSError, ValueError) as error:
             raise ConfigInvalid(
@@ -35,19 +35,18 @@ class Certificate:
                 f"cannot be used ({error}), expected a PEM certificate chain and its unencrypted key"
             ) from error
 
-    def look(self) -> bool:
-        """Load the files if they have changed; return whether anything did."""
-        before, self.fault = (self.fault, self._seen), ""
+    def reload_changed(self) -> None:
+        """Load the files if they have changed."""
+        if (stamps := self._stamps()) == self._seen:
+            return
+        self._seen = stamps
         try:
-            if (seen := self._stamps()) != self._seen:
-                self._load()
-                self._seen = seen
-                log.info("a new certificate is in force, until %s", minute(self.expires_s))
+            self._load()
+            self.fault = ""
+            log.info("a new certificate is in force, until %s", minute(self.expires_s))
         except (OSError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
-            if self.fault != before[0]:
-                log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
-        return (self.fault, self._seen) != before
+            log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""
@@ -65,7 +64,7 @@ class Certificate:
         return notes
 
     def _stamps(self) -> list[int]:
-        return [os.stat(path).st_mtime_ns for path in (self._cert_path, self._key_path)]
+        return [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in (self._cert_path, self._key_path)]
 
     def _load(self) -> None:
         """Load into the listening context only a pair that fits: half of a renewal would end new connections."""

@@ -22,14 +22,12 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import RESPONSES, Kind, is_anthropic
 from appliance.gateway.routing.table import NOBODY
 
-# An engine's answer says so too (serve/api/answer_version.py).
+# An engine's answer says so too (serve/api/answers.py).
 VERSION = b"x-appliance-model-version"
 # A client's, for work that gives way to people: `batch`.
 CLASS = b"x-appliance-class"
 # On the private socket, where the box itself asks: the id of the key it asks for, empty for none.
 KEY_ID = b"x-appliance-key-id"
-# The tunnel to another node says so (runtime/network/tunnel.py).
-UNREACHED = b"x-appliance-unreached"
 # Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
 # x_appliance_scopes must not pass either.
 _OF_A_HOP = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"

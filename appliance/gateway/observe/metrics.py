@@ -78,7 +78,8 @@ class Metrics:
         series["duration"].observe(now_s - request.received_s)
         series["input"].inc(tokens.prompt)
         series["output"].inc(tokens.completion)
-        series["cached"].inc(tokens.found)
+        if tokens.found:
+            series["cached"].inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:

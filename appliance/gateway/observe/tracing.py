@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opentelemetry import trace
+from opentelemetry import context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from appliance.gateway.access.request import Request
@@ -27,7 +27,6 @@ from appliance.gateway.core.routes import MESSAGES, RESPONSES
 
 EXPORT_TIMEOUT_S = 3.0
 _W3C = TraceContextTextMapPropagator()
-_FAILED = Status(StatusCode.ERROR)
 # Operations by the name of a route; the others have no name in the conventions.
 _OPERATIONS = {
     "chat.completions": "chat",
@@ -49,55 +48,36 @@ class Tracing:
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
     def begin(self, request: Request) -> None:
-        """Attach spans to the request and set its `traceparent` to their trace."""
-        request.spans = RequestSpans(self._tracer, request)
-        request.trace = _traceparent(request.spans.span)
-
-    def close(self) -> None:
-        """Send remaining spans; blocks for EXPORT_TIMEOUT_S at most: the SDK takes that long for each batch."""
-        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        sending.start()
-        sending.join(EXPORT_TIMEOUT_S)
-
-
-class RequestSpans:
-    """The spans of one request."""
-
-    def __init__(self, tracer: trace.Tracer, request: Request) -> None:
-        self._tracer, self._request, self._attempts = tracer, request, 0
+        """Begin the request's span, which is the current one in its coroutine from now on."""
         waited_s = time.monotonic() - request.received_s
-        self.span: Span = tracer.start_span(
+        request.span = self._tracer.start_span(
             "request",
             context=_W3C.extract({"traceparent": request.trace.decode()}),
             kind=SpanKind.SERVER,
             start_time=time.time_ns() - int(waited_s * 1e9),
             attributes={"http.route": request.route.name, "request_id": request.request_id.decode()},
         )
-        self._context = set_span_in_context(self.span)
+        context.attach(set_span_in_context(request.span))
+        request.trace = _traceparent()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[bytes]:
-        """A "hold", or an "attempt" at the replica that the request is on now. Gives its `traceparent`."""
-        kind, ids = SpanKind.INTERNAL, dict[str, str | int]()
-        if name == "attempt":
-            self._attempts += 1
-            request, kind = self._request, SpanKind.CLIENT
-            ids = {"replica": request.replica, "version": request.model_version, "attempt": self._attempts}
-        span = self._tracer.start_span(name, context=self._context, kind=kind, attributes=ids)
-        try:
-            yield _traceparent(span)
-        except BaseException:
-            span.set_status(_FAILED)
-            raise
-        finally:
-            span.end()
+    def part(self, name: str, **attributes: str | int) -> Iterator[bytes]:
+        """A "hold" or an "attempt" of the request whose coroutine this is. Gives its `traceparent`."""
+        kind = SpanKind.CLIENT if name == "attempt" else SpanKind.INTERNAL
+        with self._tracer.start_as_current_span(name, kind=kind, attributes=attributes, record_exception=False):
+            yield _traceparent()
 
-    def end(self) -> None:
-        self._request.spans = None  # they refer to each other
-        self.span.set_attributes(_attributes(self._request))
-        if self._request.status >= 500:
-            self.span.set_status(_FAILED)
-        self.span.end()
+    def end(self, request: Request) -> None:
+        request.span.set_attributes(_attributes(request))
+        if request.status >= 500:
+            request.span.set_status(Status(StatusCode.ERROR))
+        request.span.end()
+
+    def close(self) -> None:
+        """Send remaining spans; blocks for EXPORT_TIMEOUT_S at most: the SDK takes that long for each batch."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(EXPORT_TIMEOUT_S)
 
 
 def _attributes(request: Request) -> dict[str, str | int | float]:
@@ -127,7 +107,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
     return attributes
 
 
-def _traceparent(span: Span) -> bytes:
+def _traceparent() -> bytes:
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, set_span_in_context(span))
+    _W3C.inject(carrier)
     return carrier["traceparent"].encode()

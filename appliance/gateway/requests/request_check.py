@@ -19,7 +19,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.requests.fields import check_fields, prompts_in
-from appliance.gateway.requests.meant import IGNORED_KEYWORDS, as_meant, header
+from appliance.gateway.requests.meant import as_meant
 from appliance.gateway.requests.media import media_in
 from appliance.gateway.requests.structure import check_depth, check_structure
 
@@ -33,8 +33,6 @@ _BRACKETS: Final = 1 << 20
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
 _BYTES_OF_A_KEPT_TOKEN: Final = 256
-# Answers, or inputs of embeddings, that count as one open request of their owner.
-_SEQUENCES_OF_ONE, _INPUTS_OF_ONE = 16, 64
 
 
 @dataclass
@@ -42,11 +40,10 @@ class Checked:
     """What a checked request asks for.
 
     prompt: its messages, items or prompts. prompt_tokens: estimated; tokens: with the completion. sequences: an
-    engine's slots that it takes; weight: as how many open requests it counts for its owner. asks_usage: the client
-    wants its stream's usage as an event. rewritten: the body as an engine reads it, if that is another one; ignored:
-    headers that name what is left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut:
-    an engine shortens a prompt that is too long. named: what the client calls the person or conversation that it
-    serves.
+    engine's slots that it takes. asks_usage: the client wants its stream's usage as an event. rewritten: the body as an
+    engine reads it, if that is another one; ignored: headers that name what is left out of it. text_length: of its
+    longest prompt, in characters, bytes or tokens. cut: an engine shortens a prompt that is too long. named: what the
+    client calls the person or conversation that it serves.
     """
 
     model: str
@@ -55,7 +52,6 @@ class Checked:
     prompt_tokens: int
     tokens: int
     sequences: int
-    weight: int
     asks_usage: bool
     text_length: int
     cut: bool
@@ -130,7 +126,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     check_depth(given, limits.json_depth)
     data, ignored = as_meant(route.name, given)
     check_fields(route.name, data)
-    keywords = check_structure(data, limits.json_depth)
+    check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
     media_chars, media_tokens = media_in(prompts)
@@ -154,21 +150,19 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
-    weight = max(1, -(-sequences // _SEQUENCES_OF_ONE), -(-inputs // _INPUTS_OF_ONE))
     return Checked(
         model=data["model"],
         stream=stream,
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or DEFAULT_COMPLETION_TOKENS, 4096) * sequences,
-        sequences=max(sequences, weight),
-        weight=weight,
+        sequences=sequences,
         asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
         text_length=text_length,
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
         cache_salt=data.get("cache_salt", ""),
         named="\n".join(str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")),
-        ignored=[*ignored, *header(IGNORED_KEYWORDS, keywords)],
+        ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
         rewritten=b"" if data is given else orjson.dumps(data),

@@ -1,9 +1,8 @@
 """Checks how deep a body is, and its structured output: schemas, expressions, choices, tools that must be called. Pure.
 
 Engines compile them within limits of their own (serve.forms.grammars). This module bounds their size and refuses
-schemas of formats with keywords that no engine enforces. Such keywords of a `strict` tool are named instead; arguments
-of other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than
-answers need.
+schemas of formats with keywords that no engine enforces. Text grammars and structural tags are refused: they reach more
+of an engine than answers need.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from serve.forms.keywords import counted, defined, unenforced, unenforced_in_tools
+from serve.forms.keywords import counted, defined, unenforced
 
 Form = tuple[str, Any]
 # Its place in the request, and what it is.
@@ -27,6 +26,7 @@ _MOST: Final = (
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
+_FIELDS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
 
@@ -53,9 +53,10 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
     raise errors.bad_request(f"The request body is nested deeper than {most} levels.", param=param, code="invalid_json")
 
 
-def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
-    """Returns the places of keywords that a strict tool's calls are not held to. Raises HttpError 400 for structured
-    output that engines do not enforce, or that is too large."""
+def check_structure(data: dict[str, Any], json_depth: int) -> None:
+    """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+    if _FIELDS.isdisjoint(data):
+        return
     schemas = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
     schemas = [(place, schema) for place, schema in schemas if schema is not None]
     for place, schema in schemas:
@@ -66,10 +67,7 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
                 param=f"{place}.{path}",
                 code="unsupported_schema_keyword",
             )
-    strict, demanded = _enforced_tools(data)
-    forms = [*schemas, *strict, *demanded]
-    if not forms:
-        return []
+    forms = [*schemas, *_enforced_tools(data)]
     for what, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
@@ -79,7 +77,6 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
                 param=forms[sizes.index(max(sizes))][0].partition(".")[0],
                 code="structure_too_complex",
             )
-    return [f"{place}.{path}" for place, schema in strict for path in unenforced_in_tools(schema)]
 
 
 def _formats(data: dict[str, Any]) -> Iterator[Form]:
@@ -113,17 +110,15 @@ def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
         yield f"{name}.{key}", {keyword: given[key]} if key in given else None
 
 
-def _enforced_tools(data: dict[str, Any]) -> tuple[list[Form], list[Form]]:
-    """Schemas of strict tools, and of others whose call is demanded."""
-    strict: list[Form] = []
-    demanded: list[Form] = []
+def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
+    """Schemas of tools that are strict, or whose call is demanded."""
+    demanded = data.get("tool_choice") not in (None, "auto", "none")
     for at, tool in _each_tool(data.get("tools", [])):
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
         for where, holder in ((at, tool), (f"{at}.function", tool.get("function"))):
-            for name in ("parameters", "input_schema"):
-                if isinstance(holder, dict) and holder.get(name) is not None:
-                    (strict if holder.get("strict") else demanded).append((f"{where}.{name}", holder[name]))
-    return strict, demanded if data.get("tool_choice") not in (None, "auto", "none") else []
+            if isinstance(holder, dict) and (demanded or holder.get("strict")):
+                names = [name for name in ("parameters", "input_schema") if holder.get(name) is not None]
+                yield from ((f"{where}.{name}", holder[name]) for name in names)
 
 
 def _each_tool(tools: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

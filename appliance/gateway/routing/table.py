@@ -7,36 +7,34 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct, ValidationError
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from appliance.gateway.core.routes import ADMIN
 
 OPEN = "open"
 
-_SHA256: Final = r"\A[0-9a-f]{64}\Z"
-_SHOWN_CHARACTERS: Final = 300
 Text = Annotated[str, Meta(pattern=r"\A[ -~]*\Z")]
-Path = Annotated[str, Meta(pattern=r"\A/[ -~]*\Z")]
+Address = Annotated[str, Meta(pattern=r"\A(/|https://)[ -~]*\Z")]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:-]{1,128}\Z")]
 # A comma would split it in the header, and gateways use the name `gateway` for themselves.
 Scope = Annotated[str, Meta(pattern=r"\A(?!gateway\Z)[a-z_]{1,32}\Z")]
-Digest = Annotated[str, Meta(pattern=_SHA256)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Limit = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Replica(Struct, frozen=True):
-    """One replica in one model's row. avoid: its engine gives no sign of life, so that others are preferred."""
+    """One replica in one model's row. socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid:
+    its engine gives no sign of life, so that others are preferred."""
 
     id: Text
-    socket: Path
+    socket: Address
     version: Text
     state: Literal["open", "draining"]
     avoid: bool = False
@@ -140,16 +138,18 @@ THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
 """Work that no key asked for, as a command on the box itself begins it."""
 
 
-@dataclass(slots=True)
-class Table:
-    """One generation of the routing table. keys: by the SHA-256 of the key, in hex. refused: errors of rows left out.
-    sessions: logins with the callers that they stand for, by the SHA-256 of the login's token."""
+class Table(Struct, tag_field="type", tag="table"):
+    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; audiences: owners
+    who may call a model, once for all models that have them."""
 
     generation: int
-    models: list[Model] = field(default_factory=list)
-    keys: dict[str, Caller] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    sessions: dict[str, tuple[Login, Caller]] = field(default_factory=dict)
+    models: dict[Text, Model] = {}
+    keys: dict[Digest, Caller] = {}
+    audiences: list[frozenset[str]] = []
+
+    def sessions(self) -> dict[str, tuple[Login, Caller]]:
+        """Logins with the callers that they stand for, by the SHA-256 of the login's token."""
+        return {token: (login, key) for key in self.keys.values() for token, login in key.sessions.items()}
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
@@ -158,57 +158,23 @@ class Degraded(Struct, tag_field="type", tag="degraded"):
     names: list[str]
 
 
-class _TableMessage(Struct, tag_field="type", tag="table"):
-    """audiences: owners who may call a model, once for all models that have them."""
-
-    generation: int
-    models: dict[str, Raw] = {}
-    keys: dict[str, Raw] = {}
-    audiences: list[frozenset[str]] = []
-
-
-_MESSAGES: Final = msgspec.json.Decoder(_TableMessage | Degraded)
-_MODELS: Final = msgspec.json.Decoder(Model)
-_KEYS: Final = msgspec.json.Decoder(Caller)
+_MESSAGES: Final = msgspec.json.Decoder(Table | Degraded)
 
 
 def read_message(line: bytes) -> Table | Degraded:
-    """Decode a message. An error in one row skips only that row: the others, and above all the removal of keys, take
-    effect.
+    """Decode a message.
 
     Raises:
         msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not one of these messages.
     """
     message = _MESSAGES.decode(line)
-    if isinstance(message, Degraded):
-        return message
-    table = Table(message.generation)
-    for name, row in message.models.items():
-        try:
-            table.models.append(_model(name, row, message.audiences))
-        except (ValidationError, IndexError) as error:
-            table.refused.append(f"models.{name}: {error}"[:_SHOWN_CHARACTERS])
-    for digest, row in message.keys.items():
-        try:
-            _add_key(table, digest, row)
-        except ValidationError as error:
-            table.refused.append(f"keys.{digest[:8]}…: {error}")
-    return table
-
-
-def _model(name: str, row: Raw, audiences: list[frozenset[str]]) -> Model:
-    model = _MODELS.decode(row)
-    owners = audiences[model.owners] if isinstance(model.owners, int) else model.owners
-    return msgspec.structs.replace(model, name=name, owners=owners)
-
-
-def _add_key(table: Table, digest: str, row: Raw) -> None:
-    if not re.match(_SHA256, digest):
-        raise ValidationError("expected the SHA-256 of a key in lower-case hex")
-    key = _KEYS.decode(row)
-    table.keys[digest] = caller = msgspec.structs.replace(key, owner=key.owner or key.id, secret=digest)
-    for token, login in key.sessions.items():
-        table.sessions[token] = login, caller
+    if isinstance(message, Table):
+        for name, model in message.models.items():
+            owners = message.audiences[model.owners] if isinstance(model.owners, int) else model.owners
+            message.models[name] = replace(model, name=name, owners=owners)
+        for digest, key in message.keys.items():
+            message.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
+    return message
 
 
 @lru_cache(1024)

@@ -104,7 +104,6 @@ class App:
         if route.kind is Kind.INFERENCE:
             await self._infer(exchange)
         elif route.kind is Kind.CONTROL:
-            state.spending.opened_control(request, state.limits)
             await self._controller.relay(exchange)
         elif route.kind is Kind.LOGIN:
             await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))

@@ -7,7 +7,10 @@ them the API's shape.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -24,7 +27,6 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import read_up_to
 from appliance.gateway.requests.request_check import Checked, check_body
-from appliance.gateway.server.copies import Copies
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.state import State
 
@@ -32,7 +34,84 @@ ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_PATH: Final = "/admin/v1/metrics"
 METRICS_WAIT_S: Final = 2.0
 METRICS_BYTES: Final = 8 << 20
-_RETRY_S: Final = 0.05
+COPIES_PATH: Final = "/internal/responses"
+BATCH_BYTES: Final = 1 << 20
+# A controller that answered a batch with an error would do so again.
+MAX_REFUSALS: Final = 3
+RETRY_S: Final = 0.5
+_POLL_S: Final = 0.05
+
+log = logging.getLogger("appliance.gateway")
+
+
+class Copies:
+    """Copies of answered responses and chat completions on their way to the controller, which stores them.
+
+    The client's answer does not wait for its copy. Copies go in batches, the next once the controller has acknowledged
+    the last; while it is away they wait here, up to `response_copies_bytes`. An answer that begins after that is not
+    stored, and its object says so. The controller stores a copy that arrives twice once.
+
+    delivering: copies are left, and the controller was there at the last attempt.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.delivering = False
+        self._state = state
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._came = asyncio.Event()
+
+    def has_room(self) -> bool:
+        return self._bytes < self._state.limits.response_copies_bytes
+
+    def add(self, copy: bytes) -> None:
+        self._waiting.append(copy)
+        self._bytes += len(copy)
+        self.delivering = True
+        self._came.set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def send_forever(self) -> None:
+        """Until it is cancelled."""
+        refusals = 0
+        while True:
+            await self._came.wait()
+            sizes = itertools.accumulate(map(len, self._waiting))
+            batch = list(itertools.islice(self._waiting, max(1, sum(size <= BATCH_BYTES for size in sizes))))
+            status = await self._send(batch)
+            refusals = refusals + 1 if status >= 300 else 0
+            if not status or (status >= 500 and refusals <= MAX_REFUSALS):
+                self.delivering = False
+                await asyncio.sleep(RETRY_S)
+                continue
+            if refusals:
+                log.error("%d answered responses are not stored: the controller answered %d", len(batch), status)
+                self._state.metrics.events["responses_not_stored"] += len(batch)
+                refusals = 0
+            for _ in batch:
+                self._bytes -= len(self._waiting.popleft())
+            self.delivering = bool(self._waiting)
+            if not self._waiting:
+                self._came.clear()
+
+    async def _send(self, batch: list[bytes]) -> int:
+        """The controller's status; 0 if it did not answer."""
+        state = self._state
+        headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
+        session = state.engines.of(state.config.controller_socket, lasting=False)
+        timeout = aiohttp.ClientTimeout(total=30)
+        try:
+            async with session.post(
+                f"http://appliance{COPIES_PATH}",
+                data=b"[%b]" % b",".join(batch),
+                headers=headers,
+                timeout=timeout,
+            ) as response:
+                return response.status
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return 0
 
 
 class Controller:
@@ -65,7 +144,7 @@ class Controller:
         request.first_byte_s = time.monotonic()
         theirs = {name.lower(): value for name, value in response.raw_headers}
         headers = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
-        headers += [*cookies(theirs, self._state.config.tls_cert_path is not None), exchange.processing()]
+        headers += cookies(theirs, self._state.config.tls_cert_path is not None)
         if b"content-length" in theirs and response.status not in (204, 304):
             headers.append((b"content-length", theirs[b"content-length"]))
         await exchange.begin(response.status, headers)
@@ -100,7 +179,7 @@ class Controller:
                 # A request that was not sent, or that changes nothing, waits a moment for a controller that restarts.
                 again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or request.method == b"GET")
                 if again and time.monotonic() < until_s:
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(_POLL_S)
                     continue
                 state.metrics.events["controller_away"] += 1
                 away = errors.unavailable(

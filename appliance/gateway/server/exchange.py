@@ -115,12 +115,8 @@ class Exchange:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         if version is not None:
             headers.append((wire.VERSION, version))
-        await self.begin(200, [*headers, (b"x-accel-buffering", b"no"), self.processing()])
+        await self.begin(200, [*headers, (b"x-accel-buffering", b"no")])
         self.sse = True
-
-    def processing(self) -> tuple[bytes, bytes]:
-        """How long it took until now."""
-        return b"openai-processing-ms", b"%d" % ((time.monotonic() - self.request.received_s) * 1000)
 
     async def write(self, data: bytes) -> None:
         if data:

@@ -32,7 +32,7 @@ from appliance.gateway.requests.request_check import Checked, with_fields, with_
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.state import State
 from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
@@ -97,8 +97,10 @@ class Inference:
                 await self._attempt(choice)
                 self._compare(choice, failed=self.stream.has_error)
                 return
+            except HttpError:
+                self._compare(choice, failed=True)
+                raise
             except AttemptFailed as failure:
-                self._compare(choice, failed=True, why=failure.why)
                 self._prepare_retry(failure, choice)
             finally:
                 self.exchange.choice = None
@@ -161,9 +163,10 @@ class Inference:
             state.on_change(False)
             state.metrics.held_for.observe(time.monotonic() - now_s)
 
-    def _span(self, name: str) -> AbstractContextManager[bytes]:
+    def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
-        return nullcontext(self.request.trace) if self.request.spans is None else self.request.spans.part(name)
+        tracing = self.state.tracing
+        return nullcontext(self.request.trace) if tracing is None else tracing.part(name, **attributes)
 
     async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
         """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
@@ -204,7 +207,8 @@ class Inference:
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        with self._span("attempt") as trace:
+        attempt = self.failures + 1
+        with self._span("attempt", replica=request.replica, version=request.model_version, attempt=attempt) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
@@ -274,7 +278,7 @@ class Inference:
         body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(wire.VERSION, self._version()), exchange.processing()], len(body) <= most
+        headers, is_whole = [(wire.VERSION, self._version())], len(body) <= most
         if is_whole and transcript is not None:
             body = token_count(body) if counts else transcript.whole(body)
             self._keep_copy()
@@ -326,11 +330,9 @@ class Inference:
 
     # -- refusals and failures
 
-    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> AttemptFailed:
+    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> Exception:
         """What an error answer of the engine means; nothing of it is relayed."""
         body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
-        if wire.UNREACHED.decode() in response.headers:  # the node of this engine is gone
-            return AttemptFailed(Failure.UNREACHED)
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route.name, "input"))
         if status == 404:
             # The engine has just swapped to another model, or an adapter is gone; the next table tells.
@@ -338,7 +340,7 @@ class Inference:
             return AttemptFailed(Failure.MOVED, errors.unavailable(error.message, "model_not_ready", retry_s))
         if status >= 500 and not await is_alive(session):
             return AttemptFailed(Failure.DIED)
-        return AttemptFailed(Failure.REFUSED, error)
+        return error
 
     async def _is_fatal(self, event: bytes, session: aiohttp.ClientSession) -> bool:
         """Whether the engine died of the error in this event."""
@@ -348,16 +350,14 @@ class Inference:
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepare the next attempt. Raises HttpError where there is none."""
         state, request, why = self.state, self.request, failure.why
-        if why is Failure.REFUSED:
-            raise failure.error
         state.metrics.events[f"upstream_{why.name.lower()}"] += 1
         log.warning("%s", why.value, extra=request.ids)
         if why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter()):
             state.router.fail(choice, time.monotonic())
-        if why is Failure.SILENT:
-            raise failure.error  # the request itself asks for too much
         if why is Failure.UNREACHED:
             return
+        if why is not Failure.MOVED:
+            self._compare(choice, failed=True)
         self.waiting_since_s = 0.0
         self.failures += 1
         self.avoided.add(choice.replica.id)
@@ -389,10 +389,8 @@ class Inference:
         self.continues, self.path = True, RESUME_PATH.decode()
         self.body = b"" if rest is None else with_fields(rest, self.salt)
 
-    def _compare(self, choice: Choice, *, failed: bool, why: Failure | None = None) -> None:
-        """Count the attempt for its version while the model has a canary, unless its version had no part in it."""
-        if why in (Failure.UNREACHED, Failure.MOVED, Failure.SILENT):
-            return
+    def _compare(self, choice: Choice, *, failed: bool) -> None:
+        """Count the attempt for its version while the model has a canary."""
         now_s, request, first_s = time.monotonic(), self.request, self.request.first_byte_s
         self.state.comparison.add(
             self.model,

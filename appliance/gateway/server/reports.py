@@ -22,8 +22,6 @@ from appliance.gateway.observe.load import RowLoad
 from appliance.gateway.server.state import State
 from runtime.replace_file import replace_file
 
-# Number of skipped table rows that a report lists one by one.
-REFUSED_ROWS_REPORTED: Final = 10
 STALE_S: Final = 30.0
 """Age of a snapshot whose worker is gone; its successor writes to the same file."""
 
@@ -63,17 +61,9 @@ def load_report(state: State) -> dict[str, Any]:
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "models": rows,
         "canaries": state.comparison.canaries,
-        "notes": notes(state),
+        "notes": [] if state.certificate is None else state.certificate.notes(time.time()),
         "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
     }
-
-
-def notes(state: State) -> list[str]:
-    """Problems of this gateway for the box's status page."""
-    lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_REPORTED]]
-    if state.certificate is not None:
-        lines += state.certificate.notes(time.time())
-    return lines
 
 
 # -- Prometheus
@@ -138,7 +128,6 @@ def gauges(state: State) -> Iterator[Metric]:
     yield _gauge("gateway_table_generation", "Routing table in force, -1 before the first.", state.generation)
     yield _gauge("gateway_buffered_body_bytes", "Request bodies in memory.", state.buffered_bytes)
     yield _gauge("gateway_start_time_seconds", "Unix time of the start.", state.started_s)
-    yield _gauge("gateway_table_rows_refused", "Rows of the table in force that are skipped.", len(state.refused_rows))
     if state.certificate is not None:
         expires_s = state.certificate.expires_s
         yield _gauge("tls_expiry_seconds", "Unix time at which the endpoint's certificate expires.", expires_s)

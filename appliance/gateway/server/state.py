@@ -68,7 +68,6 @@ class State:
         # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
-        self.refused_rows: list[str] = []
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
@@ -186,8 +185,8 @@ class State:
             self.spending.account(request)
         elif request.status == 429 or (request.route.kind is Kind.INFERENCE and request.status in range(400, 499)):
             self.spending.refused(request)
-        if request.spans is not None:
-            request.spans.end()
+        if self.tracing is not None and request.span is not None:
+            self.tracing.end(request)
         self.access_log.add(request, now_s)
 
 

@@ -10,8 +10,7 @@ from typing import Final
 
 import orjson
 
-from appliance.gateway.access.request import Request
-from appliance.gateway.answers.usage import USAGE
+from appliance.gateway.access.request import USAGE, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES

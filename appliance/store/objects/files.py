@@ -5,6 +5,7 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
+import time
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
@@ -18,15 +19,15 @@ _TABLE = Table("files", FileRow)
 insert, update = _TABLE.insert, _TABLE.update
 
 
-def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> FileRow | None:
-    """None also for a file whose time has passed but that was not swept yet."""
-    row = _TABLE.find_visible(db, file_id, viewer=viewer)
+def find(db: Database, file_id: str, *, viewer: str | None, now_s: float | None = None) -> FileRow | None:
+    """None also for a file whose time has passed but that was not swept yet. now_s: Unix time, None: now."""
+    row, now_s = _TABLE.find_visible(db, file_id, viewer=viewer), time.time() if now_s is None else now_s
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 
-def page(db: Database, *, viewer: str | None, now_s: float, purpose: str | None, **part: Unpack[Part]) -> Page[FileRow]:
+def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpack[Part]) -> Page[FileRow]:
     """Rows without the reports, which are long and which no list shows."""
-    where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
+    where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([time.time()])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
     return db.page(

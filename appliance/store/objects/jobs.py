@@ -101,10 +101,6 @@ def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence
     return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
 
 
-def unfinished_ids(db: Database) -> list[str]:
-    return db.column(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")
-
-
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
     """Those that are to make this model."""
     phases = sql_list(_LIVE_PHASES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from appliance.store.database import Database
 from appliance.store.rows import UploadPartRow, UploadRow
 from appliance.store.table import Table
@@ -26,10 +24,6 @@ def delete_ended(db: Database, before_s: float) -> None:
     ended = "status != 'pending' AND created_s < ?"
     db.delete("upload_parts", f"upload_id IN (SELECT id FROM uploads WHERE {ended})", [before_s])
     db.delete("uploads", ended, [before_s])
-
-
-def delete_parts(db: Database, part_ids: Iterable[str]) -> None:
-    db.many("DELETE FROM upload_parts WHERE id = ?", [[part_id] for part_id in part_ids])
 
 
 def sizes(db: Database, upload_id: str) -> dict[str, int]:

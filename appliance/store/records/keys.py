@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import Any
+from typing import Any, Unpack
 
-from appliance.store.database import Database
+from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
@@ -126,6 +126,11 @@ def owner_has_left(db: Database, key_id: str) -> bool:
         " AND NOT EXISTS (SELECT 1 FROM keys WHERE owner = gone.owner AND revoked_s IS NULL)"
     )
     return db.value(left, [key_id]) is not None
+
+
+def page(db: Database, **part: Unpack[Part]) -> Page[KeyRow]:
+    """Without those of commands on the box itself. Raises UnknownCursor."""
+    return db.page(KeyRow, "keys", where="NOT session", **part)
 
 
 def list_all(db: Database) -> list[KeyRow]:

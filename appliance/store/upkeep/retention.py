@@ -1,4 +1,4 @@
-"""Deletes what is older than it has to be kept, or beyond a number of rows, in short transactions."""
+"""Deletes what is older than it has to be kept, in short transactions."""
 
 from __future__ import annotations
 
@@ -39,53 +39,12 @@ def delete_aged(db: Database, table: str, before_s: float) -> None:
     db.delete(table, _AGED[table], [before_s], _KEYS.get(table, "rowid"))
 
 
-def _beyond(table: str, column: str, goes: str = "1") -> str:
-    """A condition for rows that may go, beyond the newest ?2 of those whose column is ?1."""
-    mine = f"{column} = ?1 AND {goes}"
-    return f"{mine} AND seq <= (SELECT seq FROM {table} WHERE {mine} ORDER BY seq DESC LIMIT 1 OFFSET ?2)"
-
-
-def delete_batches_beyond(db: Database, owner: str, keep: int) -> None:
-    db.delete("batches", _beyond("batches", "owner", f"status NOT IN ({_LIVE})"), [owner, keep])
-
-
-def delete_audit_beyond(db: Database, key_id: str, keep: int) -> None:
-    db.delete("audit", _beyond("audit", "key_id"), [key_id, keep])
-
-
-def delete_events_beyond(db: Database, job_id: str, keep: int) -> None:
-    db.delete("job_events", _beyond("job_events", "job_id"), [job_id, keep])
-
-
-def delete_graders_beyond(db: Database, owner: str, keep: int) -> None:
-    """Of ended jobs; the jobs may stay, with a model or what they cost."""
-    beyond = db.column(
-        "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
-        f" WHERE owner = ? AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT -1 OFFSET ?",
-        [owner, keep],
-    )
-    for job_id in beyond:
-        db.execute("DELETE FROM job_judges WHERE job_id = ?", [job_id])
-
-
-def eval_runs_beyond(db: Database, owner: str, keep: int) -> list[str]:
-    return db.column(f"SELECT id FROM eval_runs WHERE {_beyond('eval_runs', 'owner', _EVAL_RUN_GOES)}", [owner, keep])
-
-
 def eval_runs_before(db: Database, before_s: float) -> list[str]:
     return db.column(f"SELECT id FROM eval_runs WHERE ended_s < ? AND {_EVAL_RUN_GOES}", [before_s])
 
 
-def jobs_beyond(db: Database, owner: str, keep: int) -> list[str]:
-    return db.column(f"SELECT id FROM jobs WHERE {_beyond('jobs', 'owner', _JOB_GOES)}", [owner, keep])
-
-
 def jobs_before(db: Database, before_s: float) -> list[str]:
     return db.column(f"SELECT id FROM jobs WHERE finished_s < ? AND {_JOB_GOES}", [before_s])
-
-
-def owners(db: Database, table: str) -> list[str]:
-    return db.column(f"SELECT DISTINCT owner FROM {table}")
 
 
 def delete_job(db: Database, job_id: str) -> None:

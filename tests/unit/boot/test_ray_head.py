@@ -131,4 +131,6 @@ def made(folder):
 def test_what_numba_compiled_lies_in_the_data_directory(tmp_path):
     """In a container on a read-only root the controller did not start: numba found no place beside its source."""
     paths = BoxPaths.of(tmp_path / "box")
-    assert ray_head.box_environment(paths, 60.0, None)["NUMBA_CACHE_DIR"] == str(tmp_path / "box" / "cache" / "numba")
+    assert ray_head.box_environment(paths, 60.0, joinable=False)["NUMBA_CACHE_DIR"] == str(
+        tmp_path / "box" / "cache" / "numba"
+    )

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 
 from appliance.boot import supervised_process
-from appliance.boot.supervised_process import BOX_VARIABLE, Supervised, kill_leftovers
+from appliance.boot.box_state import BoxState
+from appliance.boot.main import HOPELESS, Box
+from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, kill_leftovers
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
 from runtime.processes.kernel import group_pids
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(3600)"
@@ -150,33 +153,63 @@ async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatc
     await one.end(10)
 
 
-async def test_one_that_never_runs_steadily_is_hopeless_in_the_end(monkeypatch):
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(supervised_process, "HOPELESS_S", 0.0)
-    told = asyncio.get_running_loop().create_future()
-    one = Supervised("worker", starter("print('up')"), lambda _: None, lambda why: told.done() or told.set_result(why))
-    await one.begin()
-    async with asyncio.timeout(60):
-        assert await told == "worker ended with 0; it has not run steadily for 0 minutes"
-    await one.end(10)
+class Answers:
+    """A process as `look` sees it: its probe and its pid are what the test says."""
+
+    def __init__(self, monkeypatch):
+        self.now_s, self.said, self.pids, self.answers = 0.0, [], 7, False
+        self.one = Supervised("controller", None, self.said.append, self, lambda: self.now_s)
+        monkeypatch.setattr(Supervised, "pid", property(lambda _: self.pids))
+        monkeypatch.setattr(Supervised, "restart", lambda _: setattr(self, "pids", self.pids + 1))
+
+    async def ask(self):
+        if not self.answers:
+            raise httpx.ConnectError("it hangs")
 
 
-async def test_a_clock_that_is_set_on_makes_nothing_hopeless(monkeypatch):
-    """Two deaths within a minute, the clock set on by an hour between them: the box ended as one that cannot heal."""
-    shift_s, hopeless = 0.0, []
-    wall = supervised_process.time.time
-    shifted = SimpleNamespace(time=lambda: wall() + shift_s, monotonic=time.monotonic)
-    monkeypatch.setattr(supervised_process, "time", shifted)
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    one = Supervised("worker", starter(SLEEPER), lambda _: None, hopeless.append)
-    await one.begin()
-    for restarts in (1, 2):
-        pid = one.pid
-        os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
-            while one.restarts < restarts or one.pid in (None, pid):
-                await asyncio.sleep(0.005)
-        shift_s = 3600.0
-    assert one.trouble is not None and one.trouble["failures"] == 2
-    assert hopeless == []
-    await one.end(10)
+async def test_look_kills_only_after_a_long_silence(monkeypatch):
+    process = Answers(monkeypatch)
+    await process.one.look()  # its life begins to count here
+    process.now_s, process.answers = HUNG_S - 1, True
+    await process.one.look()
+    process.now_s, process.answers = 2 * HUNG_S - 2, False
+    await process.one.look()
+    assert process.said == []
+    process.now_s += 1
+    await process.one.look()
+    assert len(process.said) == 1 and process.pids == 8
+    process.now_s += HUNG_S + 1
+    await process.one.look()  # the new one has all of its time
+    process.pids = None
+    process.now_s += HUNG_S + 1
+    await process.one.look()  # and one that is being started is its keeper's
+    assert len(process.said) == 1
+
+
+async def test_look_gives_each_restart_twice_the_time_of_the_last(monkeypatch):
+    process, waited = Answers(monkeypatch), []
+    for _ in range(6):
+        began_s, pid = process.now_s, process.pids
+        while process.pids == pid:
+            await process.one.look()
+            process.now_s += HUNG_S / 2
+        waited.append((process.now_s - began_s) // HUNG_S)
+    assert waited == [1, 2, 4, 8, 8, 8], "a start that takes ten minutes comes to its end"
+    process.answers = True
+    await process.one.look()
+    await process.one.look()
+    assert process.one._hung_s == HUNG_S, "whoever answers has proved that the time is enough"
+
+
+async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "box", tmp_path)
+    paths.create()
+    stopped = []
+    box = Box(BoxConfig(), paths, BoxState(paths.state_file), lambda: stopped.append(1))
+    trouble = {"name": "ray", "since_s": 0.0, "why": "ray ended with 1", "failures": HOPELESS - 1, "next_try_s": 1.0}
+    monkeypatch.setattr(Supervised, "trouble", property(lambda one: trouble if one.name == "ray" else None))
+    await box._tell_troubles()
+    assert stopped == []
+    trouble["failures"] += 1
+    await box._tell_troubles()
+    assert stopped == [1] and "ray ended with 1" in box.hopeless

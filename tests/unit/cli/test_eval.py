@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.jobs.eval import interval
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
 
 GRADER = {

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses.completions import completion_row
 from appliance.store.database import Database
 from appliance.store.objects import jobs, responses

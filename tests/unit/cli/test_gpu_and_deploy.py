@@ -7,7 +7,6 @@ import threading
 from appliance.cli.models import engine_settings
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.database import Database
-from appliance.store.records import box as records
 from runtime.devices.kind import Reading
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines
@@ -23,8 +22,8 @@ def test_a_free_device_is_drained_shown_and_put_back(box: ControlledBox):
 
 def test_a_device_that_nobody_drained_is_not_said_to_be(box: ControlledBox):
     with Database(box.context.db.path) as db:
-        records.put(db, cordons.FAILING, {"n0/1": "two deaths", "n0/2": "two deaths"})
-        records.put(db, cordons.CORDONED, ["n0/1", "n0/2"])
+        fault = {**cordons.new_row(db, "n0/1"), "fault": "two deaths"}
+        cordons.write(db, {"n0/1": fault, "n0/2": fault})
     box.context.scheduler.devices[2]["holder"] = {"kind": "replica", "id": "r1-0"}
     seen = [line.split() for line in box.run("gpu", "list").stdout.splitlines()]
     assert seen[2][-4:] == ["cordoned", "-", "two", "deaths"]
@@ -107,7 +106,7 @@ def test_parsers_are_named_where_the_model_chats():
 
 def test_what_devices_tell_of_themselves_stands_in_the_list_where_any_does(box: ControlledBox):
     assert "HEAT" not in box.run("gpu", "list").stdout
-    box.context.device_readings = lambda: {
+    box.context.health.newest = lambda: {
         "n0/1": Reading("n0/1", 0.0, temperature_c=61, power_w=690.4, power_limit_w=700.0, throttled=("power_cap",))
     }
     head, _, first, *_ = box.run("gpu", "list").stdout.splitlines()

@@ -138,7 +138,6 @@ def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
         "seconds": 0.4,
         "bytes": 30_000_000,
         "bytes_per_s": None,
-        "limit_fraction": None,
     }
     swap = {
         "how": "in-place",
@@ -179,7 +178,6 @@ def test_a_failed_step_says_why_in_the_list_too(prepared):
         "seconds": 0.1,
         "bytes": None,
         "bytes_per_s": None,
-        "limit_fraction": None,
         "path": None,
         "detail": {"error": "no room for 45 bytes"},
     }

@@ -14,6 +14,7 @@ from appliance.store import database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
+from tests.simulator.control_plane import change
 from tests.unit.cli.conftest import ControlledBox, openai_error
 from tests.unit.controller.conftest import chat_lines
 
@@ -122,9 +123,9 @@ def test_status(box, tmp_path):
     assert job_id in text
     assert re.search(r"backup +none yet", text)
     trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
-    box.context.main_troubles = lambda: [trouble]
+    change(box.context, main_troubles=lambda: [trouble])
     assert "no such place" in box.run("status").stdout
-    box.context.main_troubles = list
+    change(box.context, main_troubles=list)
     answer = box.json("status")
     assert set(answer) == {
         "box",
@@ -179,8 +180,6 @@ def test_mode_show_and_set_and_history(box):
         "bytes",
         "moved_s",
         "bytes_per_s",
-        "limit",
-        "limit_fraction",
         "path",
         "undoes",
         "detail",

@@ -20,7 +20,7 @@ BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "init": ["--data-dir", "--force", "--help", "--output", "--template", "FILE"],
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
-    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--renew", "--token", "--token-file", "HEAD"],
+    "join": ["--data-dir", "--devices", "--help", "INVITATION"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "top": [*BOX, "--every", "--once"],
@@ -34,12 +34,11 @@ FROZEN = {
     "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
+    "node invite": ["--data-dir", "--help", "ADDRESS", "NODE"],
     "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],
-    "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
-    "gpu limits": [*BOX, "--measure"],
     "gpu forget": [*BOX, "NODE"],
     "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [

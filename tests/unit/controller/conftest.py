@@ -23,7 +23,7 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
 from appliance.store.rows import ModelRow, VersionRow
-from tests.simulator.control_plane import RecordingKeySink, SimulatedModelOps, SimulatedScheduler, simulated_context
+from tests.simulator.control_plane import SimulatedModelOps, SimulatedScheduler, simulated_context
 from train.graders import host
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
@@ -67,9 +67,7 @@ class Control:
 
     @property
     def gateway_keys(self) -> dict[str, Any]:
-        sink = self.context.key_sink
-        assert isinstance(sink, RecordingKeySink)
-        return sink.keys
+        return self.context.bus.keys
 
     async def settle(self) -> None:
         """Returns when no validation runs."""

@@ -358,10 +358,10 @@ async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_
         report("g-2", certificate_expires_s=1000),
         report("g-3", notes=[], certificate_expires_s=None),
     ]
-    control.context.load = lambda: total(reports)
+    control.context.bus.load = lambda: total(reports)
     shown = await ask(control, "GET", "/status")
     assert shown["notes"][-2:] == [old, bad] and shown["box"]["certificate_expires_s"] == 900.5
-    control.context.load = Load
+    control.context.bus.load = Load
     shown = await ask(control, "GET", "/status")
     assert old not in shown["notes"] and shown["box"]["certificate_expires_s"] is None
     for wrong in ({"notes": "text"}, {"notes": [7]}, {"certificate_expires_s": "soon"}):
@@ -397,8 +397,8 @@ async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
         page = await ask(control, "GET", f"/jobs?limit=1000&after={page['last_id']}")
     found += [job["id"] for job in page["data"]]
     assert found == [*(f"ftjob-{number}" for number in reversed(range(300))), row.id]
-    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000")
-    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000&after_step={steps['data'][-1]['step']}")
+    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000")
+    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000&after_step={steps['data'][-1]['step']}")
     assert (len(steps["data"]), steps["has_more"]) == (2000, True)
     assert (len(rest["data"]), rest["has_more"]) == (500, False)
 

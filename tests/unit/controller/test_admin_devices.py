@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.store.records import box, deployments
+from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 from tests.unit.controller.test_admin import actions, ask
 
@@ -19,7 +19,7 @@ async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
         drained = await ask(control, "POST", "/devices/n0/3/drain", json={"reason": "row remap"})
         assert (drained["health"], drained["health_reason"]) == ("draining", "drained by key_admin: row remap")
         assert drained["drain"]["by"] == "key_admin" and drained["holder"]["id"] == job_id
-    assert box.get(control.db, cordons.CORDONED) == ["n0/3"]
+    assert cordons.cordoned(control.db) == ["n0/3"]
     told = [text for text in await control.messages(job_id) if "n0/3" in text]
     assert told == ["Device n0/3 is drained by an operator: row remap; the job moves off it."], "once, not every time"
     listed = {d["id"]: d["health"] for d in (await ask(control, "GET", "/devices"))["data"]}
@@ -27,7 +27,7 @@ async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
     for _ in range(2):
         back = await ask(control, "POST", "/devices/n0%2F3/undrain")
         assert (back["health"], back["drain"]) == ("ok", None)
-    assert box.get(control.db, cordons.CORDONED) == []
+    assert cordons.cordoned(control.db) == []
     assert [name for name, _, _ in actions(control)] == ["device.drain"] * 2 + ["device.undrain"] * 2
     assert "drain of n0/3" in control.scheduler.nudges
     error = (await ask(control, "POST", "/devices/n0/99/drain", 404))["error"]
@@ -35,8 +35,7 @@ async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
 
 
 async def test_a_cordon_that_the_box_set_itself_shows_its_reason_and_is_lifted(control: Control):
-    box.put(control.db, cordons.CORDONED, ["n0/1"])
-    box.put(control.db, cordons.FAILING, {"n0/1": "Xid 79"})
+    cordons.write(control.db, {"n0/1": {**cordons.new_row(control.db, "n0/1"), "fault": "Xid 79"}})
     device = (await ask(control, "GET", "/devices"))["data"][1]
     assert (device["health"], device["health_reason"], device["drain"]) == ("draining", "Xid 79", None)
     assert (await ask(control, "POST", "/devices/n0/1/undrain"))["health"] == "ok"
@@ -60,13 +59,13 @@ async def test_devices_of_a_lost_node_are_shown_until_they_are_forgotten(control
     assert (drained["health"], drained["drain"]["reason"]) == ("lost", "its fan too"), "for when it is back"
     assert (await ask(control, "DELETE", "/nodes/n1"))["devices"] == ["n1/0", "n1/1"]
     assert len((await ask(control, "GET", "/devices"))["data"]) == len(there)
-    assert box.get(control.db, cordons.CORDONED) == [], "nobody could lift it any more"
+    assert cordons.cordoned(control.db) == [], "nobody could lift it any more"
     assert actions(control)[-1] == ("node.forget", "n1", "done")
 
 
 async def test_draining_needs_the_admin_scope(control: Control):
     answer = await control.http.post("/admin/v1/devices/n0/1/drain", headers=SCOPES)
-    assert answer.status_code == 403 and box.get(control.db, cordons.CORDONED) is None
+    assert answer.status_code == 403 and cordons.cordoned(control.db) == []
 
 
 async def test_a_deployment_is_changed_field_by_field(control: Control):
@@ -112,7 +111,7 @@ async def test_deployments_that_cannot_be_are_refused(control: Control, body: di
 def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
     seen = {"id": "n0/3", "health": "draining", "health_reason": "cordoned"}
     told = {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None, "cordon": None}
-    assert cordons.read(control.db).shown(seen) == told
+    assert cordons.shown(cordons.read(control.db), seen) == told
 
 
 async def test_an_engine_spans_no_nodes(control: Control):

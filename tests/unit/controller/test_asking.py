@@ -11,7 +11,7 @@ import orjson
 
 from appliance.controller.bus import asking
 from appliance.controller.bus.asking import Asker, Asking
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 
 URL = "/v1/chat/completions"
 Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]

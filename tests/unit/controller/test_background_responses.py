@@ -15,7 +15,7 @@ import pytest
 from appliance.controller.batches import background_responses
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.context import tasks
-from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from tests.simulator.control_plane import SimulatedEngines

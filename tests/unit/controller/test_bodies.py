@@ -1,11 +1,10 @@
-"""No body of a control route costs the loop more than its route is worth: it has bounds, and is read beside it."""
+"""Bodies of control routes: their size, depth and what is kept of them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,25 +13,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES
-from appliance.controller.http import bodies
-from appliance.controller.http.body_weight import check_weight
-from appliance.controller.http.strict_body import MOST_MISTAKES
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.http import strict_json
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.graders import MAX_BYTES
-
-GRADER: Any = {"type": "string_check", "name": "s", "input": "a", "reference": "a", "operation": "eq"}
-
-
-@pytest.fixture
-def control(control: Control) -> Control:
-    """With the bounds of a real box: the routes' own are smaller than the one of all."""
-    control.context.config = control.context.config.model_copy(update={"json_body_bytes": 8 << 20})
-    for layer in control.app.user_middleware:
-        if "config" in layer.kwargs:
-            layer.kwargs["config"] = control.context.config
-    control.app.middleware_stack = control.app.build_middleware_stack()
-    return control
 
 
 def padded(body: dict[str, Any], size: int) -> bytes:
@@ -40,38 +23,32 @@ def padded(body: dict[str, Any], size: int) -> bytes:
     return text + b" " * (size - len(text))
 
 
-def test_each_bound_is_of_a_route(control: Control) -> None:
+def test_max_bytes_of_names_only_routes(control: Control) -> None:
     routes = {route.path for route in control.app.routes if isinstance(route, APIRoute)}
-    assert set(bodies.BOUNDS) <= routes
+    assert set(strict_json.MAX_BYTES_OF) <= routes
 
 
-def test_what_a_route_takes_fits_its_bound() -> None:
-    assert bodies.bound_of("/v1/evals").nbytes >= MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
+def test_max_bytes_of_graders_and_evals_have_room_for_them(control: Control) -> None:
+    config = control.context.config
+    assert strict_json.max_bytes("/v1/evals", config) >= MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
     for path in ("/v1/fine_tuning/jobs", "/v1/fine_tuning/alpha/graders/run"):
-        assert bodies.bound_of(path).nbytes > MAX_BYTES
+        assert strict_json.max_bytes(path, config) > MAX_BYTES
 
 
-async def test_every_route_refuses_what_is_longer_announced_or_not(control: Control) -> None:
-    """All routes that read JSON; what takes files has bounds of its own (test_files, test_uploads)."""
+async def test_json_route_longer_body_refused(control: Control) -> None:
+    """Whether its length is announced or not."""
     tried = 0
     for route in control.app.routes:
         if not isinstance(route, APIRoute) or not route.body_field or route.path.startswith("/internal"):
             continue
-        bound, (method,) = bodies.bound_of(route.path), route.methods
+        (method,) = route.methods
         path = route.path.replace(":path", "").replace("{", "").replace("}", "")
-        for announced in (True, False):
-            text = padded({"x": 1}, bound.nbytes + 1)
-            content = text if announced else _in_pieces(text)
+        text = padded({"x": 1}, strict_json.max_bytes(route.path, control.context.config) + 1)
+        for content in (text, _in_pieces(text)):
             answer = await control.http.request(
                 method, path, content=content, headers={**ADMIN, "content-type": "application/json"}
             )
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large"), route.path
-        heavy = padded({"x": [1] * bound.weight}, 2 * bound.weight + 20)
-        if len(heavy) <= bound.nbytes:
-            answer = await control.http.request(
-                method, path, content=heavy, headers={**ADMIN, "content-type": "application/json"}
-            )
-            assert answer.json()["error"]["code"] == "too_many_values", route.path
         tried += 1
     assert tried > 20
 
@@ -79,36 +56,6 @@ async def test_every_route_refuses_what_is_longer_announced_or_not(control: Cont
 async def _in_pieces(text: bytes) -> Any:
     for at in range(0, len(text), 1 << 18):
         yield text[at : at + (1 << 18)]
-
-
-async def test_a_large_body_is_parsed_beside_the_loop(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    parsed = bodies._parsed
-
-    def noted(text: bytes, weight: int) -> Any:
-        threads.append(threading.get_ident())
-        return parsed(text, weight)
-
-    monkeypatch.setattr(bodies, "_parsed", noted)
-    headers = {"content-type": "application/json"}
-    for size in (1000, 100_000):
-        answer = await control.http.post(
-            "/v1/fine_tuning/alpha/graders/validate", content=padded({"grader": GRADER}, size), headers=headers
-        )
-        assert answer.status_code == 200, answer.text
-    assert threads[0] == threading.get_ident() != threads[1]
-
-
-async def test_a_response_in_background_is_counted_before_it_is_parsed(control: Control) -> None:
-    text = padded({"model": "starter", "background": True, "input": [[]] * 20_000}, 200_000)
-    answer = await control.http.post("/v1/responses", content=text, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_values")
-
-
-def test_what_is_no_json_is_said_from_beside_the_loop() -> None:
-    for text, error in ((b"[" + b" " * 100_000, orjson.JSONDecodeError), (b"[[]" + b",[]" * 50_000 + b"]", BadRequest)):
-        with pytest.raises(error):
-            asyncio.run(bodies.parsed(text, 1 << 16))
 
 
 @pytest.mark.parametrize(
@@ -124,30 +71,6 @@ async def test_a_body_is_no_deeper_than_it_can_be_written(control: Control, path
     deep = body.replace("%s", "[" * 300 + "]" * 300)
     refused = await control.http.post(path, content=deep, headers={"content-type": "application/json"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
-
-
-async def test_of_a_body_of_mistakes_their_number_is_told_and_not_each(control: Control) -> None:
-    """pydantic makes the words of all or none: 26,000 unknown fields held the loop for 0.2 s."""
-
-    async def asked(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = await control.http.post(path, json=body)
-        assert answer.status_code == 400
-        return answer.json()["error"]
-
-    unknown = {f"x{number}": 1 for number in range(26_000)}
-    path = "/v1/evals/eval_1/runs"
-    error = await asked(path, unknown)
-    assert error["message"] == "In the body 26001 fields or values are not what is expected."
-    assert (error["param"], error["code"]) == (None, "invalid_body")
-    error = await asked(path, {"data_source": {"type": "jsonl", **unknown}})
-    assert "'data_source.jsonl' 26001" in error["message"] and error["param"] == "data_source.jsonl"
-    content = [{}] * MOST_MISTAKES
-    source: dict[str, Any] = {"type": "file_content", "content": content}
-    error = await asked(path, {"data_source": {"type": "jsonl", "source": source}})
-    assert error["param"] == "data_source.source.content.0.item"
-    content.append({})
-    error = await asked(path, {"data_source": {"type": "jsonl", "source": source}})
-    assert "101 fields or values" in error["message"]
 
 
 @pytest.fixture
@@ -201,14 +124,3 @@ async def an_eval(control: Control) -> str:
     config = {"type": "custom", "item_schema": {"type": "object"}}
     made = await control.http.post("/v1/evals", json={"data_source_config": config, "testing_criteria": [check]})
     return str(made.json()["id"])
-
-
-@pytest.mark.parametrize("text", ['"', '\\"', "\\\\", '\\\\"', 'a"[1,2', "\\", "\\\\\\"])
-def test_the_count_of_values_agrees_with_the_parser_about_where_strings_end(text: str) -> None:
-    value = [text, [1, 2], {text: text}] * 20
-    weight = 12 * 41 + 4 * 60 + 3 * 20 - 1 + 20  # lists and objects, strings and keys, commas
-    raw = orjson.dumps(value)
-    padded = raw + b" " * len(raw)  # long enough to be looked at
-    check_weight(padded, weight)
-    with pytest.raises(BadRequest):
-        check_weight(padded, weight - 1)

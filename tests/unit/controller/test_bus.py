@@ -358,12 +358,8 @@ async def test_a_line_that_is_no_report_ends_only_its_connection(bus: Bus, tmp_p
 
 async def test_every_report_reaches_the_listener(tmp_path: Path):
     seen: list[int] = []
-    bus = Bus(
-        tmp_path / "b.sock",
-        ControllerConfig(),
-        first_generation=1,
-        on_load=lambda: seen.append(bus.load().models["m"].held),
-    )
+    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1)
+    bus.on_load.append(lambda: seen.append(bus.load().models["m"].held))
     await bus.start()
     gateway = await GatewayEnd.connect(tmp_path / "b.sock")
     for held in (1, 2):
@@ -407,7 +403,8 @@ async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path)
             raise ValueError("usage: no rows")
 
     background = BackgroundTasks()
-    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1, on_usage=take, background=background)
+    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1, background=background)
+    bus.on_usage.append(take)
     await bus.start()
     gateway = await GatewayEnd.connect(tmp_path / "b.sock")
     await gateway.send({"type": "usage", "rows": [{}]})

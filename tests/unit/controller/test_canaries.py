@@ -38,7 +38,7 @@ async def ask(control: Control, method: str, path: str = PATH, status: int = 200
 def counted(control: Control, **versions: VersionLoad) -> None:
     row = canaries.find(control.db, "m")
     assert row is not None
-    control.context.load = lambda: Load(canaries={("m", row.created_s): versions})
+    control.context.bus.load = lambda: Load(canaries={("m", row.created_s): versions})
 
 
 def good(requests: int) -> VersionLoad:
@@ -265,7 +265,7 @@ async def test_other_settings_while_it_runs_keep_what_was_counted(served: Contro
 
 async def test_a_change_is_answered_when_the_gateways_know_it_and_a_look_at_once(served: Control, monkeypatch):
     known = asyncio.Event()
-    monkeypatch.setattr(served.context.key_sink, "caught_up", known.wait)
+    monkeypatch.setattr(served.context.bus, "caught_up", known.wait)
     await ask(served, "GET", status=404)
     await ask(served, "PUT", status=404, version="v9")
     begun = asyncio.create_task(ask(served, "PUT", version="v2"))

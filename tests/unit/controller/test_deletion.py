@@ -8,7 +8,6 @@ import threading
 import openai
 import pytest
 
-from appliance.controller import retention as housekeeping
 from appliance.controller.evals import requests
 from appliance.store.database import DELETED_AT_ONCE, Database
 from appliance.store.objects import evals, job_records, jobs, uploads
@@ -142,19 +141,3 @@ async def test_runs_that_hold_nothing_count_what_they_were_asked_with(control: C
     assert holdings.eval_runs(control.db, key_id)[1] >= len(file_id)
     kept = evals.find_run(control.db, (await ended(control, eval_id, given(("a" * 1000, "a")))).id)
     assert kept is not None and 1000 < kept.bytes - requests.ROW_BYTES < 2500
-
-
-async def test_of_ended_runs_each_owner_keeps_the_newest(control: Control):
-    for owner in ("ann", "bob"):
-        evals.insert(control.db, EvalRow(f"eval_{owner}", "n", 0.0, owner=owner))
-        for number in range(4):
-            status = "in_progress" if number == 0 else "completed"
-            row = EvalRunRow(f"{owner}-{number}", f"eval_{owner}", "", 0.0, None, owner, status)  # type: ignore[arg-type]
-            evals.insert_run(control.db, row)
-    kept = control.context.config.retention.model_copy(update={"eval_runs_per_owner": 2})
-    config = control.context.config.model_copy(update={"retention": kept})
-    control.context.config = config
-    housekeeping.keep_house(control.context, 1e9)
-    await control.context.tasks.idle("eval_deletions")
-    left = [row["id"] for row in control.db.execute("SELECT id FROM eval_runs ORDER BY id")]
-    assert left == [f"{owner}-{number}" for owner in ("ann", "bob") for number in (0, 2, 3)]

@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
@@ -19,13 +19,14 @@ from scheduler.devices.discovery import logical_devices
 
 @pytest.fixture
 def watch(db):
-    async def read(let_go):
-        return ()
-
     nudges = []
-    made = DeviceWatch(db, read, SchedulerConfig(), lambda: nudges.append(1), clock=lambda: 1000.0)
+    made = DeviceWatch(db, SchedulerConfig(), lambda: nudges.append(1), clock=lambda: 1000.0)
     made.nudges = nudges
     return made
+
+
+def faults(db):
+    return {device_id: row["fault"] for device_id, row in cordons.read(db).items() if row["fault"]}
 
 
 def told(db):
@@ -36,41 +37,41 @@ def told(db):
 
 
 def test_two_deaths_cordon_and_undrain_forgives(db, watch):
-    box.put(db, CORDONED, ["n0/7"])  # an operator's
+    cordons.drain(db, "n0/7", "", "ann", 1.0)
     watch.died(("n0/3",), "job a", "died")
-    assert box.get(db, CORDONED) == ["n0/7"] and watch.nudges == []
+    assert cordoned(db) == ["n0/7"] and watch.nudges == []
     watch.died(("n0/3",), "model m", "the process ended")
-    assert box.get(db, CORDONED) == ["n0/3", "n0/7"] and watch.nudges == [1]
+    assert cordoned(db) == ["n0/3", "n0/7"] and watch.nudges == [1]
     reason = "2 processes died on it within 600 s, the last: the process ended"
-    assert box.get(db, FAILING) == {"n0/3": reason}
+    assert faults(db) == {"n0/3": reason}
     assert told(db) == [("device.cordon", "n0/3", reason, None)]
     watch.judge()
     assert len(told(db)) == 1, "said once"
-    box.put(db, CORDONED, ["n0/7"])
+    cordons.undrain(db, "n0/3")
     watch.judge()
-    assert box.get(db, CORDONED) == ["n0/7"] and box.get(db, FAILING) == {}
+    assert cordoned(db) == ["n0/7"] and faults(db) == {}
     watch.died(("n0/3",), "job b", "died")
-    assert box.get(db, CORDONED) == ["n0/7"], "counted anew"
+    assert cordoned(db) == ["n0/7"], "counted anew"
 
 
 def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
     for _ in range(2):
         watch.died(("n0/3",), "job a", "died")
-    again = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
+    again = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
     again.judge()
-    assert box.get(db, CORDONED) == ["n0/3"] and list(box.get(db, FAILING)) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"] and list(faults(db)) == ["n0/3"]
 
 
 class Clock:
     def __init__(self, read=()):
         self.now_s, self.read, self.nudges, self.let_go = 1000.0, read, [], frozenset()
 
-    def watch(self, db) -> DeviceWatch:
-        async def read(let_go):
-            self.let_go = let_go
-            return tuple(Reading("n0/3", self.now_s, **told) for told in self.read if "n0/3" not in let_go)
+    async def __call__(self, let_go):
+        self.let_go = let_go
+        return tuple(Reading("n0/3", self.now_s, **told) for told in self.read if "n0/3" not in let_go)
 
-        return DeviceWatch(db, read, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
+    def watch(self, db) -> DeviceWatch:
+        return DeviceWatch(db, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
 
 async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device_has_lived(db):
@@ -81,45 +82,45 @@ async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device
         watch.died(("n0/3",), "model m", "SIGBUS")
     for wait_s in (60.0, 120.0, 240.0, 480.0, 900.0, 900.0):
         clock.now_s += wait_s - 1
-        await watch.look()
-        assert box.get(db, CORDONED) == ["n0/3"]
-        shown = cordons.read(db).shown({"id": "n0/3", "health": "draining"})["health_reason"]
+        await watch.look(clock)
+        assert cordoned(db) == ["n0/3"]
+        shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
         assert "died on it" in shown and "; it is tried again in" in shown
         clock.now_s += 1
-        await watch.look()
-        assert box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
+        await watch.look(clock)
+        assert cordoned(db) == [] and faults(db) == {}
         assert told(db)[0][:2] == ("device.try_again", "n0/3")
         watch.died(("n0/3",), "model m", "SIGBUS")  # on trial, one is enough
-        assert box.get(db, FAILING) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
+        assert faults(db) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
     clock.now_s += 900.0
     watch = clock.watch(db)  # a restart forgets nothing
-    await watch.look()
+    await watch.look(clock)
     clock.now_s += 601.0
-    await watch.look()
+    await watch.look(clock)
     watch.died(("n0/3",), "model m", "SIGBUS")
-    assert box.get(db, CORDONED) == [], "it lived for as long as deaths count"
+    assert cordoned(db) == [], "it lived for as long as deaths count"
     assert clock.nudges[-1] < clock.now_s
 
 
 async def test_what_still_looks_bad_waits_and_broken_hardware_waits_for_a_person(db):
     clock = Clock([{"lost": "GPU is lost"}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     clock.now_s += 60.0
-    await watch.look()
-    assert box.get(db, CORDONED) == ["n0/3"]
+    await watch.look(clock)
+    assert cordoned(db) == ["n0/3"]
     clock.read = [{}]
     clock.now_s += 119.0
-    await watch.look()
-    assert box.get(db, CORDONED) == ["n0/3"]
+    await watch.look(clock)
+    assert cordoned(db) == ["n0/3"]
     clock.now_s += 1.0
-    await watch.look()
-    assert box.get(db, CORDONED) == []
+    await watch.look(clock)
+    assert cordoned(db) == []
     clock.read = [{"faults": ("reported Xid 79",)}]
-    await watch.look()
+    await watch.look(clock)
     clock.now_s, clock.read = clock.now_s + 1e6, [{}]
-    await watch.look()
-    assert box.get(db, CORDONED) == ["n0/3"]
+    await watch.look(clock)
+    assert cordoned(db) == ["n0/3"]
 
 
 async def test_a_device_that_a_person_drained_too_stays_so(db):
@@ -129,40 +130,40 @@ async def test_a_device_that_a_person_drained_too_stays_so(db):
         watch.died(("n0/3",), "model m", "SIGBUS")
     cordons.drain(db, "n0/3", "new fan", "ann", clock.now_s)
     clock.now_s += 1e6
-    await watch.look()
-    assert box.get(db, CORDONED) == ["n0/3"]
+    await watch.look(clock)
+    assert cordoned(db) == ["n0/3"]
 
 
 async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
     """Its driver counts memory errors from 0 again after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     cordons.drain(db, "n0/3", "a reset", "ann", clock.now_s)
-    await watch.look()
+    await watch.look(clock)
     assert clock.let_go == {"n0/3"}
     cordons.undrain(db, "n0/3")
     for errors in (0, 1):
-        assert box.get(db, CORDONED) == []
+        assert cordoned(db) == []
         clock.read = [{"ecc_uncorrected": errors}]
-        await watch.look()
+        await watch.look(clock)
         assert not clock.let_go
-    assert box.get(db, FAILING) == {"n0/3": "had 1 uncorrected memory error"}
+    assert faults(db) == {"n0/3": "had 1 uncorrected memory error"}
 
 
 async def test_the_newest_reading_is_shown_of_devices_that_answer_on_nodes_that_are_there(db):
     clock = Clock([{"temperature_c": 50}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     clock.read = [{"temperature_c": 61, "power_w": 300.0}]
-    await watch.look()
+    await watch.look(clock)
     (shown,) = metered([{"id": "n0/3"}], watch.newest())
     assert (shown["meters"]["temperature_c"], shown["meters"]["power_w"], shown["meters"]["busy"]) == (61, 300.0, None)
     clock.read = [{"lost": "GPU is lost"}]
-    await watch.look()
+    await watch.look(clock)
     assert metered([{"id": "n0/3"}], watch.newest()) == [{"id": "n0/3", "meters": None}]
     clock.read = [{"temperature_c": 50}]
-    await watch.look()
+    await watch.look(clock)
     watch.node_changed("n0", "lost", ())
     assert watch.newest() == {}
 
@@ -199,7 +200,7 @@ def test_a_node_that_left_in_order_is_not_missed(db, watch):
 def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     watch.node_changed("n2", "joined", logical_devices(1, "n2"))
-    after = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
+    after = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
     after.node_changed("n2", "joined", logical_devices(1, "n2"))
     after.began(["n0", "n2"])
     assert seen(db)["n1/0"][1] == {
@@ -223,7 +224,7 @@ def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch
             watch.died(("n0/3",), "job a", "died")
     assert "cannot be cordoned now" in caplog.text and watch.nudges == []
     watch.judge()
-    assert box.get(db, CORDONED) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
+    assert cordoned(db) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
 
 
 def gpus(*uuids, unfit=()):
@@ -240,36 +241,37 @@ def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
     for _ in range(2):
         watch.died(("n0/2",), "job a", "died")
     watch.found(gpus("a", "c", "d"))  # b fell off the bus
-    assert box.get(db, CORDONED) == ["b", "n0/1", "n0/2"]
+    assert cordoned(db) == ["b", "n0/1", "n0/2"]
     seen = cordons.read(db)
-    assert seen.drains["n0/2"]["reason"] == "noisy" and seen.drains["b"]["reason"] == "hot"
-    assert list(seen.failing) == ["n0/1"] and list(seen.trials) == ["n0/1"]
+    assert seen["n0/2"]["drain"]["reason"] == "noisy" and seen["b"]["drain"]["reason"] == "hot"
+    assert list(faults(db)) == ["n0/1"]
     assert ("device.absent", "b", "it was n0/1 the last time, and is not there now", None) in told(db)
     watch.found(gpus("a", "c", "d"))
     assert sum(row[0] == "device.absent" for row in told(db)) == 1, "said once"
     watch.found(gpus("a", "b", "c", "d"))
     seen = cordons.read(db)
-    assert seen.cordoned == {"n0/1", "n0/2", "n0/3"} and list(seen.failing) == ["n0/2"]
-    assert {name: row["reason"] for name, row in seen.drains.items()} == {"n0/1": "hot", "n0/3": "noisy"}
+    assert cordoned(db) == ["n0/1", "n0/2", "n0/3"] and list(faults(db)) == ["n0/2"]
+    reasons = {name: row["drain"]["reason"] for name, row in seen.items() if row["drain"]}
+    assert reasons == {"n0/1": "hot", "n0/3": "noisy"}
 
 
 def test_a_silent_gpu_is_taken_for_the_one_that_had_its_number(db, watch):
     watch.found(gpus("a", "b", "c"))
     cordons.drain(db, "n0/1", "hot", "ann", 1.0)
     watch.found(gpus("a", "", "c", unfit=[1]))
-    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
+    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
     assert not any(row[0] == "device.absent" for row in told(db))
     watch.found(gpus("a", "b", "c"))
-    assert box.get(db, CORDONED) == ["n0/1"]
+    assert cordoned(db) == ["n0/1"]
 
 
 def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
-    assert box.get(db, CORDONED) == ["n0/1"]
+    assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
 
 
 def test_logical_devices_leave_no_identity(db, watch):
     cordons.drain(db, "n0/1", "", "ann", 1.0)
     watch.found(logical_devices(4))
-    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}
+    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}

@@ -13,17 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.access.spending import Spending
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.sampling import RolloutSampling
 from appliance.controller.grading.saying import Saying
 from appliance.controller.grading.teaching import Teaching
-from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from serve.core import scoring
-from tests.simulator.control_plane import SimulatedEngines
+from tests.simulator.control_plane import SimulatedEngines, teaching_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
@@ -159,7 +158,7 @@ def question(*answers: list[int]) -> dict[str, Any]:
 
 async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
     key_id = taught.as_key("ann", owner="ann")
-    job_id, teach = await made(taught), taught.app.state.rollouts["teach"]
+    job_id, teach = await made(taught), teaching_of(taught.context)
     engines(taught).rule = scored
     told = await teach(job_id, question([3, 4], [2]))
     assert told == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
@@ -171,7 +170,7 @@ async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control)
 
 async def test_what_has_taught_is_named_by_its_version(taught: Control):
     """A name may be another version's by the end of a job."""
-    job_id, teach = await made(taught), taught.app.state.rollouts["teach"]
+    job_id, teach = await made(taught), teaching_of(taught.context)
     events = JobEvents(taught.db, taught.context.files_dir, "local")
     versions = ["v2", "v1", "v1", ""]
 
@@ -206,7 +205,7 @@ async def test_a_teacher_that_fails_is_told_of_in_words_and_once(taught: Control
         return given
 
     engines(taught).rule = rule
-    teach = taught.app.state.rollouts["teach"]
+    teach = teaching_of(taught.context)
     assert "maximum context length is 8" in (await teach(job_id, question([3])))["errors"][0]
     ended = await teach(job_id, question([3]))
     assert "cannot be shown to its teacher teacher" in ended["failed"] and "EngineCore died" in ended["failed"]
@@ -229,8 +228,8 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
     job_id = await made(taught)
     engines(taught).lines, engines(taught).rule = 0, scored
     context = taught.context
-    answers = ModelAnswers(context)
-    asking = asyncio.create_task(Teaching(context, answers, Saying(context, after_s=0.01)).teach(job_id, question([3])))
+    answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking, after_s=0.01)
+    asking = asyncio.create_task(Teaching(context.db, answers, saying).teach(job_id, question([3])))
     async with asyncio.timeout(60):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)
@@ -242,7 +241,7 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
 
 async def test_a_teacher_is_kept_awake_while_its_job_runs(taught: Control):
     job_id = await made(taught)
-    sampling = RolloutSampling(taught.context, Spending(taught.db, taught.context.publish_keys))
+    sampling = RolloutSampling(taught.db, taught.context.sampling_engines, taught.context.spending)
     for phase, expected in (("running", ["teacher"]), ("suspended", [])):
         jobs.set_phase(taught.db, job_id, phase)
         await sampling.look()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
-from appliance.controller.assembly import _of_engines
-from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.main import _of_engines
 from appliance.store.objects import models
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
@@ -47,10 +48,7 @@ def test_devices_of_nodes_that_joined_count_if_engines_can_be_on_them():
     away = Device("n1/0", "n1", 0, "cuda", "L4", 22 * GIB)
     logical = Device("n2/0", "n2", 0, "cpu", "logical CPU device", GIB)
 
-    class Loop:
-        class box:
-            devices = {device.id: device for device in (LARGE, away, logical)}
-
-    assert [device.id for device in _of_engines((LARGE, SMALL), Loop)] == ["n0/0", "n0/1", "n0/0", "n1/0"]
-    Loop.box.devices = {}
-    assert _of_engines((LARGE, SMALL), Loop) == [LARGE, SMALL], "before the first round home's are known"
+    nodes = SimpleNamespace(devices=(LARGE, away, logical))
+    assert [device.id for device in _of_engines((LARGE, SMALL), nodes)] == ["n0/0", "n0/1", "n0/0", "n1/0"]
+    nodes.devices = ()
+    assert _of_engines((LARGE, SMALL), nodes) == [LARGE, SMALL], "before nodes have answered home's are known"

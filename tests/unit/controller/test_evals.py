@@ -22,8 +22,8 @@ from appliance.controller.grading import model_answers
 from appliance.controller.grading.given import grader_of
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.gateway.core.errors import bad_request
 from appliance.store.database import Database
 from appliance.store.objects import evals, models

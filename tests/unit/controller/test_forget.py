@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller.admin.owners import forget
-from appliance.controller.context.audit import record
 from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import KeyRevoked
@@ -18,7 +16,6 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
-from appliance.store.upkeep.forgotten import mentions
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -150,7 +147,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
     log = audit.page(control.db, after=None, limit=999).data
     assert len(log) == audited + 1 and (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
-    assert log[0].detail["models_left"] == [ann.model]
+    assert log[0].detail["models"] == 0
 
     assert OTHER in left and jobs.get(control.db, ben.job).metadata == {"who": OTHER}
     assert responses.find(control.db, ben.response) is not None
@@ -169,21 +166,6 @@ async def test_models_of_the_files_go_when_asked_to(control: Control):
     assert deployments.find(control.db, ann.model) is None
     assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
     assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
-
-
-async def test_names_of_deleted_models_come_into_no_log_and_are_named_where_they_stand(control: Control):
-    """The row about it in the audit log said which models were deleted; usage and hand-overs go on naming them."""
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    gone = f"ft:starter:local:{NAME}:abcdefgh"
-    insert_model(control.db, gone, kind="fine-tuned", base="starter")
-    models.update(control.db, gone, job_id=ann.job)
-    spent = {"errors": 0, "requests": 1, "prompt_tokens": 3, "completion_tokens": 4}
-    usage.add(control.db, [{"key": row.id, "model": gone, "version": "v1", **spent} for row in ann.rows], 7200.0)
-    done = await ask(control, cancel=True, models=True)
-    assert gone in done["models_deleted"] and done["mentions"] == [f"usage {gone}: model"]
-    (row,) = [row for row in audit.page(control.db, after=None, limit=999).data if row.action == "owner.forget"]
-    assert NAME not in str(row.detail) and len(row.detail["models_deleted"]) == 2
 
 
 async def test_what_trackers_keep_of_their_jobs_on_the_box_goes(control: Control):
@@ -218,16 +200,6 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     asked = [row.detail["asked_by"] for row in handovers.list_recent(db, 9)]
     changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]
     assert asked[::-1] == changed == [who, who, OTHER]
-
-
-async def test_a_log_that_cannot_be_emptied_is_named(control: Control, monkeypatch):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    monkeypatch.setattr(control.db, "empty_log", lambda: False)
-    (told,) = (await ask(control, cancel=True))["mentions"]
-    assert "appliance.db-wal" in told
-    monkeypatch.undo()
-    assert (await ask(control))["mentions"] == []
 
 
 async def test_a_model_of_theirs_that_answers_nobody_is_no_hindrance(control: Control):
@@ -279,51 +251,9 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
 
 
-async def test_what_was_changed_of_a_model_with_the_name_is_not_kept_in_case_it_comes_again(control: Control):
-    await Person(control, NAME).does_something_of_everything()
-    insert_model(control.db, f"{NAME}-bot", versions=("v1", "v2"))
-    path = f"/admin/v1/models/{NAME}-bot"
-    assert (await control.http.post(f"{path}/rollback", headers=ADMIN | {"idempotency-key": "k"})).status_code == 200
-    await control.http.delete(path, headers=ADMIN)
-    insert_model(control.db, f"{NAME}ette", versions=("v1", "v2"))
-    await control.http.post(f"/admin/v1/models/{NAME}ette/rollback", headers=ADMIN | {"idempotency-key": "of another"})
-    await ask(control, cancel=True)
-    kept = [row["resource_id"] for row in control.db.execute("SELECT resource_id FROM idempotency")]
-    assert not [text for text in kept if NAME in text.replace(f"{NAME}ette", "")]
-    assert [text for text in kept if f"{NAME}ette" in text], "a word that only begins with the name is somebody else's"
-
-
 async def test_the_box_is_not_forgotten(control: Control):
     answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
     assert answer.status_code == 400
-
-
-async def test_texts_that_have_the_name_as_a_part_are_named_and_the_owners_own_go(control: Control):
-    ann, ben = Person(control, NAME), Person(control, OTHER)
-    for person in (ann, ben):
-        await person.does_something_of_everything()
-    jobs.update(control.db, ann.job, suffix=f"{NAME}-best")
-    jobs.update(control.db, ben.job, suffix=f"for-{NAME.upper()}", metadata={"reviewer": f"asked by {NAME}."})
-    pager, _ = keys.create(control.db, f"pager of {NAME}", ["inference"], OTHER)
-    keys.create(control.db, f"{NAME}a", ["inference"], f"{NAME}a")  # somebody else
-    kept = f"ft:starter:local:{NAME}:abcdefgh"
-    insert_model(control.db, kept, kind="fine-tuned", base="starter")
-    models.update(control.db, kept, job_id=ann.job)
-    logs = control.context.files_dir.parent / "logs"
-    logs.mkdir(exist_ok=True)
-    (logs / "access.log").write_bytes(b"x" * (256 << 10) + f"/v1/models/{NAME}-best\n".encode())
-    (logs / "gateway.log").write_text(f"the key of {NAME}a\n")
-    done = await ask(control, cancel=True)
-    assert jobs.get(control.db, ann.job).suffix is None
-    assert done["mentions"] == [
-        f"keys {pager.id}: name",
-        f"models {kept}: id",
-        f"jobs {ben.job}: suffix",
-        f"jobs {ben.job}: metadata",
-        "logs/access.log",
-    ]
-    (row,) = [row for row in audit.page(control.db, after=None, limit=999).data if row.action == "owner.forget"]
-    assert row.detail["mentions_number"] == 5 and NAME not in str(row.detail)
 
 
 async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):
@@ -332,48 +262,6 @@ async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_ti
     await ann.does_something_of_everything()
     await ask(control, cancel=True, models=True)
     assert ann.model in [name for name, _ in control.ops.removed]
-
-
-async def test_names_of_models_that_are_gone_lose_what_their_owner_wrote(control: Control):
-    """A suffix, or a name that a job was to publish under, stayed in the job's row and beside what the model cost."""
-    db, ann = control.db, Person(control, NAME)
-    await ann.does_something_of_everything()
-    made, suffix, called = jobs.get(db, ann.job), "acme-merger", "merger-plans"
-    gone, there = f"ft:starter:local:{suffix}:abcdefgh", f"ft:starter:local:{suffix}:ijklmnop"
-    for name in (gone, called, there):
-        row = replace(
-            made, id=f"ftjob-{name}", output_model=name, model=gone, stable_name=name == called, suffix=suffix
-        )
-        jobs.insert(db, row)
-        spent = {"requests": 1, "errors": 0, "prompt_tokens": 1, "completion_tokens": 1}
-        usage.add(db, [{"key": ann.rows[0].id, "model": name, "version": "v", **spent}], 5.0)
-        db.execute("INSERT INTO energy VALUES ('model', ?, 0, 1.0, 1.0)", [name])
-        record(control.context, Principal(None, frozenset({"admin"}), "req_1", ""), "model.delete", name, was=[name])
-    insert_model(db, there, kind="fine-tuned", base="starter")
-    # A job of somebody else's makes what ann's did not.
-    others = replace(made, id="ftjob-bob", output_model="support-bot", owner="bob", key_id=None, suffix=None)
-    jobs.insert(db, others)
-    jobs.insert(db, replace(made, id="ftjob-support-bot", output_model="support-bot", suffix=suffix))
-    checkpoint, canary = f"{gone}:ckpt-step-10", f"{gone}@v2"
-    db.execute("INSERT INTO energy VALUES ('model', ?, 0, 1.0, 1.0)", [canary])
-    usage.add(db, [{"key": ann.rows[0].id, "model": checkpoint, "version": "v", **spent}], 5.0)
-    done = await ask(control, cancel=True)
-    assert jobs.get(db, "ftjob-bob").output_model == "support-bot"
-    assert "ft:starter:local::abcdefgh:ckpt-step-10" in (used := db.column("SELECT model FROM usage"))
-    assert checkpoint not in used
-    assert "ft:starter:local::abcdefgh@v2" in (drawn := db.column("SELECT name FROM energy")) and canary not in drawn
-    named = {gone: "ft:starter:local::abcdefgh", there: there}
-    named[called] = jobs.get(db, f"ftjob-{called}").output_model
-    assert named[called].startswith(done["pseudonym"])
-    for name, new in named.items():
-        row = jobs.get(db, f"ftjob-{name}")
-        assert (row.output_model, row.model, row.suffix) == (new, named[gone], None)
-    for table, column in (("usage", "model"), ("energy", "name"), ("audit", "target")):
-        found = set(db.column(f"SELECT {column} FROM {table}"))
-        assert found >= set(named.values()) and not found & {gone, called}, table
-    assert [row["detail"] for row in db.execute("SELECT detail FROM audit WHERE target = ?", [named[gone]])] == [
-        f'{{"was":["{named[gone]}"]}}'
-    ]
 
 
 async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
@@ -402,60 +290,6 @@ async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
     caller = Principal(ann.rows[0].id, frozenset({"fine_tuning"}), "req_1", NAME)
     row = await storage.described(control.context, "file-new", place, filename=NAME, sha256="0", caller=caller)
     assert (await ask(control))["done"]
-    with pytest.raises(KeyRevoked), storage.with_row(control.context, row.id):
+    with pytest.raises(KeyRevoked), control.db.transaction():
         keep(control.context, caller, [row], [place])
     assert control.db.column("SELECT owner FROM files") == [] and place.exists()
-
-
-# What nobody writes a name into, what people say to models, and names of models that are kept: these are in `models`.
-_NO_TEXTS = {
-    *("id", "key_id", "job_id", "eval_id", "run_id", "upload_id", "handover_id", "file_id", "sha256"),
-    *("input_file_id", "output_file_id", "error_file_id", "training_file", "validation_file", "result_files", "files"),
-    *("previous_id", "body_sha256", "data_sha256", "sha256", "digest", "fingerprint", "prefix", "subject", "contents"),
-    *("kind", "task", "arch", "method", "purpose", "mime_type", "status", "state", "phase", "wanted", "outcome"),
-    *("scopes", "bounds", "version", "active_version", "before", "verb", "action", "request_id", "level", "type"),
-    *("status_details", "check_status", "trigger", "endpoint", "route", "tier", "whose", "agent", "verdict", "runs"),
-    *(
-        "rank_seconds",
-        "allowed_sizes",
-        "asked_sizes",
-        "devices",
-        "snapshot",
-        "resolved",
-        "metrics",
-        "measured",
-        "valid_measured",
-        "counts",
-        "usage",
-        "compared",
-    ),
-    *("idle", "arguments", "policy", "cron", "tz", "until", "report", "data_check", "refused_file"),
-}
-_SAID = {
-    *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),
-    "job_judges",
-    *("jobs.hyperparameters", "files.lineage", "job_events.data", "folder_trials.reason"),
-}
-_KEPT = {"versions", "deployments", "model_shares", "canaries.model", "model_settings", "standby", "checkpoints.model"}
-_GOES = {"idempotency", "models.base", "models.info", "box.name", "page_sessions", "held", "spent"}
-
-
-async def test_every_text_that_may_hold_a_name_is_looked_at(control: Control):
-    """Models that were deleted went on being named by what they had drawn, and by what a tier has still to delete."""
-    db, missed = control.db, []
-    for pragma in ("foreign_keys = OFF", "ignore_check_constraints = ON"):
-        db._connection.execute(f"PRAGMA {pragma}")
-    for table in db.column("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"):
-        columns = db.execute(f"PRAGMA table_xinfo({table})").fetchall()
-        for column in (row["name"] for row in columns if row["type"] == "TEXT"):
-            if column in _NO_TEXTS - {"arguments"} or {table, f"{table}.{column}"} & (_SAID | _KEPT | _GOES):
-                continue
-            given = {row["name"]: "0" for row in columns if row["notnull"] and row["name"] != "seq"}
-            given |= {column: f'"by {NAME} of old"'}  # JSON as well
-            with db.transaction():
-                holders = ", ".join("?" * len(given))
-                db.execute(f"INSERT INTO {table} ({', '.join(given)}) VALUES ({holders})", list(given.values()))
-                if not any(one.startswith(f"{table} ") and one.endswith(f": {column}") for one in mentions(db, NAME)):
-                    missed.append(f"{table}.{column}")
-                db.execute(f"DELETE FROM {table} WHERE {column} = ?", [given[column]])
-    assert missed == []

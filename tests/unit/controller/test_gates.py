@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from appliance.controller.gates import not_worse, threshold
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models, tasks
 from appliance.store.records import audit, deployments

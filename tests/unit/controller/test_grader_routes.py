@@ -17,8 +17,8 @@ from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.saying import Saying
 from appliance.controller.http.peers import FromBox
-from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
-from tests.simulator.control_plane import SimulatedEngines
+from appliance.controller.interfaces.records import EngineAnswer, LineReturned
+from tests.simulator.control_plane import SimulatedEngines, grading_of
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
@@ -202,8 +202,8 @@ async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Contr
     job_id, context = await judged_job(control), control.context
     judged(control, '{"result": 1}')
     engines(control).lines, hosts = 0, GraderHosts()
-    answers = ModelAnswers(context)
-    grading = RolloutGrading(context, hosts, answers, Saying(context, after_s=0.01))
+    answers = ModelAnswers(context.db, context.asking)
+    grading = RolloutGrading(context.db, hosts, answers, Saying(context.db, context.asking, after_s=0.01))
     asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
     try:
         async with asyncio.timeout(60):
@@ -222,7 +222,7 @@ async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothi
     bad, good = "it is good", '{"result": 1}'
     judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
     for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
-        told = await control.app.state.rollouts["grade"](job_id, answers_of(*texts))
+        told = await grading_of(control.context)(job_id, answers_of(*texts))
         assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
     said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
     assert ["too long" in text for text in said] == [False, True, False]

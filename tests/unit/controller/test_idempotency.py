@@ -62,7 +62,6 @@ NOT_ONCE = {
     "/admin/v1/oidc/finish": "a code is good once; past MOST_OF_A_KEY the oldest login ends",
     "/admin/v1/mode/plan": _NOTHING_MADE,
     "/admin/v1/plan": _NOTHING_MADE,
-    "/admin/v1/limits/measure": "what is measured replaces what was",
     "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
     "/admin/v1/jobs/{job_id}/profile": "it profiles the next steps; a second time the steps after them",
     "/admin/v1/models/{name:path}/profile": "it profiles the next steps; a second time the steps after them",

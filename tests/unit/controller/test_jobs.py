@@ -16,6 +16,7 @@ from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
+from tests.simulator.control_plane import change, grading_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.methods.methods import METHODS
@@ -613,7 +614,7 @@ async def test_a_wandb_integration_is_recorded_and_it_is_said_what_becomes_of_it
     control: Control, mode: Any, level: str, said: str
 ):
     """Also where the box has no W&B: a script that names it runs here unchanged."""
-    control.context.wandb_mode = mode
+    change(control.context, wandb_mode=mode)
     file_id = await control.upload()
     made = await control.sdk.fine_tuning.jobs.create(
         model="starter", training_file=file_id, integrations=[{"type": "wandb", "wandb": {"project": "p"}}]
@@ -810,7 +811,7 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     key_id = control.as_key("ann", owner="ann")
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    grade = control.app.state.rollouts["grade"]
+    grade = grading_of(control.context)
     asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]}
     told = await grade(job_id, asked)
     assert told["rewards"] == [1.0, 0.0, 0.0]
@@ -827,7 +828,7 @@ async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"city": "4"}'}}
     samples = [{"text": "", "tools": [call], "item": {"answer": "4"}}, {"text": "4", "item": {"answer": "4"}}]
-    told = await control.app.state.rollouts["grade"](job_id, {"samples": samples})
+    told = await grading_of(control.context)(job_id, {"samples": samples})
     assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
 
 
@@ -842,7 +843,7 @@ async def test_a_reward_that_nothing_can_be_learnt_from_is_none_and_says_so(cont
     job_id = (await control.http.post("/v1/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
     await control.settle()
     asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")]}
-    told = await control.app.state.rollouts["grade"](job_id, asked)
+    told = await grading_of(control.context)(job_id, asked)
     assert told["rewards"] == [None, 0.0]
     assert told["errors"] == ["the reward is 1.01423e+304: a model can learn from rewards within ±1,000,000,000", ""]
 

@@ -1,9 +1,18 @@
-"""How the controller's process ends."""
+"""How the controller's process is built, and how it ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+
+from appliance.config import load_config
+from appliance.controller.devices.lost_nodes import NODES
+from appliance.controller.main import Parts, build
+from appliance.paths import BoxPaths
+from appliance.store.records import box
+from scheduler.core.inventory import Device
 
 ENDS = """
 import asyncio, sys
@@ -26,3 +35,47 @@ def test_it_ends_though_a_thread_goes_on():
     saved."""
     with subprocess.Popen([sys.executable, "-c", ENDS], stdin=subprocess.PIPE) as controller:
         assert controller.wait(60) == 0
+
+
+@pytest.fixture
+def built(tmp_path):
+    def of(table: str = "") -> Parts:
+        file = tmp_path / "appliance.toml"
+        file.write_text(f"[gateway]\n{table}\n")
+        paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
+        paths.create()
+        parts.append(build(load_config(file, {"data_dir": str(tmp_path / "data"), "devices": 2}, {}), paths))
+        return parts[-1]
+
+    parts: list[Parts] = []
+    yield of
+    for made in parts:
+        made.context.db.close()
+
+
+async def test_build_load_report_wakes_the_loop(built):
+    parts = built()
+    before = parts.loop.nudge()
+    for told in parts.context.bus.on_load:
+        told()
+    assert parts.loop.nudge() == before + 2
+
+
+async def test_build_usage_reaches_what_counts_it(built):
+    (take,) = built().context.bus.on_usage
+    with pytest.raises(ValueError, match="usage"):
+        take([{"key": 1}])
+
+
+@pytest.mark.parametrize(
+    ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
+)
+async def test_build_names_the_endpoint_by_its_scheme(built, table, scheme):
+    """`appliance status` said http:// of an endpoint with TLS: who believed it sent a key in clear."""
+    assert built(table).context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"
+
+
+async def test_build_joined_node_is_remembered(built):
+    parts = built()
+    parts.context.nodes._on_change("n1", "joined", (Device("n1/0", "n1", 0),))
+    assert list(box.get(parts.context.db, NODES, {})) == ["n1"]

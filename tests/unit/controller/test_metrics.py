@@ -17,6 +17,7 @@ from appliance.store.records import energy, handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
 from appliance.store.upkeep import retention
 from runtime.devices.kind import Reading
+from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
 
@@ -106,7 +107,7 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
     found = await scrape(control)
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
     context = control.context
-    context.main_troubles = lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}]
+    change(context, main_troubles=lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}])
     for code in ("training_failed", "training_failed", "invalid_training_file"):
         fail(control.db, await control.job(), code, "so it is")
     found = await scrape(control)
@@ -140,7 +141,7 @@ async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Co
 
 
 async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
-    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
+    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
     found = await scrape(control)
     told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
     assert told == {
@@ -187,7 +188,7 @@ async def test_engines_tell_of_their_cache_and_queue_and_one_that_is_silent_cost
 ) -> None:
     assert not any(name.startswith("appliance_engine_") for name, _ in await scrape(control))
     async with engine_on(tmp_path / "a", OF_AN_ENGINE) as well, engine_on(tmp_path / "b", None) as silent:
-        control.context.open_engines = lambda: {
+        control.context.routing.open_engines = lambda: {
             "r1": ("m", well),
             "r2": ("m", silent),
             "r3": ("m", str(tmp_path / "gone")),

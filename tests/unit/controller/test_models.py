@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
-from appliance.controller.interfaces.ports import VersionPaths
+from appliance.controller.interfaces.records import VersionPaths
 from appliance.controller.models import removal
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, keys

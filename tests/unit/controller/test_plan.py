@@ -11,7 +11,7 @@ from appliance.controller.jobs import planned
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.plan.estimate import parameters_of
 from train.plan.known_shapes import SHAPES, shape_named
 
@@ -37,6 +37,18 @@ async def test_a_plan_chooses_what_the_job_gets(control: Control, tmp_path: Path
     assert row.resolved is not None and told["hyperparameters"].items() <= row.resolved.items()
     assert told["sizes"] == row.allowed_sizes
     assert told["data"]["counted"] and told["data"]["examples"] == 40
+
+
+async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Control):
+    file_id = await control.upload()
+    insert_model(control.db, "ft:bobs", kind="fine-tuned", base="starter", owner="bob")
+    for job, status in (
+        ({"model": "starter", "training_file": file_id}, 200),
+        ({"model": "starter", "training_file": "file-none"}, 404),
+        ({"model": "ft:bobs"}, 404),
+    ):
+        assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
+    assert (await control.http.post("/admin/v1/plan", json={"serve": {"model": "starter"}})).status_code == 403
 
 
 async def test_tokens_are_counted_through_the_models_own_template(control: Control, tmp_path: Path):

@@ -9,12 +9,13 @@ import pytest
 from appliance.controller.devices.energy import EnergyMeter, holders_of
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.devices.power import PowerKeeper
-from appliance.controller.interfaces.ports import Mode
+from appliance.controller.interfaces.records import Mode
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import energy, usage
 from appliance.store.rows import JobMetricRow
 from appliance.store.upkeep import retention
 from runtime.devices.kind import PowerLimits, PowerRefused, Reading
+from scheduler.core.inventory import Device
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import ask
 
@@ -46,7 +47,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def keeper(db, driver) -> PowerKeeper:
-    return PowerKeeper({"serve": 450.0}, db, 0, lambda: {"GPU-a": "n0/0"}, driver)
+    return PowerKeeper({"serve": 450.0}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
 
 
 async def test_power_limit_follows_the_mode(db, keeper, driver):
@@ -71,7 +72,7 @@ async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, 
 
 
 async def test_box_without_limits_sets_none(db, driver):
-    keeper = PowerKeeper({}, db, 0, lambda: {"GPU-a": "n0/0"}, driver)
+    keeper = PowerKeeper({}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
     await keeper.look()
     assert driver.calls == 0 and keeper.status() == {"set": False, "limit_w": None, "refused": {}}
 
@@ -170,7 +171,7 @@ async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_dev
     job_id = await control.job()
     trained(control, job_id, steps=50, tokens=20_000, joules=0.0, metered_s=0.0)
     assert (await ask(control, "POST", "/plan", json=asked))["energy"] is None, "nothing tells what they draw"
-    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, power_limit_w=700.0)}
+    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, power_limit_w=700.0)}
     plan = await ask(control, "POST", "/plan", json=asked)
     assert (plan["energy"]["watts_per_device"], plan["energy"]["watts_from"]) == (700.0, "limit")
     energy.add(control.db, {("job", job_id): (30_000.0, 100.0)}, NOON)
@@ -189,7 +190,7 @@ async def test_the_report_has_jobs_models_and_what_nobody_held(control: Control)
     used = {"key": "key_test", "model": "starter", "version": "v1", "requests": 1, "errors": 0}
     usage.add(control.db, [{**used, "prompt_tokens": 400, "completion_tokens": 100}], now_s)
     usage.add(control.db, [{**used, "prompt_tokens": 10**6, "completion_tokens": 0}], NOON)
-    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, energy_j=1.0), "n0/1": Reading("n0/1", 0)}
+    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, energy_j=1.0), "n0/1": Reading("n0/1", 0)}
     told = await ask(control, "GET", f"/power?since_s={now_s}")
     assert [(one["kind"], one["name"], one["joules"], one["joules_per_1000_tokens"]) for one in told["data"]] == [
         ("job", job_id, 40_000.0, 2000.0),  # of all its time

@@ -20,7 +20,7 @@ from appliance.controller.responses import stored as stored_responses
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.requests.request_check import check_body
-from appliance.gateway.server.copies import BATCH_BYTES
+from appliance.gateway.server.controller import BATCH_BYTES
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys

@@ -17,8 +17,8 @@ from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt, once
 from appliance.controller.interfaces.errors import KeyRevoked
-from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs import pauses
 from appliance.store.objects import batches, jobs, responses, tasks
 from appliance.store.records import keys
@@ -257,7 +257,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     status = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()
     assert any("the key guest expires at" in note for note in status["notes"])
     told = [{"check": "keys", "state": "warn", "found": "guest expire within a week"}]
-    control.context.doctor = AsyncMock(return_value={"exit_code": 1, "data": told, "at_s": 1.0})
+    control.context.doctor.look = AsyncMock(return_value={"exit_code": 1, "data": told, "at_s": 1.0})
     for headers, findings in ((ADMIN, told), ({"x-appliance-key-id": "key_read", "x-appliance-scopes": "read"}, [])):
         looked = (await control.http.get("/admin/v1/doctor", headers=headers)).json()
         assert looked["data"] == findings, "`read` sees no key but its own"
@@ -369,8 +369,8 @@ async def test_keys_that_end_together_are_told_of_once(control: Control, monkeyp
         body = {"name": f"student-{number}", "expires_s": time.time() + 3600}
         made = (await control.http.post("/admin/v1/keys", headers=ADMIN, json=body)).json()
         keys.update(control.db, made["id"], expires_s=time.time() - 1)
-    published, publish = [], control.context.publish_keys
-    monkeypatch.setattr(control.context, "publish_keys", lambda: (published.append(1), publish()))
+    published, publish = [], control.context.spending.publish_keys
+    monkeypatch.setattr(control.context.spending, "publish_keys", lambda: (published.append(1), publish()))
     await KeyEnds(control.context).look()
     assert len(published) == 1
     assert all(row.revoked_s for row in keys.list_all(control.db) if row.name.startswith("student"))

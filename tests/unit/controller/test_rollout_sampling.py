@@ -7,9 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from appliance.controller.access.spending import Spending
 from appliance.controller.grading.sampling import PATIENCE_S, TRIES, RolloutSampling
-from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import jobs
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control, spent
@@ -25,7 +24,7 @@ def engines(control: Control) -> SimulatedEngines:
 
 
 def sampling_of(control: Control, patience_s: float = PATIENCE_S) -> RolloutSampling:
-    return RolloutSampling(control.context, Spending(control.context.db, control.context.publish_keys), patience_s)
+    return RolloutSampling(control.db, control.context.sampling_engines, control.context.spending, patience_s)
 
 
 async def written(body):

@@ -9,9 +9,9 @@ import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.load import Load, ModelLoad, ReplicaLoad
-from appliance.controller.grading.sampling_engines import SocketEngines
+from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.interfaces.records import LineReturned
 from appliance.gateway.core.config import Limits
 from appliance.gateway.routing.router import BATCH_BEHIND
 from serve.core import sampling
@@ -35,7 +35,7 @@ async def engine_of(folder, script):
 
 @pytest.fixture
 async def lines(tmp_path):
-    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: made.load_changed())
+    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1)
     made = SocketEngines(bus, Limits(upstream_silence_s=1.0), lambda: None)
     yield made
     await made.close()

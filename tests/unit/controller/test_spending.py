@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.access.model_access import may_use
-from appliance.controller.access.spending import Spending, quota_of, spent_until_s
+from appliance.controller.access.spending import quota_of, spent_until_s
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -50,12 +50,12 @@ async def test_limits_reach_the_gateways_and_can_be_lifted(control: Control):
 
 async def test_a_used_up_quota_is_told_to_the_gateways_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
-    digest, published = keys.fingerprint(made["key"]), []
-    spending = Spending(control.db, lambda: published.append(control.context.publish_keys()))
+    digest, spending = keys.fingerprint(made["key"]), control.context.spending
+    generation = control.context.bus.generation
     spending.take([row(made["id"], prompt=60, completion=39)])
-    assert not published and "spent_until_s" not in control.gateway_keys[digest]
+    assert control.context.bus.generation == generation and "spent_until_s" not in control.gateway_keys[digest]
     spending.take([row(made["id"], prompt=1, completion=0)])
-    assert published and control.gateway_keys[digest]["spent_until_s"] % 86400 == 0
+    assert control.gateway_keys[digest]["spent_until_s"] % 86400 == 0
     assert control.gateway_keys[digest]["spent_quota"] == "100 tokens a day"
 
 
@@ -118,7 +118,7 @@ async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
 
 async def test_what_was_refused_is_counted_by_whom_and_for_what(control: Control):
     alice, _ = keys.create(control.db, "alice", ["inference"])
-    spending = Spending(control.db, lambda: None)
+    spending = control.context.spending
     nameless = {"model": "", "version": "", "refused": 3}
     spending.take([row(alice.id) | {"refused": 2}, row(alice.id, requests=0) | nameless])
     spending.take([row(alice.id) | {"refused": 1}, row(alice.id)])
@@ -156,14 +156,14 @@ async def test_time_that_the_box_was_off_is_not_counted(control: Control):
 )
 def test_rows_of_another_shape_are_refused_whole(control: Control, bad):
     with pytest.raises(ValueError, match="usage"):
-        Spending(control.db, lambda: None).take([row("k"), bad])
+        control.context.spending.take([row("k"), bad])
     assert usage.report(control.db, "key", 0, NOON) == []
 
 
 def test_a_number_that_cannot_be_stored_keeps_nobody_elses_from_being_written(control: Control):
     one, _ = keys.create(control.db, "one", ["inference"])
     other, _ = keys.create(control.db, "other", ["inference"])
-    spending = Spending(control.db, lambda: None)
+    spending = control.context.spending
     for prompt in (2**64 - 1, 2**63 - 1):
         spending.take([row(one.id, prompt=prompt), row(other.id, prompt=10, completion=5)])
     assert usage.tokens_since(control.db, other.id, 0) == 30
@@ -191,7 +191,7 @@ def test_whoever_may_use_a_model_may_use_its_versions_by_name(control: Control):
 async def test_what_cannot_be_written_now_is_written_later(control: Control, monkeypatch):
     """The gateways have forgotten what they sent: a full disk must not make anybody's requests free."""
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
-    spending = Spending(control.db, control.context.publish_keys)
+    spending = control.context.spending
     with monkeypatch.context() as full:
 
         def refuses(*_: object) -> None:

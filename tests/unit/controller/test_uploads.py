@@ -12,9 +12,7 @@ import pytest
 
 from appliance.controller.app import keep_house
 from appliance.controller.files import quarantine, upload_routes
-from appliance.store import database
 from appliance.store.objects import uploads
-from appliance.store.rows import UploadPartRow
 from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
@@ -139,25 +137,6 @@ async def test_parts_are_bounded_by_number_however_small_they_are(control: Contr
     assert refused.value.code == "too_many_parts"
     folder = control.context.uploads_dir / upload_id
     assert len(list(folder.iterdir())) == 3
-    other = await begun(control, size=10)
-    results = await asyncio.gather(*(part(control, other, b"") for _ in range(6)), return_exceptions=True)
-    assert sum(isinstance(result, str) for result in results) == 3, "those on their way count"
-
-
-async def test_the_disk_holds_at_most_twice_what_was_announced_while_it_is_completed(control: Control, monkeypatch):
-    join, held = upload_routes._join, []
-
-    def watched(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-        made = join(folder, part_ids, target)
-        folders = control.context.uploads_dir, control.context.files_dir
-        held.append(sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()))
-        return made
-
-    monkeypatch.setattr(upload_routes, "_join", watched)
-    made = await control.sdk.uploads.create(bytes=10_000, filename="a", mime_type="text/plain", purpose="user_data")
-    parts = [await control.sdk.uploads.parts.create(made.id, data=b"x" * 10_000) for _ in range(2)]
-    assert (await control.sdk.uploads.complete(made.id, part_ids=[parts[1].id])).status == "completed"
-    assert held == [20_000]
 
 
 async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control: Control, monkeypatch):
@@ -176,17 +155,3 @@ async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
         await control.sdk.uploads.complete(made.id, part_ids=[part.id])
     assert not list(control.context.files_dir.iterdir()) and not list(control.context.uploads_dir.iterdir())
-
-
-async def test_a_part_that_is_not_there_is_named_without_a_look_at_all_that_are(control: Control, monkeypatch):
-    """Ten thousand as rows took the loop of all others 70 ms, for a request of thirty bytes."""
-    upload_id = await begun(control)
-    with control.db.transaction():
-        for n in range(uploads_most := 2000):
-            uploads.insert_part(control.db, UploadPartRow(f"part_{n}", upload_id, 0, 0.0))
-    read = []
-    decode = database._decode
-    monkeypatch.setattr(database, "_decode", lambda kind, row: read.append(kind) or decode(kind, row))
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.sdk.uploads.complete(upload_id, part_ids=["part_none"])
-    assert refused.value.code == "part_not_found" and len(read) < uploads_most

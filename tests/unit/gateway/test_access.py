@@ -133,6 +133,7 @@ CASES = [
     ("sk-test-tuning", "POST", "/v1/fine_tuning/jobs", True),
     ("sk-test-tuning", "DELETE", "/v1/models/m", True),
     ("sk-test-tuning", "GET", "/admin/v1/status", False),
+    ("sk-test-tuning", "POST", "/admin/v1/plan", True),
     ("sk-test-admin", "GET", "/admin/v1/status", True),
     ("sk-test-admin", "POST", "/v1/chat/completions", True),
     ("sk-test-admin", "GET", "/metrics", True),

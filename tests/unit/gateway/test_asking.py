@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from appliance.controller.bus.asking import Asker, Asking
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.records import EngineAnswer
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, answer_chat

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
-from appliance.gateway.answers.usage import Tokens
+from appliance.gateway.access.request import Tokens
 from appliance.gateway.core.errors import from_upstream
 
 from .conftest import Box, Response, Start, chat, request_bytes

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.gateway.access.auth import LOGIN_BODY_BYTES
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
-from appliance.ui.site import STATIC
-from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -119,44 +113,6 @@ async def test_the_page_itself_may_change_things(start_box: Start, headers: str)
     assert (await box.ask("GET", "/admin/v1/keys", key=None, headers=SENT + TOLD)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "target"),
-    [
-        ("GET", "/metrics"),
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/responses"),
-        ("POST", "/v1/messages"),
-        ("POST", "/v1/embeddings"),
-        ("GET", "/v1/responses/resp_1"),
-        ("POST", "/v1/uploads"),
-    ],
-)
-async def test_it_does_only_for_the_pages_routes(start_box: Start, method: str, target: str) -> None:
-    box = await start_box()
-    begin(box, "sk-test-all")
-    body = {"model": "m"} if method == "POST" else None
-    answer = await box.ask(method, target, body, key=None, headers=BY_PAGE)
-    assert answer.status == 403 and b"use an API key" in answer.body
-
-
-def test_the_pages_routes_are_those_that_its_scripts_name() -> None:
-    named = {
-        path.group(1).rstrip("/")
-        for script in Path(STATIC).rglob("*.js")
-        for path in re.finditer(r"[\"'`](/(?:admin/)?v1/[a-z_/]*)", script.read_text())
-    }
-    assert len(named) > 15
-    for path in named:
-        found = []
-        for method in (b"GET", b"POST", b"DELETE"):
-            try:
-                found.append(resolve(method, path.encode()))
-            except HttpError:
-                continue
-        # The page asks models at a URL whose GET lists kept completions, which are none of the page's.
-        assert found and all(route.page or route.name == "stored completions" for route in found), path
-
-
 async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> None:
     async def status() -> int:
         return (await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status
@@ -250,21 +206,6 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
         f"set-cookie: {LOGIN}={COOKIE}; Max-Age=60; HttpOnly; SameSite=Strict; Path={path}"
         for path in ("/admin/v1", "/v1")
     ]
-
-
-def test_table_skips_the_row_of_a_key_with_a_malformed_login() -> None:
-    row = {"id": "k", "scopes": ["read"]}
-    some: list[Any] = [
-        {"x": {}},
-        {"a" * 64: {"id": "a\r\nb", "until_s": 1}},
-        {"a" * 64: {"id": "a"}},
-        [],
-        {"a" * 64: 1},
-    ]
-    for odd in some:
-        keys = {"b" * 64: {**row, "sessions": odd}}
-        table = parse_table({"generation": 1, "keys": keys})
-        assert not table.keys and not table.sessions and len(table.refused) == 1
 
 
 # --- the way to a login provider and back, before anybody has a key

@@ -161,7 +161,8 @@ def test_allowed_tools_are_the_only_ones() -> None:
     chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "bell"}}]}
     tools = [FUNCTION["chat"], other]
     body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
-    assert body["tools"] == [other] and body["tool_choice"] == "required"
+    (kept,) = body["tools"]
+    assert kept["function"]["name"] == "bell" and body["tool_choice"] == "required"
     both = {
         "type": "allowed_tools",
         "mode": "auto",
@@ -171,6 +172,34 @@ def test_allowed_tools_are_the_only_ones() -> None:
     assert body["tools"] == [FUNCTION["responses"]] and body["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
     assert refused("responses", tools=[FUNCTION["responses"]], tool_choice=allowed).param == "tool_choice"
+
+
+DEMANDS: list[tuple[str, Any]] = [
+    ("chat", "required"),
+    ("chat", {"type": "function", "function": {"name": "shelf"}}),
+    ("responses", {"type": "function", "name": "shelf"}),
+    ("messages", {"type": "any"}),
+    ("messages", {"type": "tool", "name": "shelf"}),
+]
+
+
+@pytest.mark.parametrize(("api", "choice"), DEMANDS)
+def test_demanded_call_has_its_schema_enforced(api: str, choice: Any) -> None:
+    (tool,) = read(api, tools=[FUNCTION[api]], tool_choice=choice)["tools"]
+    assert tool.get("function", tool)["strict"] is True
+
+
+def test_demanded_call_of_a_namespace_has_its_schema_enforced() -> None:
+    custom = {"type": "custom", "name": "x"}
+    space = {"type": "namespace", "name": "store", "tools": [FUNCTION["responses"]]}
+    body = read("responses", tools=[space, custom], tool_choice="required")
+    assert body["tools"] == [{**space, "tools": [{**FUNCTION["responses"], "strict": True}]}, custom]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_call_that_a_model_is_free_to_make_is_not_enforced(api: str) -> None:
+    choice = {"type": "auto"} if api == "messages" else "auto"
+    assert not checked(api, tools=[FUNCTION[api]], tool_choice=choice).rewritten
 
 
 # --- history of /v1/responses
@@ -268,29 +297,6 @@ def test_older_names_of_forms_are_understood() -> None:
 
 
 # --- schemas
-
-
-@pytest.mark.parametrize(
-    ("schema", "keyword", "path"),
-    [
-        ({"type": "string", "not": {"const": "a"}}, "not", "not"),
-        (
-            {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
-            "",
-            "properties.a.uniqueItems",
-        ),
-        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", "if"),
-        ({"type": "string", "format": "idn-email"}, "format", "format"),
-    ],
-)
-def test_schema_keyword_that_is_not_enforced_is_refused_by_name(schema: Body, keyword: str, path: str) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    error = refused("chat", response_format=wanted)
-    assert error.code == "unsupported_schema_keyword" and f"`{keyword or 'uniqueItems'}`" in error.message
-    assert error.param == f"response_format.json_schema.schema.{path}"
-    assert refused("responses", text={"format": {"type": "json_schema", "name": "a", "schema": schema}}).param == (
-        f"text.format.schema.{path}"
-    )
 
 
 def test_notes_of_a_schema_pass() -> None:

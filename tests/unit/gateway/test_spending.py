@@ -12,10 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.access.allowance import KeyUse, OwnerUse, duration
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import KeyUse, OwnerUse, Request, Tokens, duration
 from appliance.gateway.access.spending import Spending
-from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -508,68 +506,6 @@ async def test_an_owner_has_so_many_requests_open_and_others_go_on(start_box: St
     await box.until(lambda: use.requests == 2)
     refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     assert refused.status == 429 and "2 streams" in refused.error["message"]
-    for wire in wires:
-        wire.close()
-    await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
-
-
-def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
-    """An engine holds all their vectors until they are read: a thousand answers of 25 MB, for 20 kB each."""
-    spending, limits = Spending(defaultdict(int), 1), Limits(owner_requests=40)
-    caller = Caller("key_a")
-    route = resolve(b"POST", b"/v1/embeddings")
-
-    def asks(given: Any) -> Request:
-        request = Request(b"POST", b"/v1/embeddings")
-        request.caller, request.use = caller, spending.use_of(caller)
-        checked = check_body(route, orjson.dumps({"model": "m", "input": given}), limits)
-        spending.opened(request, checked, limits)
-        return request
-
-    for one in ("x", [1] * 5000, ["x"] * 64):
-        spending.closed(asks(one))
-    many = asks(["x"] * 2048)
-    assert many.use.owner.requests == 32
-    with pytest.raises(HttpError, match="40 requests"):
-        asks(["x"] * 2048)
-    spending.closed(many)
-    assert many.use.owner.requests == 0
-    spending.closed(asks([[1]] * 2048))
-
-
-def test_many_answers_of_one_request_are_many_requests_of_their_owner() -> None:
-    """An engine has something of each: a thousand requests of 256 prompts were a quarter of a million for it."""
-
-    def weight(path: bytes, **asked: Any) -> int:
-        body = orjson.dumps({"model": "m", "max_tokens": 1, **asked})
-        return check_body(resolve(b"POST", path), body, Limits()).weight
-
-    said = [{"role": "user", "content": "x"}]
-    assert weight(b"/v1/completions", prompt=["x"] * 256) == weight(b"/v1/completions", prompt=["x"] * 8, n=32) == 16
-    assert weight(b"/v1/chat/completions", messages=said, n=64) == 4
-    assert weight(b"/v1/chat/completions", messages=said, n=16) == weight(b"/v1/completions", prompt="x") == 1
-
-
-async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: Start) -> None:
-    """Events of a response in background last for hours: with 8,000 of them one key had all connections."""
-    box = await start_box(limits={"owner_requests": 2})
-    box.serve("m")
-
-    async def silent(request: UpstreamRequest, reply: Reply) -> None:
-        await asyncio.Event().wait()
-
-    controller = await box.control(silent)
-    wires = [await box.connect() for _ in range(2)]
-    await wires[0].send(request_bytes("GET", "/v1/responses/resp_1?stream=true", key="sk-test-inference"))
-    body = {"model": "m", "input": "x", "background": True, "stream": True}
-    await wires[1].send(request_bytes("POST", "/v1/responses", body, key="sk-test-inference"))
-    await box.until(lambda: len(controller.requests) == 2)
-    for method, path, more in (("GET", "/v1/batches", None), ("POST", "/v1/responses", body)):
-        refused = await box.ask(method, path, more, key="sk-test-inference")
-        assert refused.status == 429 and "2 requests" in refused.error["message"]
-    assert len(controller.requests) == 2
-    use = use_of(box, "sk-test-inference")
-    assert use.requests == 2
     for wire in wires:
         wire.close()
     await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))

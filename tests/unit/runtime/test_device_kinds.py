@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from appliance.controller.models.capacity import BoxFacts
-from appliance.wiring.node_config import device_environment
+from appliance.node_config import device_environment
 from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind, Found, Reading
 from runtime.devices.kinds import KINDS, UnknownDeviceKind, kind_of

@@ -353,7 +353,7 @@ class FakeStore:
         self.troubles: dict[str, Trouble] = {}
         self.gone_back: list[str] = []
 
-    def load(self) -> Workload:
+    def load(self, *, free_devices: int = 0) -> Workload:
         deployments = tuple(self.deployments.values())
         return Workload(self.policy, tuple(self.jobs.values()), deployments, self.cordoned)
 

@@ -31,10 +31,12 @@ class Rig:
         self.effects = FakeEffects(self.world)
         self.config = SchedulerConfig(**config)
 
+    def begin(self, **asked) -> None:  # noqa: ANN003
+        clock = virtual_time.VirtualClock()
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=clock, config=self.config, **asked)
+
     async def __aenter__(self) -> Rig:
-        self.loop = SchedulerLoop(virtual_time.VirtualClock(), self.config).connect(
-            self.effects, self.store, self.journal
-        )
+        self.begin()
         self.task = asyncio.create_task(self.loop.run())
         return self
 
@@ -436,10 +438,22 @@ async def test_engines_that_take_no_version_are_started_anew_for_each_and_not_as
                 await asyncio.sleep(0.05)
             assert [(r.version, r.state) for r in rig.world.replicas.values()] == [(version, "open")] * 2
         assert min(least) == 2, "one after the other, on the device that nobody has"
-        assert tried(rig, "swap_replica") == 2, "both at once, and then never again"
+        assert tried(rig, "swap_replica") == 1, "one first, and then never again"
         assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
         told = "a new engine for each version and after each pause, because v2 could not be loaded: the loader raised"
         assert rig.loop.status()["reloads"] == {"m": told}
+
+
+@in_virtual_time
+async def test_swap_tries_one_engine_first_then_the_others() -> None:
+    three = replace(MODEL, min_replicas=3, max_replicas=3)
+    async with Rig(FakeStore(Policy("serve"), (), (three,)), devices=3) as rig:
+        await rig.settle()
+        rig.store.deployments["m"] = replace(three, version="v2")
+        await rig.settle()
+        assert {r.version for r in rig.world.replicas.values()} == {"v2"}
+        swaps = [sum(step.verb == "swap_replica" for step in h.steps) for h in rig.journal.since(0)]
+        assert [number for number in swaps if number] == [1, 2]
 
 
 @in_virtual_time
@@ -670,7 +684,7 @@ async def test_a_bug_in_the_effects_ends_the_loop() -> None:
         raise ZeroDivisionError("not an EffectFailed")
 
     rig.effects.hook = hook
-    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(rig.effects, rig.store, rig.journal)
+    rig.begin()
     with pytest.raises(ZeroDivisionError):
         await rig.loop.run()
 
@@ -716,9 +730,9 @@ async def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
     class Counted(FakeStore):
         loads = 0
 
-        def load(self) -> Workload:
+        def load(self, *, free_devices: int = 0) -> Workload:
             self.loads += 1
-            return super().load()
+            return super().load(free_devices=free_devices)
 
     jobs = tuple(JobView(f"j{n:03d}", submitted_s=float(n)) for n in range(120))
     store = Counted(Policy("train"), jobs)
@@ -789,9 +803,7 @@ async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_t
         deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
     )
     rig = Rig(store)
-    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
-        rig.effects, store, rig.journal, lambda model, node: admitted.get(model, True)
-    )
+    rig.begin(book_engine=lambda model, node: admitted.get(model, True))
     rig.task = asyncio.create_task(rig.loop.run())
     admitted["other"] = False
     await rig.settle()
@@ -809,12 +821,9 @@ async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_no
     store = FakeStore(Policy("auto"), jobs=(JOB,), deployments=(replace(MODEL, min_replicas=1),))
     rig = Rig(store, devices=1)
     booked: list[str] = []
-    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
-        rig.effects,
-        store,
-        rig.journal,
-        lambda model, node: booked.append(model) or True,
-        lambda model: f"an engine of {model} needs 900 GB, more than this machine has",
+    rig.begin(
+        book_engine=lambda model, node: booked.append(model) or True,
+        too_large=lambda model: f"an engine of {model} needs 900 GB, more than this machine has",
     )
     rig.task = asyncio.create_task(rig.loop.run())
     await rig.settle()
@@ -856,9 +865,7 @@ async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
         return await observe()
 
     effects.observe = observed
-    loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(
-        effects, FakeStore(Policy("serve")), MemoryJournal()
-    )
+    loop = SchedulerLoop(effects, FakeStore(Policy("serve")), MemoryJournal(), clock=virtual_time.VirtualClock())
     assert loop.status()["devices"] == []
     await loop.adopt()
     assert len(loop.status()["devices"]) == 3 and looked == [1]
@@ -960,3 +967,22 @@ async def test_settings_with_which_an_engine_serves_stay_though_another_does_not
         rig.loop._workload = rig.store.load()
         rig.loop._start_failed("m", Build("v1", 1, "new"), "the engine refused", "own", of_settings=True)
         assert not rig.store.gone_back and rig.loop.status()["troubles"]
+
+
+@in_virtual_time
+async def test_handovers_name_the_newest_unsettled_request() -> None:
+    store = FakeStore(Policy("auto"), (), (MODEL,))
+    async with Rig(store) as rig:
+        await rig.settle()
+        store.policy = Policy("train")
+        store.jobs["j1"] = JOB
+        rig.loop.nudge("ops", "job j1")
+        generation = rig.loop.nudge("alice", "mode train")
+        first = await rig.loop.next_handover(generation)
+        record = rig.journal.get(first)
+        assert (record.asked_by, record.asked_for) == ("alice", "mode train")
+        await rig.loop.wait_settled(generation)
+        assert await rig.loop.next_handover(rig.loop.nudge()) is None
+        del store.jobs["j1"]
+        after = await rig.loop.next_handover(rig.loop.nudge())
+        assert rig.journal.get(after).asked_by == "scheduler"

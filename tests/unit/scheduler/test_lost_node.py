@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from benchmarks.simulator import virtual_time
-from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.handover.effects import InventoryChanged
 from scheduler.handover.journal import MemoryJournal
@@ -24,7 +23,7 @@ async def test_the_loop_comes_to_rest_without_the_node(sizes, lost):
     store = FakeStore(Policy("split", sum(sizes)), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
     world = World(box_of(8, nodes=4))
     effects = FakeEffects(world)
-    loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(effects, store, MemoryJournal())
+    loop = SchedulerLoop(effects, store, MemoryJournal(), clock=virtual_time.VirtualClock())
     running = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(600):
@@ -63,7 +62,7 @@ async def test_a_node_that_is_lost_while_its_devices_are_granted_ends_that_start
             effects.lose_node("n1")
 
     effects.hook, effects.seconds["acquire"] = lose, 5.0
-    loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(effects, store, MemoryJournal())
+    loop = SchedulerLoop(effects, store, MemoryJournal(), clock=virtual_time.VirtualClock())
     running = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(600):

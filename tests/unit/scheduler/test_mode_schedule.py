@@ -154,7 +154,7 @@ def test_what_is_no_time_zone(zone: str) -> None:
 class WindowStore(FakeStore):
     windows: tuple[Window, ...] = ()
 
-    def load(self) -> Workload:
+    def load(self, *, free_devices: int = 0) -> Workload:
         return replace(super().load(), windows=self.windows, policy_since_s=0.0)
 
 
@@ -163,7 +163,7 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
         store = WindowStore(AUTO, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
         store.windows = (Window("0 22 * * *", TRAIN), Window("0 6 * * *", SERVE))
         world = World(box_of(2))
-        loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
+        loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), clock=virtual_time.VirtualClock())
         running = asyncio.create_task(loop.run())
         await loop.wait_settled(loop.nudge())
         assert {r.state for r in world.replicas.values()} == {"open"} and not world.groups
@@ -183,7 +183,7 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
 async def test_explain_says_why_a_job_would_be_suspended() -> None:
     store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
     world = World(box_of(2))
-    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
+    loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), clock=virtual_time.VirtualClock())
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
     assert loop.explain(SERVE)["steps"] == [
@@ -197,7 +197,7 @@ async def test_explain_says_why_a_job_would_be_suspended() -> None:
 async def test_explain_says_what_would_happen_and_does_nothing() -> None:
     store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
     world, journal = World(box_of(2)), MemoryJournal()
-    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, journal)
+    loop = SchedulerLoop(FakeEffects(world), store, journal, clock=virtual_time.VirtualClock())
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
     told = loop.explain(TRAIN)

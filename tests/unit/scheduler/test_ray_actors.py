@@ -28,6 +28,7 @@ from serve.core.errors import (
     VersionBroken,
     VersionMismatch,
     VersionUnreadable,
+    WithoutNumbers,
 )
 from tests.unit.scheduler.fakes import in_virtual_time
 from train.plan.errors import RankFailed
@@ -190,6 +191,7 @@ async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
         (NotReloadable("INT8"), "version"),
         (VersionMismatch("another chat template"), "version"),
         (VersionBroken("no numbers"), "input"),
+        (WithoutNumbers("no numbers"), "input"),
         (VersionUnreadable("no file"), "own"),
         (WarmParentError("gone"), "outside"),
         (SupervisorDied("r", "killed"), "outside"),

@@ -1,9 +1,8 @@
-"""Nodes as home knows them, without Ray: who may run what, who leaves, and tunnels whose ends were started anew."""
+"""Nodes as home knows them, without Ray: which may run what, and which leave."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,6 @@ class Agent:
                         self.ended = True
                     case "idle_bytes":
                         return 5, 6
-                    case "tunnel_address":
-                        return self.it.address, 7000
                     case "readings":
                         return ()
                 return None
@@ -53,7 +50,7 @@ class Agent:
 def config_of(name, kind="cpu"):
     devices = logical_devices(2, name) if kind == "cpu" else (Device(f"{name}/0", name, 0, "cuda"),)
     root = Path("/dev/shm") / name
-    return NodeConfig(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "token", root / "jobs")
+    return NodeConfig(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "jobs")
 
 
 class Machines:
@@ -143,28 +140,6 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     assert await nodes.look() and nodes.config("n1") is None and ray.told == [("n1", "lost")]
 
 
-@pytest.mark.parametrize("dies", ["n0", "n1"])
-async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_anew(nodes, ray, dies):
-    away = nodes.config("n1")
-
-    def opened(agents):
-        return [
-            sum(call[0] == name for call in agents[f"node:{node}"].calls)
-            for node, name in (("n0", "open_tunnel"), ("n1", "serve_adapters"))
-        ]
-
-    assert await nodes.local_socket(away, "r1") == nodes.home.socket_path("r1")
-    await nodes.mend_socket(away, "r1")
-    assert opened(ray.agents) == [1, 1], "nothing to mend"
-    dead = ray.agents.pop(f"node:{dies}")
-    assert await nodes.look(), "so that it is mended at once"
-    assert ray.agents[f"node:{dies}"] is not dead
-    await nodes.mend_socket(away, "r1")
-    assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "of the living: the one that was there, the new"
-    await nodes.mend_socket(nodes.home, "r0")
-    assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "what is at home has no tunnel"
-
-
 async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, nodes, monkeypatch):
     monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
     ray.start(config_of("n3"))
@@ -227,29 +202,3 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     assert {device.node for device in nodes.devices} == {"n0"}
     out.clear()  # somebody gave it a new token
     assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}
-
-
-async def test_until_when_certificates_are_good_is_known_of_nodes_that_have_one(ray):
-    ray.start(config_of("n0"))
-    ray.start(replace(config_of("n1"), certificate_ends_s=5.0))
-    nodes = Nodes(config_of("n0"))
-    await nodes.connect()
-    assert nodes.certificates_end() == {"n1": 5.0}
-
-
-@pytest.mark.parametrize("stopped", ["n0", "n1"])
-async def test_a_node_that_misses_some_looks_is_silent_until_it_answers(nodes, ray, monkeypatch, stopped):
-    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
-    told = []
-    nodes.on_silence = lambda: told.append(nodes.silent)
-    ray.agents[f"node:{stopped}"].stopped = True
-    for _ in range(ray_nodes.SILENT_LOOKS - 1):
-        assert not await nodes.look()
-    assert nodes.reachable("n1") and told == [], "a busy one may miss one"
-    await nodes.look()
-    assert told == [{stopped}] and not nodes.reachable("n1"), "a tunnel has two ends"
-    assert nodes.reachable("n0") and nodes.reachable("n2") == (stopped == "n1")
-    assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}, "it is there"
-    ray.agents[f"node:{stopped}"].stopped = False
-    await nodes.look()
-    assert told == [{stopped}, frozenset()] and nodes.reachable("n1")

@@ -102,7 +102,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
             home=SimpleNamespace(name="elsewhere"),
         ),
     )
-    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
+    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
     await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"), "lease")
@@ -148,45 +148,17 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     assert failed.value.blame == blame
 
 
-class Tunnelled:
-    """Nodes whose tunnels may lead nowhere."""
-
-    silent: frozenset[str] = frozenset()
-    home = SimpleNamespace(name="n0")
-
-    def reachable(self, name: str) -> bool:
-        return name not in self.silent
-
-    async def local_socket(self, node_config: Any, replica_id: str) -> Path:
-        return Path("/s")
-
-
-async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_or_while_they_hang():
-    nodes, avoided = Tunnelled(), {}
-
-    async def opened(replica_id: str, *_: Any) -> None: ...
-
-    routing = SimpleNamespace(avoid=avoided.__setitem__, open=opened)
+async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
+    avoided: dict[str, bool] = {}
+    routing, nodes = SimpleNamespace(avoid=avoided.__setitem__), SimpleNamespace(config=lambda name: None)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
-    found._node_configs = {f"r{n}": SimpleNamespace(name=f"n{n}") for n in range(2)}  # type: ignore[misc]
-    nodes.silent = frozenset({"n1"})
-    nodes.on_silence()
-    assert avoided == {"r0": False, "r1": True}
-    found._node_configs["r2"] = SimpleNamespace(name="n1")  # type: ignore[assignment]
-    await found._open("r2", "m", "v1")
-    assert avoided["r2"], "opened while its node is out of reach"
-
-    nodes.silent = frozenset()
-    nodes.config = lambda name: None
     for silent in (True, False):
         status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
         found._replicas["r1"] = SimpleNamespace(  # type: ignore[assignment]
             over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
         )
         await found._observe_replica("r1")
-        assert avoided == {"r0": False, "r1": silent, "r2": True}
-    nodes.on_silence()
-    assert avoided == {"r0": False, "r1": False, "r2": False}
+        assert avoided == {"r1": silent}
 
 
 async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):
@@ -209,3 +181,33 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
         except EffectFailed as failed:
             blames.append(failed.blame)
     assert blames == ["own", "", "own", "own", "reload", "", "own"]
+
+
+async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
+    found, _ = two
+
+    async def call(method: str, *_: Any) -> dict:
+        await asyncio.sleep(0)
+        raise EngineFailed("swap: the engine died")
+
+    await found.observe()
+    for replica_id in ("r0", "r1"):
+        monkeypatch.setattr(found._replicas[replica_id], "call", call)
+    loads = [found._reload("swap_replica", one, "swap", "m", "v2", "/v") for one in ("r0", "r1")]
+    assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
+
+
+async def test_swap_out_of_time_offers_adapters_again(two):
+    found, _ = two
+    offered = []
+
+    async def withhold(replica_id: str) -> None:
+        await asyncio.Event().wait()
+
+    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append)
+    found._versions = SimpleNamespace(taken=lambda model, version: None)
+    found._bring = lambda *_: asyncio.sleep(0, ("/v", 0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await found.swap_replica("r0", "m", "v2")
+    assert offered == ["r0"]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
+import httpx
 import pytest
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
 )
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
-from serve.api import answer_shapes
+from serve.api import answer_shapes, answers
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -36,32 +37,30 @@ CHUNKS = [
 ]
 
 
-PLAIN = SimpleNamespace(_include_reasoning_tokens_details=False)
-
-
 async def stream(events):
     for event in events:
         yield event
 
 
-async def test_an_answer_has_the_form_of_its_request():
+async def test_chat_answers_functions_in_their_form(monkeypatch):
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [CALL]}, "finish_reason": "tool_calls"}
     whole = ChatCompletionResponse(model="m", choices=[choice], usage={})
 
     async def answer(self, request, raw_request):
         return whole
 
+    monkeypatch.setattr(OpenAIServingChat, "create_chat_completion", answer)
+    chat = object.__new__(answer_shapes.Chat)
     tools = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": F}],
     }
-    answers = answer_shapes._chat(answer)
-    told = await answers(PLAIN, ChatCompletionRequest.model_validate({**tools, "functions": [F]}))
+    told = await chat.create_chat_completion(ChatCompletionRequest.model_validate({**tools, "functions": [F]}))
     (said,) = told.model_dump()["choices"]
     assert said["message"]["function_call"] == CALL["function"] and "tool_calls" not in said["message"]
     assert said["finish_reason"] == "function_call"
-    assert await answers(PLAIN, ChatCompletionRequest.model_validate(tools)) is whole
+    assert await chat.create_chat_completion(ChatCompletionRequest.model_validate(tools)) is whole
 
 
 async def test_a_stream_of_the_older_kind():
@@ -75,41 +74,58 @@ async def test_a_stream_of_the_older_kind():
 
 
 @pytest.fixture
-def shaped(monkeypatch):
-    """vLLM's classes with our shapes, put back afterwards."""
-    monkeypatch.setattr(AnthropicMessagesResponse, "model_post_init", answer_shapes._own_id)
-    convert = answer_shapes._passes_errors(AnthropicServingMessages.message_stream_converter)
-    return lambda chunks: convert(SimpleNamespace(), stream(chunks))
+def messages():
+    return object.__new__(answer_shapes.Messages)
 
 
-async def test_a_stream_of_anthropics_form_ends_with_the_engines_error(shaped):
+async def test_messages_stream_ends_with_the_engines_error(messages):
     error = 'data: {"error": {"message": "x", "code": 500}}\n\n'
-    events = [event async for event in shaped([*CHUNKS[:3], error])]
+    events = [event async for event in messages.message_stream_converter(stream([*CHUNKS[:3], error]))]
     assert events[-1] == error and not any(event.startswith("event: error") for event in events)
+    assert json.loads(events[0].partition("data: ")[2])["message"]["id"] == "msg_1"
 
 
-@pytest.mark.parametrize(("parser", "budget"), [(False, None), (True, 9)])
-async def test_budget_for_thinking_is_for_models_that_reason(parser, budget):
-    async def answer(self, request, raw_request):
-        return request.thinking_token_budget
-
-    request = ChatCompletionRequest(messages=[], thinking_token_budget=9)
-    answers = answer_shapes._chat(answer)
-    assert await answers(SimpleNamespace(_include_reasoning_tokens_details=parser), request) == budget
-
-
-def test_id_of_a_whole_answer(monkeypatch):
-    monkeypatch.setattr(AnthropicMessagesResponse, "model_post_init", answer_shapes._own_id)
+def test_messages_answer_has_an_id_of_its_own_form(messages):
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [CALL]}, "finish_reason": "tool_calls"}
     answer = ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={})
-    told = AnthropicServingMessages.messages_full_converter(SimpleNamespace(), answer)
+    told = messages.messages_full_converter(answer)
     assert (told.id, told.stop_reason) == ("msg_9", "tool_use")
 
 
 @pytest.mark.parametrize(("cut", "read"), [('{"a": 1, "city": "Par', {}), ("", {}), ('{"a": 1}', {"a": 1})])
-def test_cut_call_of_anthropics_form_has_an_empty_input(cut, read):
+def test_messages_call_that_a_limit_cut_has_an_empty_input(messages, cut, read):
     call = {**CALL, "function": {"name": "f", "arguments": cut}}
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "finish_reason": "length"}
-    convert = answer_shapes._closes_cut_calls(AnthropicServingMessages.messages_full_converter)
-    made = convert(SimpleNamespace(), ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={}))
+    answer = ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={})
+    made = messages.messages_full_converter(answer)
     assert (made.stop_reason, made.content[0].input) == ("max_tokens", read)
+
+
+class App:
+    """An application of one route whose stream fails after `events`."""
+
+    def __init__(self, events, error):
+        async def fails():
+            for event in events:
+                yield event
+            raise error
+
+        self.app = FastAPI()
+        self.app.get("/")(lambda: StreamingResponse(fails(), media_type="text/event-stream"))
+
+    async def get(self):
+        transport = httpx.ASGITransport(answers.Answers(self.app, lambda: "v2"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return await client.get("/")
+
+
+async def test_answers_give_a_stream_that_fails_before_its_first_event_a_status():
+    response = await App([], KeyError("x")).get()
+    assert (response.status_code, response.json()["error"]["code"]) == (400, 400)
+
+
+async def test_answers_end_a_stream_that_fails_with_an_error_event():
+    response = await App(["data: 1\n\n"], RuntimeError("x")).get()
+    assert response.status_code == 200 and response.headers["x-appliance-model-version"] == "v2"
+    first, last = response.text.strip().split("\n\n")
+    assert first == "data: 1" and json.loads(last.removeprefix("data: "))["error"]["code"] == 500

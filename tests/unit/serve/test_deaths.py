@@ -1,119 +1,116 @@
-"""The end of an engine's core and workers, with real processes and without vLLM."""
+"""Why an engine's core ended, with real processes and without vLLM."""
 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from serve.core.errors import CoreDied, CoreKilled, EngineStartFailed
 from serve.vllm import deaths
+from serve.vllm.executor import ShmExecutor
+from serve.vllm.worker import ending_out_of_step
 
+FORK = multiprocessing.get_context("fork")
+CORE = logging.getLogger("vllm.v1.engine.core")
 WITHIN_S = 60.0
 
 
-def end(by):
-    """End this process by a signal or with an exit code."""
-    if isinstance(by, signal.Signals):
-        os.kill(os.getpid(), by)
-        time.sleep(WITHIN_S)
-    os._exit(by)
-
-
-@pytest.fixture
-def followed(monkeypatch, tmp_path):
-    """Returns CoreDeath, the core that it follows and that runs this, and what was told of its end."""
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def fork(body):
-        told, happened = [], threading.Event()
-        death = deaths.CoreDeath(lambda cause: (told.append(cause), happened.set()))
-        core = deaths.forking(death.died)().Process(target=body, name="EngineCore")
-        core.start()
-        return death, core, told, happened
-
-    return fork
+    deaths.watch()
+    yield
+    for name in deaths._LOGGERS:
+        logging.getLogger(name).removeFilter(deaths._witness)
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
-def test_core_death_by_a_crash_is_told_with_signal_or_code(followed, by):
-    death, _, told, happened = followed(lambda: end(by))
-    assert happened.wait(WITHIN_S)
-    (cause,) = told
-    assert (by.name if isinstance(by, signal.Signals) else f"exit code {by}") in str(cause)
-    assert type(cause) is (CoreKilled if by == signal.SIGKILL else CoreDied), "a kill says nothing of the settings"
-    assert death.cause() is cause
+def ended(body):
+    """A process that has run this."""
+    process = FORK.Process(target=body)
+    process.start()
+    process.join(WITHIN_S)
+    return process
 
 
-def test_core_death_by_an_error_is_told_with_the_error(followed):
-    _, _, told, happened = followed(lambda: json.loads("{"))
-    assert happened.wait(WITHIN_S)
-    assert type(told[0]) is EngineStartFailed and str(told[0]).startswith("JSONDecodeError: ")
+def fails_to_start():
+    try:
+        json.loads("{")
+    except ValueError:
+        CORE.exception("EngineCore failed to start.")
 
 
-def test_core_death_in_order_is_not_told(followed, monkeypatch):
-    monkeypatch.setattr(deaths, "CAUSE_WITHIN_S", 0.05)
-    death, core, told, _ = followed(lambda: time.sleep(WITHIN_S))
-    core.terminate()
-    core.join(WITHIN_S)
-    assert death.cause() is None and told == []
+@pytest.mark.parametrize(
+    ("by", "kind"), [(signal.SIGKILL, CoreKilled), (signal.SIGILL, CoreDied), (signal.SIGSEGV, CoreDied)]
+)
+def test_cause_of_a_core_that_crashed_names_the_signal(by, kind):
+    cause = deaths.cause(ended(lambda: os.kill(os.getpid(), by)))
+    assert type(cause) is kind and by.name in str(cause)
 
 
-def test_core_death_before_vllm_ends_it_is_told(followed):
-    """vLLM ends what is left of an engine whose core has died, which is not in order."""
-    death, core, told, happened = followed(lambda: end(3))
-    multiprocessing.connection.wait([core.sentinel])
-    core.terminate()
-    assert happened.wait(WITHIN_S) and [death.cause()] == told
+def test_core_of_failed_start_is_in_vllms_frame():
+    core = object()
+
+    def wait_for_engine_startup(launch):
+        raise RuntimeError("Engine core initialization failed.")
+
+    with pytest.raises(RuntimeError) as failed:
+        wait_for_engine_startup(SimpleNamespace(engine_manager=SimpleNamespace(processes=[core])))
+    assert deaths.core_of_failed_start(failed.value) is core
+    assert deaths.core_of_failed_start(RuntimeError()) is None and type(deaths.cause(None)) is CoreKilled
+
+
+def test_cause_of_a_core_that_raised_is_its_error():
+    cause = deaths.cause(ended(fails_to_start))
+    assert type(cause) is EngineStartFailed and str(cause).startswith("JSONDecodeError: ")
+
+
+def test_cause_is_the_first_error():
+    fails_to_start()
+    CORE.error("EngineCore encountered a fatal error.", exc_info=RuntimeError("its worker is gone"))
+    assert "JSONDecodeError" in str(deaths.cause(None))
+
+
+def test_cause_is_no_error_that_a_core_survives():
+    CORE.error("Invocation of %s method failed", "shm_load", exc_info=RuntimeError("no memory"))
+    assert str(deaths.cause(ended(lambda: os._exit(3)))) == "its core ended with exit code 3"
 
 
 def core_with_workers(*bodies):
-    """A core that forks these workers, and waits as in a call of all of them."""
-    context = deaths.forking(deaths.end_with_worker)()
-    workers = [context.Process(target=body, name=f"VllmWorker-{number}") for number, body in enumerate(bodies)]
+    """A core that forks these workers, and has vLLM's executor end them."""
+    workers = [FORK.Process(target=body, name=f"VllmWorker-{number}") for number, body in enumerate(bodies)]
     for worker in workers:
         worker.start()
-    return workers
+    if len(bodies) > 1:
+        workers[-1].join()
+    ShmExecutor._ensure_worker_termination(workers)
 
 
-def test_core_ends_with_a_worker_that_dies(followed):
-    def core():
-        core_with_workers(lambda: time.sleep(WITHIN_S), lambda: end(signal.SIGSEGV))
-        time.sleep(WITHIN_S)
-
-    _, process, told, happened = followed(core)
-    assert happened.wait(WITHIN_S)
-    assert str(told[0]) == "its worker VllmWorker-1 was ended by SIGSEGV" and type(told[0]) is CoreDied
-    assert process.exitcode == deaths.WORKER_DIED
+def test_executor_ends_the_core_with_a_worker_that_died():
+    waits, crashes = (lambda: time.sleep(5)), (lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    core = ended(lambda: core_with_workers(waits, crashes))
+    assert core.exitcode == deaths.OUT_OF_STEP
+    assert str(deaths.cause(core)) == "its worker VllmWorker-1 was ended by SIGSEGV"
 
 
-def test_core_error_from_a_dead_worker_names_the_worker(followed):
-    def core():
-        (worker,) = core_with_workers(lambda: end(3))
-        multiprocessing.connection.wait([worker.sentinel])
-        raise RuntimeError("WorkerProc initialization failed")
-
-    _, _, told, happened = followed(core)
-    assert happened.wait(WITHIN_S)
-    assert str(told[0]) == "its worker VllmWorker-0 ended with exit code 3"
+def test_executor_waits_for_workers_that_end_in_order():
+    assert ended(lambda: core_with_workers(lambda: time.sleep(0.3))).exitcode == 0
 
 
-@pytest.mark.parametrize("ended", ["kill", "by itself"])
-def test_core_that_ends_its_workers_in_order_is_not_told(followed, monkeypatch, ended):
-    monkeypatch.setattr(deaths, "CAUSE_WITHIN_S", 0.05)
-
-    def core():
-        (worker,) = core_with_workers(lambda: time.sleep(WITHIN_S if ended == "kill" else 0))
-        if ended == "kill":
-            worker.kill()
-        worker.join()
-
-    death, process, told, _ = followed(core)
-    process.join(WITHIN_S)
-    assert process.exitcode == 0 and death.cause() is None and told == []
+def test_worker_that_fails_in_a_step_to_which_another_replies_ends(monkeypatch):
+    codes = list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    with pytest.raises(RuntimeError), ending_out_of_step(rank=0):
+        raise RuntimeError("no memory")
+    assert not codes
+    with ending_out_of_step(rank=1):
+        raise RuntimeError("no memory")
+    assert codes == [deaths.OUT_OF_STEP]

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from serve.engine.main import Metrics
+from serve.vllm.frontend import Metrics
 
 LABELS = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.core.errors import FingerprintMismatch, NotFinite
+from serve.core.errors import FingerprintMismatch, NotFinite, WithoutNumbers
 from serve.core.fingerprint import Record, check, record_of
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
@@ -39,11 +39,26 @@ def test_check_without_a_record_claims_nothing():
     assert checked(ANSWER, None) == {"verdict": "unrecorded"}
 
 
-def test_record_of_reads_what_the_manifest_has(tmp_path):
-    assert record_of(tmp_path) is None
-    store = WeightStore(tmp_path, budget_bytes=None)
-    layout = Layout.plan([TensorSpec("w", "F32", (1,))])
-    for name, meta in (("v1", {}), ("v2", {"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}})):
-        with store.reserve(layout, kind="version", model="m", version=name) as draft:
-            stored = draft.commit(meta=meta)
-        assert record_of(stored.path) == (RECORD if meta else None)
+@pytest.fixture
+def sealed(tmp_path):
+    """Path of a version with this `meta`."""
+
+    def seal(meta):
+        layout = Layout.plan([TensorSpec("w", "F32", (1,))])
+        with WeightStore(tmp_path, budget_bytes=None).reserve(layout, kind="version", model="m", version="v1") as draft:
+            return draft.commit(meta=meta).path
+
+    return seal
+
+
+def test_record_of_a_version_without_one_is_none(tmp_path, sealed):
+    assert record_of(tmp_path) is None and record_of(sealed({})) is None
+
+
+def test_record_of_reads_what_the_manifest_has(sealed):
+    assert record_of(sealed({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}})) == RECORD
+
+
+def test_record_of_a_version_that_trained_to_nan_raises_without_numbers(sealed):
+    with pytest.raises(WithoutNumbers):
+        record_of(sealed({"fingerprint": None}))

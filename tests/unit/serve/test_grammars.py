@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
+from vllm.parser import abstract_parser
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.structured_output import backend_guidance
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from serve.forms import grammars
+from serve.forms.grammars import BoundedGrammar, FormBackend
 from tests.train_support.tiny import tokenizer
 
 NAMES = {
@@ -36,27 +34,16 @@ def tag(schema: dict[str, Any]) -> str:
     )
 
 
-@pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, names in (
-        (backend_guidance, ("validate_guidance_grammar", "serialize_guidance_grammar")),
-        (AsyncLLM, ("generate",)),
-        (GuidanceBackend, ("compile_grammar", "allocate_token_bitmask")),
-        (GuidanceGrammar, ("fill_bitmask",)),
-        (grammars.abstract_parser, ("_xgrammar_supports", "resolve_tool_strictness")),
-        (grammars.structural_tag_registry, ("resolve_tool_strictness",)),
-    ):
-        for name in names:
-            monkeypatch.setattr(owner, name, getattr(owner, name))
-    grammars.apply()
-
-
 def backend(known: int = 352) -> Any:
     words = tokenizer()
     words.add_special_tokens({"additional_special_tokens": ["<picture>"]})
-    options = SimpleNamespace(disable_any_whitespace=False, disable_additional_properties=False)
+    options = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
     config = SimpleNamespace(structured_outputs_config=options, model_config=None, speculative_config=None)
-    return GuidanceBackend(config, words, known)
+    return FormBackend(config, words, known)
+
+
+def params(**form: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**form))
 
 
 def first_tokens(of: Any, kind: StructuredOutputOptions, spec: str) -> set[str]:
@@ -91,20 +78,25 @@ def test_compile_schema_without_any_value_raises(schema: dict[str, Any]) -> None
     ("more", "other"), [({}, False), ({"allOf": [{}, {}]}, True), ({"additionalProperties": {}}, True)]
 )
 def test_objects_have_the_properties_that_the_schema_names(more: dict[str, Any], other: bool) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
-    grammar = backend().compile_grammar(JSON, json.dumps(schema))
+    asked = params(json={"type": "object", "properties": {"a": {"type": "integer"}}, **more})
+    with grammars.prepared(asked):
+        grammar = backend().compile_grammar(JSON, json.dumps(asked.structured_outputs.json))
     tokens = tokenizer().encode('{"b', add_special_tokens=False)
     assert (grammar.validate_tokens(tokens) == tokens) is other
 
 
-def params(**form: Any) -> SamplingParams:
-    return SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+@pytest.mark.parametrize("form", [{"json": {"type": "object", "not": {}}}, {"json_object": True}])
+def test_form_with_keywords_that_are_ignored_is_valid(form: dict[str, Any]) -> None:
+    asked = params(**form)
+    with grammars.prepared(asked):
+        backend_guidance.validate_guidance_grammar(asked)
 
 
 def test_tag_is_compiled_without_costly_keywords() -> None:
     asked = params(structural_tag=tag(NAMES))
     began_s = time.thread_time()
-    backend_guidance.validate_guidance_grammar(asked)
+    with grammars.prepared(asked):
+        assert asked.structured_outputs is None
     assert json.loads(asked.structured_outputs.structural_tag)["format"]["content"]["json_schema"] == {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -115,16 +107,9 @@ def test_tag_is_compiled_without_costly_keywords() -> None:
 
 @pytest.mark.parametrize("form", [{"json": {"type": "x"}}, {"regex": "a(?=b)"}, {"json": {"enum": []}}])
 def test_form_that_nothing_compiles_is_refused(form: dict[str, Any]) -> None:
-    with pytest.raises(VLLMValidationError):
-        backend_guidance.validate_guidance_grammar(params(**form))
-
-
-@pytest.mark.parametrize(("choice", "enforced"), [("auto", False), ("required", True), ({"name": "f"}, True)])
-def test_demanded_call_has_its_schema_enforced(choice: Any, enforced: bool) -> None:
-    resolve = grammars._enforced(lambda tools, tool_choice, level: level)
-    assert resolve([], choice, ToolStrictLevel.AUTO) is (
-        ToolStrictLevel.PARAMETER if enforced else ToolStrictLevel.AUTO
-    )
+    asked = params(**form)
+    with grammars.prepared(asked), pytest.raises(VLLMValidationError):
+        backend_guidance.validate_guidance_grammar(asked)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +123,46 @@ def test_demanded_call_has_its_schema_enforced(choice: Any, enforced: bool) -> N
     ],
 )
 def test_form_beside_strict_tools_goes_to_xgrammar_only_if_enforced(form: dict[str, Any], fits: bool) -> None:
-    assert grammars.abstract_parser._xgrammar_supports(StructuredOutputsParams(**form)) is fits
+    assert grammars._cheap(abstract_parser._xgrammar_supports)(StructuredOutputsParams(**form)) is fits
 
 
-@pytest.mark.parametrize("tokens", [[], [1, 2]])
-async def test_generate_refuses_a_form_that_failed(tokens: list[int]) -> None:
-    async def generate(self: Any, prompt: Any, sampling_params: Any) -> AsyncGenerator[Any, None]:
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason="error")])
+class Slow:
+    """A grammar whose steps move `clock` on: by the token in milliseconds, and by `mask_ms` for a mask."""
 
-    with pytest.raises(VLLMValidationError):
-        async for _ in grammars._refused(generate)(None, "", params(regex="a")):
-            pass
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.mask_ms = clock, 0
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.clock[0] += tokens[0] / 1000
+        return True
+
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        self.clock[0] += self.mask_ms / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    return now
+
+
+def test_grammar_that_takes_too_long_to_accept_tokens_accepts_no_more(clock: list[float]) -> None:
+    quick, slow = (BoundedGrammar(Slow(clock), 32) for _ in range(2))
+    for _ in range(10_000):
+        assert quick.accept_tokens("r", [15])
+    steps = 0
+    while slow.accept_tokens("r", [60]):
+        steps += 1
+    assert steps == pytest.approx(grammars.MOST_BEYOND_S / 0.04, abs=1)
+
+
+@pytest.mark.parametrize(("mask_ms", "steps"), [(250, 10), (500, 3)])
+def test_grammar_whose_masks_take_too_long_accepts_no_more(clock: list[float], mask_ms: int, steps: int) -> None:
+    slow = Slow(clock)
+    slow.mask_ms = mask_ms
+    bounded, mask, done = BoundedGrammar(slow, 32), torch.zeros((1, 1), dtype=torch.int32), 0
+    while done < 10 and bounded.accept_tokens("r", [1]):
+        bounded.fill_bitmask(mask, 0)
+        done += 1
+    assert done == steps

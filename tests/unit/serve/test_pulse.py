@@ -28,7 +28,7 @@ class StuckChild:
         self.killed = asyncio.Event()
 
     async def next_event(self):
-        return {"event": "ready", "seconds": {}, "fingerprint": {}}
+        return {"event": "ready", "seconds": {}, "fingerprint": {}, "address": "/r1.sock"}
 
     async def call(self, method, timeout_s=None, **_):
         try:

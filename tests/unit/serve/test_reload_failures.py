@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from serve.core import fingerprint
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WrongState
+from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WithoutNumbers, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 
@@ -48,9 +49,6 @@ class Engine:
         self.done.append("ask")
         chosen = SimpleNamespace(logprobs=[{1: SimpleNamespace(logprob=self.load)}])
         return SimpleNamespace(get=lambda: asyncio.sleep(0, SimpleNamespace(outputs=[chosen])))
-
-    async def update_weight_version(self, version):
-        self.done.append(f"name {version}")
 
     async def sleep(self, level, mode):
         self.done.append(f"sleep {level}")
@@ -97,11 +95,11 @@ def control(tmp_path):
     return make
 
 
-async def test_swap_names_the_version_and_asks_before_scheduling_resumes(control):
+async def test_swap_asks_the_token_before_scheduling_resumes(control):
     engine = Engine()
     made = control(engine)
     swapped = await made.swap("m2", "v2", control.path)
-    assert engine.done == ["pause", "load", "name v2", "ask", "resume"]
+    assert engine.done == ["pause", "load", "ask", "resume"]
     assert (made.model, made.version, made.state) == ("m2", "v2", "ready")
     assert swapped["fingerprint"] == {"verdict": "unrecorded"}
 
@@ -123,6 +121,19 @@ async def test_refused_version_leaves_the_engine_as_it_was(control, state):
     engine = Engine(refusal=["NotReloadable", "quantised"])
     made = control(engine, state)
     with pytest.raises(NotReloadable, match="quantised"):
+        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
+    assert (made.state, made.version, engine.done) == (state, "v1", [])
+
+
+@pytest.mark.parametrize("state", ["ready", "asleep"])
+async def test_version_that_trained_to_nan_is_refused_before_its_load(control, state, monkeypatch):
+    def record_of(path):
+        raise WithoutNumbers(path)
+
+    monkeypatch.setattr(fingerprint, "record_of", record_of)
+    engine = Engine()
+    made = control(engine, state)
+    with pytest.raises(WithoutNumbers):
         await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
     assert (made.state, made.version, engine.done) == (state, "v1", [])
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.api.request_faults import UNREADABLE, _for_requests, of_request
+from serve.api.request_faults import UNREADABLE, of_request
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), AttributeError("b"), RecursionError(), TypeError("c")])
@@ -17,7 +16,7 @@ def test_error_of_reading_is_the_requests_in_words_about_requests(error: Excepti
     assert isinstance(told, VLLMValidationError) and str(told) == UNREADABLE
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), MemoryError()])
+@pytest.mark.parametrize("error", [OSError("disk"), MemoryError(), EngineDeadError()])
 def test_error_of_the_machine_is_not_the_requests(error: Exception) -> None:
     assert of_request(error) is error
 
@@ -34,11 +33,3 @@ def test_what_a_check_of_a_value_says_is_told_without_pydantics_own_words():
     with pytest.raises(ValidationError) as caught:
         Thinking(budget=1)
     assert str(of_request(caught.value)) == "Invalid value for `budget`: budget must be less than max_tokens."
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"), [(EngineDeadError(), "EngineDeadError"), (EngineGenerateError(), "InternalServerError")]
-)
-def test_dead_engine_has_a_type_of_its_own(error: Exception, kind: str) -> None:
-    told = _for_requests(create_error_response)(error).error
-    assert (told.type, told.code) == (kind, 500)

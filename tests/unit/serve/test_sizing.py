@@ -260,6 +260,8 @@ def test_engines_take_adapters_where_every_layer_of_the_model_does():
     assert (taken["adapter_slots"], taken["adapter_max_rank"], taken["adapters_resident"]) == (4, 32, 4)
     for without in ({"arch": "MixtralForCausalLM"}, {"task": "embed"}, {"config": EngineConfig(adapter_slots=0)}):
         assert "adapter_slots" not in settings(**without)
+    quantised = smol(quantization_config={"quant_method": "awq"})
+    assert size(shape=quantised).adapters and not on_cpu(shape=quantised).adapters
 
 
 def test_a_gpu_runs_as_many_requests_at_once_as_vllm_would_by_its_memory_unless_it_is_set():

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from serve.core import segments
 from serve.core.parsers import NEEDED_TOKENS, PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
 from serve.core.spec import ReplicaSpec
-from serve.vllm.arguments import GPU_WORKER, engine_arguments, engine_environment
+from serve.vllm.arguments import EXECUTOR, GPU_WORKER, engine_arguments, engine_environment
 
 GOOD = {
     "replica_id": "r1",
@@ -50,18 +50,9 @@ def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("replica_id", ""),
         ("model", 7),
-        ("version_path", "relative/path"),
         ("socket_path", "/dev/shm/" + "x" * 70),
-        ("kind", "tpu"),
-        ("task", "classify"),
-        ("dtype", "int8"),
-        ("tensor_parallel", 0),
-        ("kv_cache_bytes", -1),
         ("kv_cache_bytes", 1.5),
-        ("max_num_seqs", 0),
-        ("max_model_len", 0),
         ("devices", [1, 1]),
         ("devices", []),
     ],
@@ -101,7 +92,7 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     args = engine_arguments(spec, {}, None)
     assert "--enable-sleep-mode" in args and "--enforce-eager" not in args
     assert args[args.index("--worker-cls") + 1] == GPU_WORKER
-    assert pairs(args)["--distributed-executor-backend"] == "mp"
+    assert pairs(args)["--distributed-executor-backend"] == EXECUTOR
     env = engine_environment(spec, 64)
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("2,5", "PCI_BUS_ID")
     assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "lo"
@@ -110,8 +101,6 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
 def test_a_gpu_engine_asks_for_no_more_free_memory_than_it_was_sized_for():
     spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "gpu_memory_fraction": 0.8})
     assert pairs(engine_arguments(spec, {}, None))["--gpu-memory-utilization"] == "0.8"
-    with pytest.raises(ValidationError, match="gpu_memory_fraction"):
-        ReplicaSpec.from_json({**GOOD, "gpu_memory_fraction": 1.5})
 
 
 def test_dev_mode_stays_off_and_n_is_bounded():
@@ -230,8 +219,6 @@ def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
     assert "--enable-lora" in args and "lm_head" not in args
     assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "--enable-lora" not in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None)
-    with pytest.raises(ValidationError, match="adapters_resident"):
-        ReplicaSpec.from_json({**GOOD, **adapters, "adapters_resident": 1})
 
 
 def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():

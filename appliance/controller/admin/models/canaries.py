@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Attempt, Carried
+from appliance.controller.http.idempotency import Carried
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -68,5 +68,4 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
     @router.post("/models/{name:path}/promote")
     async def promote(name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A request that comes again is told what the first has changed: by then another canary may run."""
-        attempt = Attempt.of(request, caller, "models.promote", name)
-        return await running.promote(name, caller, carried=Carried(db, context.config, attempt))
+        return await running.promote(name, caller, carried=Carried(request, caller, "models.promote", name))

@@ -14,10 +14,10 @@ from appliance.controller.access.model_access import stored_model
 from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.http.reading import Status
 from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.interfaces.principal import Caller
+from appliance.controller.models import node_sizes
 from appliance.store.objects import adapters
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow

@@ -100,7 +100,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 model_settings.add(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
             record(context, caller, "model.settings", name, **wanted.as_json())
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
-        context.models_shared()  # the gateways' table holds the context
+        context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         return await asyncio.to_thread(view, name)
 

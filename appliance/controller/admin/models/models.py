@@ -15,8 +15,8 @@ from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.admin import views
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Attempt, Carried, Deed
-from appliance.controller.http.paging import After, RecentLimit, list_object
+from appliance.controller.http.idempotency import Carried, Deed
+from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, SwapFailed
@@ -25,7 +25,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.removal import doomed, remove
-from appliance.store.database import Database
+from appliance.store.database import Database, Part
 from appliance.store.objects import models
 from appliance.store.records import canaries
 from appliance.store.rows import ModelRow
@@ -47,10 +47,10 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
     db = context.db
 
     @router.get("/models")
-    def list_models(now: Status, after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+    def list_models(now: Status, part: Annotated[Part, RECENT]) -> dict[str, Any]:
         """Newest first."""
         states = ModelStates(db, now)
-        page = models.page(db, after=after, limit=limit)
+        page = models.page(db, **part)
         return list_object(page, lambda row: views.model(db, row, now, states, context.tiers, context.sizes))
 
     @router.post("/models/{name:path}/rollback")
@@ -58,7 +58,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
         """A request that comes again, while the first is under way or later, is told what that one has changed."""
         version = body.version if body else None
         stored_model(db, name)
-        carried = Carried(db, context.config, Attempt.of(request, caller, "models.rollback", [name, version]))
+        carried = Carried(request, caller, "models.rollback", [name, version])
         if version is None and canaries.find_running(db, name) is not None:
             return await compared.roll_back(name, caller, carried=carried)
         async with activations.lock(name):

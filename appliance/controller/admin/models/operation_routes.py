@@ -6,7 +6,6 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -18,7 +17,6 @@ from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -96,28 +94,26 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"operation": operations.view(row)}
 
 
-def _begun(db: Database, attempt: Attempt, operation_id: str) -> OperationRow | None:
-    """The operation that an earlier attempt began. One that failed is no answer to a mere retry: it may be that of
-    an earlier request."""
-    row = operation_rows.find(db, operation_id)
-    return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
-
-
 def _attempted(
     context: ControllerContext, request: Request, caller: Principal, action: str, body: Any
-) -> tuple[Attempt, OperationRow | None]:
-    """The attempt, and the operation that an earlier one of it began."""
-    attempt = Attempt.of(request, caller, f"operations.{action}", body)
-    found = idempotency.find(context.db, context.config, attempt)
-    earlier = _begun(context.db, attempt, found) if found is not None else None
-    if earlier is not None:
+) -> tuple[Attempt[OperationRow], OperationRow | None]:
+    """The attempt, and the operation that an earlier one of it began. One that failed is no answer to a mere retry: it
+    may be that of an earlier request."""
+
+    def begun(operation_id: str) -> OperationRow | None:
+        row = operation_rows.find(context.db, operation_id)
+        is_failed = row is not None and row.state == "failed"
+        return None if is_failed and "idempotency-key" not in request.headers else row
+
+    attempt = Attempt(request, caller, f"operations.{action}", body, begun)
+    if (earlier := attempt.earlier()) is not None:
         record(context, caller, action, earlier.target, repeated=True)
     return attempt, earlier
 
 
 def _start(
     context: ControllerContext,
-    attempt: Attempt,
+    attempt: Attempt[OperationRow],
     caller: Principal,
     kind: str,
     target: str,
@@ -137,7 +133,7 @@ def _start(
             )
         return operations.start(context, kind, target, caller.key_id, **given)
 
-    row, new = idempotency.once(context.db, context.config, attempt, partial(_begun, context.db, attempt), make)
+    row, new = attempt.once(make)
     if new:
         record(context, caller, action, target, **told)
     return _accepted(row)

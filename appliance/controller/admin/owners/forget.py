@@ -1,20 +1,17 @@
 """/admin/v1/forget: deletes the data of a person who leaves.
 
 Deleted: files, uploads, stored responses, batches, job folders and events. Kept without the name: usage, the audit log,
-jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request.
-Where the name stands as a part of other texts (a model that is kept, another's key), `mentions` says.
-Repeating the request continues where the last one stopped; when all is done, nothing has that name any more.
+jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request. Repeating the
+request continues where the last one stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import glob
-import re
 import secrets
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +39,6 @@ from appliance.store.upkeep import forgotten, retention
 ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
-_MENTIONED = 100
-_LOG_PIECE = 256 << 10
-_LOG_STANDS = "the database's log (appliance.db-wal): others read from it all the while, or the disk is full; ask again"
 
 
 class Forget(StrictBody):
@@ -105,32 +99,17 @@ class Forgetting:
             await models.remove(context, models.doomed(context, name), caller)
         await self._delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        gone = await asyncio.to_thread(forgotten.pseudonymise, db, owner, pseudonym)
+        await asyncio.to_thread(forgotten.rename, db, owner, pseudonym)
         context.publish_keys()
-        mentions = await asyncio.to_thread(forgotten.mentions, db, owner)
-        mentions += await to_thread.run_sync(_in_logs, context.files_dir.parent, owner)
-        record(
-            context,
-            caller,
-            "owner.forget",
-            pseudonym,
-            keys=len(there["keys"]),
-            **{kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")},
-            models_deleted=[_without(gone.get(name, name), owner) for name in doomed],
-            models_left=[_without(name, owner) for name in there["models"] if name not in doomed],
-            mentions=[_without(one, owner) for one in mentions[:_MENTIONED]],
-            mentions_number=len(mentions),
-        )
-        # Last: what was deleted stands in the log until it is written over.
-        if not await asyncio.to_thread(db.empty_log):
-            mentions.append(_LOG_STANDS)
+        counted = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
+        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
+        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
         return {
             "owner": owner,
             "done": True,
             "waits_for": [],
             "pseudonym": pseudonym,
             "models_deleted": doomed,
-            "mentions": mentions,
             **there,
         }
 
@@ -157,7 +136,6 @@ class Forgetting:
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
             await to_thread.run_sync(_delete_of_trackers, context.files_dir.parent / "tracking", job_id)
             await asyncio.to_thread(retention.delete_texts_of_job, db, job_id)
-            forgotten.forget_texts(db, job_id)
         for file_id in forgotten.ids(db, "files", owner):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
@@ -177,33 +155,6 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
         "unfinished": forgotten.unfinished(db, owner),
         **{kind: len(forgotten.ids(db, kind, owner)) for kind in counted},
     }
-
-
-def _without(name: str, owner: str) -> str:
-    """For the audit log, which must not bring back what was just taken out of it."""
-    return name.replace(owner, forgotten.NAMELESS)
-
-
-def _in_logs(folder: Path, owner: str) -> list[str]:
-    """Logs of the box in which the name stands as a word: in a path that somebody asked for, or a model's name."""
-    word, longest = forgotten.word_of_bytes(owner), len(owner.encode()) + 2
-    found = []
-    for path in sorted((folder / "logs").rglob("*")):
-        with suppress(FileNotFoundError):  # old ones are deleted meanwhile
-            if path.is_file() and _has(path, word, longest):
-                found.append(f"{path.relative_to(folder)}")
-    return found
-
-
-def _has(path: Path, word: re.Pattern[bytes], longest: int) -> bool:
-    """Piece by piece: what Python looks through at once holds the other threads."""
-    before = b""
-    with path.open("rb") as file:
-        while piece := file.read(_LOG_PIECE):
-            if word.search(before + piece):
-                return True
-            before = piece[-longest:]
-    return False
 
 
 def _delete_of_trackers(folder: Path, job_id: str) -> None:

@@ -17,6 +17,7 @@ from appliance.controller.admin import views
 from appliance.controller.admin.owners.first_key import drop_first_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.paging import list_object, part
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
@@ -31,6 +32,7 @@ from appliance.controller.interfaces.principal import (
 )
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
+from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
 from appliance.store.records import keys, session_keys, usage
@@ -153,16 +155,15 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
         return views.key(row)
 
     @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
-    def list_keys() -> dict[str, Any]:
+    def list_keys(part: Annotated[Part, part(1000, most=1000, order="asc")]) -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
-        asked, rows = usage.last_used(db), keys.list_all(db)
-        data = [
-            {**views.key(row), "last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
-            for row in rows
-            if not row.session
-        ]
-        return {"object": "list", "data": data}
+        asked = usage.last_used(db)
+
+        def view(row: KeyRow) -> dict[str, Any]:
+            return views.key(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
+
+        return list_object(keys.page(db, **part), view)
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:

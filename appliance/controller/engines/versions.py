@@ -1,0 +1,134 @@
+"""Provides model versions to engines: in shared memory on demand, from the nearest tier that has them whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.config import BoxConfig
+from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.models.opening import Opening
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from appliance.store.records import deployments
+from appliance.tiers.tiers import Tiers
+from runtime.devices.kinds import kind_of
+from scheduler.core.inventory import Device
+from weights.format.errors import WeightsError
+from weights.memory.store import Lease, WeightStore
+from weights.tiers.record import Name
+
+GPU_ENGINE_BYTES = 4 * 2**30
+"""Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
+
+
+class VersionProvider:
+    """Implements `scheduler.ray.replicas.Versions`.
+
+    A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
+    sleeping engine has none: its version can be evicted like any other that nobody reads, least recently used first,
+    and its wake reloads it.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        store: WeightStore,
+        tiers: Tiers,
+        opening: Opening,
+        config: BoxConfig,
+        device: Device,
+        sizes: EngineSizes,
+    ):
+        self._db, self._store, self._tiers, self._opening = db, store, tiers, opening
+        self._sizes = sizes
+        self._config, self._device = config, device
+        self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, until nobody awaits it
+        self._awaited: Counter[tuple[str, str]] = Counter()
+        self._served: dict[str, str] = {}  # by model, the version that was asked for last
+        self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
+
+    async def in_memory(self, model: str, version: str) -> Path:
+        key = (model, version)
+        if key not in self._reading:
+            self._reading[key] = asyncio.create_task(self._bring_in(model, version))
+            self._reading[key].add_done_callback(lambda _: self._reading.pop(key, None))
+        self._awaited[key] += 1
+        try:
+            return await asyncio.shield(self._reading[key])
+        except BaseException:
+            self.taken(model, version)
+            raise
+
+    async def _bring_in(self, model: str, version: str) -> Path:
+        owner, key = self._found(model).model, (model, version)
+        name = Name("version", owner.id, version)
+        try:
+            stored = await asyncio.to_thread(self._tiers.bring_in, name)
+            await self._opening.check(stored.path, owner.id)
+        except WeightsError as error:
+            raise LookupError(str(error)) from error
+        self._served[model] = version
+        if self._awaited[key] and key not in self._leases:
+            self._leases[key] = self._store.lease(stored)
+        return stored.path
+
+    def taken(self, model: str, version: str) -> None:
+        key = (model, version)
+        self._awaited -= Counter([key])
+        if not self._awaited[key] and key in self._leases:
+            self._leases.pop(key).release()
+
+    def _found(self, name: str) -> Resolved:
+        found = resolve(self._db, name)
+        if found is None:
+            raise LookupError(f"there is no model {name} on this box any more")
+        return found
+
+    def holds(self, name: Name) -> bool:
+        """Whether an engine serves this version, or is about to. May be called from any thread."""
+        return any(
+            version == name.version and self._owner_id(model) == name.model
+            for model, version in (*self._served.items(), *self._leases)
+        )
+
+    def _owner_id(self, name: str) -> str | None:
+        found = resolve(self._db, name)
+        return None if found is None else found.model.id
+
+    def let_go(self, name: str) -> None:
+        """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""
+        for known in [known for known in self._served if known == name or known.startswith(f"{name}@")]:
+            del self._served[known]
+        for key in [key for key in self._leases if key[0] == name or key[0].startswith(f"{name}@")]:
+            self._leases.pop(key).release()
+
+    def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
+        found = self._found(model)
+        row = found.model
+        settings = self._sizes.spec_fields(row, found.version, tensor_parallel)
+        if settings.get("adapter_slots"):
+            paths = BoxPaths.of(Path(self._config.box.data_dir))
+            settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
+            settings["adapter_source"] = str(paths.adapter_socket)
+        if self._config.observability.otlp_endpoint is not None:
+            settings["otlp_endpoint"] = self._config.observability.otlp_endpoint
+        return settings
+
+    def host_bytes(self, model: str) -> int:
+        """Host memory that one more engine of this model takes: the process, its version unless already in shared
+        memory, and on logical CPU devices its own copy of the weights and the KV cache."""
+        found = resolve(self._db, model)
+        if found is None:
+            return 0  # its start will report the error
+        row, version = found.model, found.version
+        shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
+        if not kind_of(self._device.kind).on_host:
+            return shared + GPU_ENGINE_BYTES
+        deployment = deployments.find(self._db, row.id)
+        devices = deployment.tensor_parallel if deployment is not None else 1
+        return shared + devices * self._sizes.size(row, version, devices).memory.device_bytes

@@ -1,0 +1,158 @@
+"""Plain values that several parts of the controller exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from scheduler.core.workload import PolicyKind
+
+TRAINING_FAILED = "training_failed"
+"""The code of a job that failed once it ran."""
+
+
+class DeviceStatus(TypedDict):
+    """One device; `holder` is {"kind": "job" | "replica", "id"} or None."""
+
+    id: str
+    node: str
+    index: int
+    kind: str
+    name: str
+    memory_bytes: int
+    health: str
+    holder: dict[str, str] | None
+
+
+class ReplicaStatus(TypedDict):
+    id: str
+    model: str
+    version: str
+    state: str
+    devices: list[str]
+    inflight: int
+    rss_bytes: int
+
+
+class SchedulerStatus(TypedDict):
+    """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
+    get now, "host_bytes", the host's total, "reserve_bytes", what is kept of it for others, and "asleep_per_device",
+    the engines that may sleep on one; `handover` the id of the one in progress; `notes` for users (why something waits
+    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `bounds` the dwell times (s)
+    and the resulting limit on hand-overs per hour; `queue` jobs in order, each {"id", "position", "phase", "devices",
+    "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s` duration of the last plan; `troubles` the
+    models whose engines fail, each {"model", "version", "reason", "message" (a sentence), "not_before_s" (of the next
+    try), "tries", "lasting"}; `reloads` model to why its engines are started anew instead of loading a version while
+    they run."""
+
+    devices: list[DeviceStatus]
+    replicas: list[ReplicaStatus]
+    memory: dict[str, int | None]
+    handover: str | None
+    serving_floor: int
+    bounds: dict[str, float]
+    queue: list[dict[str, Any]]
+    troubles: list[dict[str, Any]]
+    notes: list[str]
+    reloads: dict[str, str]
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How devices are divided; stored under box["mode"], see `appliance.controller.devices.mode`.
+
+    serving_floor None: the box's default. by: who set it.
+    """
+
+    policy: PolicyKind
+    train_devices: int | None = None
+    since_s: float = 0.0
+    serving_floor: int | None = None
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts).
+    adapter_rank: of a LoRA adapter; None for a whole model."""
+
+    name: str
+    version: str
+    arch: str
+    params: int
+    bytes: int
+    task: Literal["generate", "embed"]
+    source: str
+    disk_path: str | None
+    max_model_len: int | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    adapter_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of a long operation: `done` of `total` (None: unknown) in `unit`s, and the current activity."""
+
+    done: float
+    total: float | None
+    unit: str
+    message: str
+
+
+Report = Callable[[Progress], None]
+
+
+class AdapterFound(NamedTuple):
+    """name: what it would be called. base: what it says it was trained on, "" if it does not say.
+    revision: its commit, for one on a hub."""
+
+    name: str
+    base: str
+    revision: str | None = None
+
+
+class AdapterBase(NamedTuple):
+    """A version that an adapter is to be served on: its files, and the largest rank that its engines take (0: none)."""
+
+    model: str
+    version: str
+    path: str
+    rank_limit: int
+
+
+class VersionPaths(NamedTuple):
+    """Paths of a version's bytes; None where they are absent. kind: "version" or "adapter"."""
+
+    version: str
+    disk_path: str | None
+    shm_path: str | None
+    kind: str = "version"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCapacity:
+    """How many requests of rollouts a model's engines may process now. why: what keeps them few, or none."""
+
+    lines: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """body: the answer's JSON. version: of the replica that gave it, empty if none did. silent: it did not answer in
+    time, and was left."""
+
+    status: int
+    body: Any
+    version: str = ""
+    silent: bool = False
+
+
+class LineReturned(Exception):
+    """A request got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
+
+    def __init__(self, reason: str, *, yielded: bool):
+        super().__init__(reason)
+        self.yielded = yielded

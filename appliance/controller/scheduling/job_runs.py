@@ -1,0 +1,354 @@
+"""Builds the spec for a job's ranks and handles what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.access.model_access import base_of
+from appliance.controller.access.naming import version_prefix
+from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.models import removal
+from appliance.controller.scheduling.policies import Policies, Unload
+from appliance.models.opening import Opening
+from appliance.store.database import Database
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.rows import JobRow, VersionRow
+from appliance.tiers.facts import name_of
+from appliance.tiers.job_snapshots import JobSnapshots
+from appliance.tiers.tiers import Tiers
+from scheduler.loop.inbox import Inbox
+from train.methods.methods import method_of
+from train.plan.spec import TrainSpec
+from train.run.event_log import read_events
+from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.memory.store import Lease, StoredVersion, WeightStore
+from weights.tiers.copies import verify
+
+log = logging.getLogger(__name__)
+
+Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""What is answered to a job's question of one kind, given the job's id and the question."""
+
+Remove = Callable[[VersionRow], Awaitable[None]]
+
+TIDY_EVERY_S = 10.0
+NUDGE_EVERY_S = 30.0
+_EVENTS_AT_ONCE = 20
+
+
+class JobRuns:
+    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
+
+    What ranks are about to read is leased here until they have read it (`taken`). Without this, versions gave way while
+    memory was short, among them the snapshot that a job had been told to resume from; the job failed.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        store: WeightStore,
+        jobs_dir: Path,
+        shm_root: Path,
+        events: JobEvents,
+        tiers: Tiers,
+        opening: Opening,
+        routing: BusRouting,
+        inbox: Inbox,
+        answers: Mapping[str, Answer],
+    ):
+        """answers: by kind of question."""
+        self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
+        self._events, self._tiers, self._opening = events, tiers, opening
+        self._routing, self._inbox, self._answers = routing, inbox, answers
+        self._whole: set[Path] = set()
+        self._leases: dict[str, list[Lease]] = {}
+        self._gone: list[VersionRow] = []
+        self.policies = Policies(store, self._is_running)
+        self._nudged_s = -NUDGE_EVERY_S
+        self._snapshots = JobSnapshots(db, tiers)
+
+    async def catch_up(self, job_id: str) -> None:
+        """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
+        left = await asyncio.to_thread(self._missed, job_id)
+        for first in range(0, len(left), _EVENTS_AT_ONCE):
+            await asyncio.to_thread(self._ingest_some, job_id, left[first : first + _EVENTS_AT_ONCE])
+        await self._snapshots.removed(job_id)
+
+    def _missed(self, job_id: str) -> list[dict[str, Any]]:
+        """The events that the store may lack: steps, and what is told once. Call it within a reading, because a job may
+        have 100,000 steps."""
+        known = job_records.steps_of(self._db, job_id)
+        return [
+            event
+            for event in read_events(self._jobs_dir / job_id)
+            if event["event"] == "anomaly" or (event["event"] == "metrics" and event["step"] not in known)
+        ]
+
+    def _ingest_some(self, job_id: str, events: list[dict[str, Any]]) -> None:
+        with self._db.transaction():
+            for event in events:
+                if self._is_new(job_id, event):
+                    self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
+
+    def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
+        """Whether an event that `_missed` found was not ingested since."""
+        if event["event"] == "anomaly":  # ranks start with the learning rate that these tell
+            known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
+            cuts = len(event["cuts"]) + (event["action"] == "rollback")
+            return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
+        return True
+
+    async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a job's ranks, which ask for samples and for their rewards."""
+        answer = self._answers[question["kind"]]
+        if question["kind"] != "sample":
+            return await answer(job_id, question)
+        with self.policies.sampled(job_id, question["policy"]["version"]):
+            return await answer(job_id, question)
+
+    def _is_running(self, job_id: str) -> bool:
+        row = jobs.find(self._db, job_id)
+        return row is not None and not row.finished
+
+    async def prepare(self, job_id: str) -> None:
+        """Load the parts of the base model that neither shared memory nor disk has whole, and bring what earlier jobs
+        know of it. Raises LookupError, also where the files of the base may not be opened."""
+        row = jobs.get(self._db, job_id)
+        if method_of(row.method).needs_reference or (row.resolved or {}).get("data_order") == "loss":
+            await asyncio.to_thread(self._bring_reference, job_id, jobs.alike(self._db, row))
+        _, parts = self._parts(row)
+        for row in parts:
+            try:
+                whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
+            except LookupError:
+                whole = False
+            if not whole:
+                try:
+                    await asyncio.to_thread(self._tiers.bring_in, name_of(row))
+                except WeightsError as error:
+                    raise LookupError(str(error)) from error
+            try:
+                await self._opening.check(Path(self._bytes_of(row)), row.model)
+            except WeightsError as error:
+                raise LookupError(str(error)) from error
+
+    def _bring_reference(self, job_id: str, others: list[str]) -> None:
+        """Put what the starting model has said of data to these jobs (train.run.reference) beside this one's, whose
+        ranks need not compute it again: the names say what it follows from, so that no rank takes another's. A link is
+        enough, since a file that is written anew gets the name of the old one, and not its place."""
+        folder = self._jobs_dir / job_id / "reference"
+        for kept in [file for other in others for file in (self._jobs_dir / other / "reference").glob("*.npz")]:
+            if not (here := folder / kept.name).exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    here.hardlink_to(kept)
+                except OSError as error:  # the other job is being deleted, or the folder is on a disk without links
+                    log.warning("%s is computed again: %s", here, error, extra={"job_id": job_id})
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
+        per controller lifetime."""
+        if path in self._whole or path.is_relative_to(self._shm_root):
+            return True
+        try:
+            verify(path)
+        except NotSealed:
+            log.warning("%s has no checksums to verify it against", path)
+        except IntegrityError as error:
+            log.error("not used as a base for training: %s", error)
+            return False
+        self._whole.add(path)
+        return True
+
+    def spec(self, job_id: str, device_kind: str) -> TrainSpec:
+        """The spec for the job's ranks, which compute on devices of this kind. Raises LookupError when the base
+        model's bytes are gone."""
+        row = jobs.get(self._db, job_id)
+        assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
+        base = self._base(row)
+        folder = self._jobs_dir / job_id
+        spec = TrainSpec.from_dict(
+            {
+                **row.resolved,
+                "options": row.resolved.get("options", {}) | self._form(job_id),
+                "job_id": job_id,
+                "method": row.method,
+                **base,
+                "device_kind": device_kind,
+                "train_path": str(folder / "train.jsonl"),
+                "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
+                "run_dir": str(folder),
+                "shm_root": str(self._shm_root),
+                # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full.
+                "shm_budget_bytes": self._store.budget_bytes,
+                "output_model": row.output_model,
+                "version_prefix": version_prefix(row),
+                "seed": row.seed,
+                # Only a job that has gone back to an older snapshot needs them; others need not wait for the listing.
+                "older_snapshots": self._snapshots.older(job_id) if row.resolved.get("rate_cuts") else 0,
+            }
+        )
+        (folder / "spec.json").write_text(spec.to_json())
+        return spec
+
+    def _form(self, job_id: str) -> dict[str, Any]:
+        """What its answers are held to, where the request has that beside its grader."""
+        judge = job_records.find_judge(self._db, job_id)
+        form = judge.judge.get("response_format") if judge is not None else None
+        return {"response_format": form} if form else {}
+
+    def _base(self, row: JobRow) -> dict[str, Any]:
+        """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.
+
+        A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
+        on: neither may change because another version was activated in the meantime.
+        """
+        fields, parts = self._parts(row)
+        paths = dict(zip(("base_path", "base_adapter"), (self._leased(row.id, part) for part in parts), strict=False))
+        if "base_version" not in row.resolved:  # queued by an earlier release
+            jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": fields["base_version"]})
+        return {**fields, **paths}
+
+    def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
+        """Name and version of the base, and the rows of its bytes: weights, plus an adapter if the base is one.
+
+        Raises LookupError when one is gone."""
+        base = base_of(self._db, row)
+        if base is None:
+            raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
+        name, version = base.model.id, (row.resolved or {}).get("base_version") or base.version.version
+        found = models.find_version(self._db, name, version)
+        if found is None:
+            raise LookupError(f"version {version} of the base model {name} was deleted")
+        fields, below = {"base_model": name, "base_version": version}, found.meta.get("adapter")
+        if below is None:
+            return fields, [found]
+        weights = models.find_version(self._db, below["base"], below["base_version"])
+        if weights is None:
+            raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
+        return fields, [weights, found]
+
+    def _bytes_of(self, row: VersionRow) -> str:
+        stored = self._store.find(_kind(row), row.model, row.version)
+        if stored is not None:
+            return str(stored.path)
+        if row.disk_path is None or not Path(row.disk_path).is_dir():
+            raise LookupError(f"{row.model} {row.version} is neither in shared memory nor in any other tier")
+        return row.disk_path
+
+    def _leased(self, job_id: str, row: VersionRow) -> str:
+        """`_bytes_of`, held until `taken` if they are in shared memory. Raises LookupError."""
+        stored = self._store.find(_kind(row), row.model, row.version)
+        if stored is None or not self._hold(job_id, stored):
+            return self._bytes_of(row)
+        return str(stored.path)
+
+    def _hold(self, job_id: str, stored: StoredVersion) -> bool:
+        """Hold a version until `taken`; returns False if it is gone."""
+        try:
+            lease = self._store.lease(stored)
+        except VersionNotFound:
+            return False
+        except IntegrityError:  # its reader says what is wrong with it
+            return True
+        self._leases.setdefault(job_id, []).append(lease)
+        return True
+
+    def taken(self, job_id: str) -> None:
+        for lease in self._leases.pop(job_id, ()):
+            lease.release()
+
+    def newest_snapshot(self, job_id: str) -> Path | None:
+        """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
+        Callable from any thread."""
+        while (found := self._snapshots.newest(job_id)) is not None:
+            if self._hold(job_id, found):
+                return found.path
+        return None
+
+    def may_continue(self, job_id: str) -> bool:
+        row = jobs.find(self._db, job_id)
+        return row is not None and not row.finished and row.wanted != "cancel"
+
+    def on_event(self, job_id: str, event: dict[str, Any]) -> None:
+        """Record the event; the tiers copy snapshots and published versions in the background."""
+        if event["event"] == "started":  # the loop records this with the device names
+            self._events.goes_on(job_id, int(event["step"]))
+            return
+        self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
+        if event["event"] == "anomaly" and event["action"] == "pause":
+            self._changed()
+        if event["event"] == "published":
+            self._published(job_id, event["version"])
+        elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
+            # Snapshots come every few seconds; the tiers' periodic pass finds those in between without a nudge.
+            self._nudged_s = self._tiers.clock()
+            self._tiers.nudge()
+
+    def _published(self, job_id: str, version: str) -> None:
+        row = jobs.get(self._db, job_id)
+        self._tiers.nudge()
+        if row.resolved["publish"] == "checkpoints":
+            self._gone += removal.drop_older_checkpoints(self._db, row)
+        if row.resolved["publish"] == "epoch":
+            # Requested: each epoch's weights go live at once, in the engine that already serves the model.
+            activate(self._db, row, version)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._routing.refresh()
+        self._inbox.nudge()
+
+    async def will_succeed(self, job_id: str) -> None:
+        try:
+            await self._events.will_succeed(job_id)
+        except (OSError, sqlite3.Error) as error:  # the end of the job is told all the same
+            log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
+
+    def on_stopped(self, job_id: str) -> None:
+        """Its ranks were ended by force; this completes the cancellation of a job."""
+        row = jobs.find(self._db, job_id)
+        if row is not None and row.wanted == "cancel":
+            self._events.cancelled(job_id)
+
+    async def tidy(self, unload: Unload, remove: Remove) -> None:
+        """Delete the snapshots of jobs that are over, their policies, and the bytes of checkpoints that newer ones
+        replaced; called every `TIDY_EVERY_S`. unload: has every engine unload the adapters of these names. remove:
+        takes the bytes of a version, whose row is gone, out of engines and tiers."""
+        for row in jobs.list_left_snapshots(self._db):
+            if await asyncio.to_thread(self._forget, row.id):
+                jobs.update(self._db, row.id, snapshot=None)
+                self._snapshots.forget(row.id)
+                self._tiers.nudge()
+        await self.policies.tidy(unload)
+        while self._gone:
+            version = self._gone.pop()
+            try:
+                await remove(version)
+            except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
+                log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
+
+    def _forget(self, job_id: str) -> bool:
+        """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
+        drop the snapshots of jobs that are over on their own."""
+        try:
+            for stored in self._store.list("snapshot", job_id):
+                self._store.remove(stored)
+        except VersionLeased:
+            return False
+        except VersionNotFound:
+            return self._forget(job_id)  # the ending job removed it itself a moment ago
+        shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
+        return True
+
+
+def _kind(row: VersionRow) -> str:
+    return "adapter" if row.meta.get("adapter") else "version"

@@ -1,0 +1,297 @@
+"""The scheduler's view of the store: reads jobs, deployments and the mode; writes phases and reasons."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from appliance.controller.bus.demand_learning import DemandLearning
+from appliance.controller.devices import cordons
+from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
+from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.interfaces.records import TRAINING_FAILED
+from appliance.controller.jobs import devices as job_devices
+from appliance.controller.jobs import pauses
+from appliance.controller.jobs.events import JobEvents, add_message
+from appliance.controller.scheduling.job_memory import JobMemory
+from appliance.controller.scheduling.wishes import Wishes
+from appliance.memory.box_memory import BoxMemory
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects.adapters import AdapterRow, list_callable
+from appliance.store.records import audit, canaries, deployments, model_settings, usage
+from appliance.store.rows import AuditRow, CanaryRow, DeploymentRow, JobRow
+from scheduler.core.failures import Trouble
+from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
+from scheduler.handover.ports import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSize:
+    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: for
+    deployments without a limit of their own."""
+
+    serving_floor: int
+    devices: int
+    max_replicas: int
+
+
+class SqliteStateStore:
+    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
+
+    def __init__(
+        self,
+        db: Database,
+        events: JobEvents,
+        size: BoxSize,
+        routing: BusRouting,
+        wishes: Wishes,
+        learning: DemandLearning,
+        memory: BoxMemory,
+        job_memory: JobMemory,
+    ):
+        self._db, self._events, self._size, self._routing = db, events, size, routing
+        self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
+        self._settings: dict[str, str] = {}
+        self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
+        self._said: dict[str, set[str]] = {}  # of jobs that wait: what their events have told of that
+        self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
+
+    def after_restart(self, adopted: Collection[str] = ()) -> None:
+        """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
+        usage.close_left_open(self._db, set(adopted))
+        for row in jobs.list_in_phase(self._db, "running"):
+            if row.id in adopted:
+                continue
+            self.job_waiting(row.id, "the box was restarted")
+
+    def load(self, *, free_devices: int) -> Workload:
+        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
+        ids = {row.id for row in unfinished}
+        self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        self._said = {job: said for job, said in self._said.items() if job in ids}
+        self._job_memory.keep(ids)
+        mode = read_mode(self._db)
+        self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
+        active = models.active_versions(self._db)
+        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
+        adapters = {row.name: row for row in list_callable(self._db)}
+        return Workload(
+            policy=policy_of(mode, self._size.serving_floor),
+            policy_since_s=mode.since_s,
+            windows=mode_windows(self._db, self._size.serving_floor),
+            jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
+            deployments=self._learning.learned(
+                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters))
+            ),
+            cordoned=frozenset(cordons.cordoned(self._db)),
+            max_asleep=self._memory.max_asleep(),
+        )
+
+    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
+        row = self._open(job_id)
+        if row is not None:
+            usage.devices_held(self._db, job_id, len(devices), time.time())
+        self._said.pop(job_id, None)
+        if row is not None and (row.phase != "running" or row.devices != list(devices)):
+            self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
+
+    def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
+        row = self._open(job_id)
+        if row is None:
+            return
+        which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
+        after = f" once the engines on {answering} of them have finished their requests" if answering else ""
+        reason = f"The job gets {which}: its ranks start{after}"
+        jobs.update(self._db, job_id, reason=f"{reason}.")
+        self._tell(row, reason)
+
+    def job_waiting(self, job_id: str, reason: str) -> None:
+        usage.devices_held(self._db, job_id, 0, time.time())
+        row = self._open(job_id)
+        if row is None:
+            return
+        reason = pauses.reason(self._db, row) or reason
+        if row.wanted == "run":
+            self._tell(row, f"The job waits: {reason}")
+        if row.snapshot is None:
+            jobs.set_phase(self._db, job_id, "queued", reason=reason)
+        elif row.phase == "running":
+            self._events.suspended(job_id, row.snapshot["step"], row.snapshot["path"], reason=reason)
+        else:
+            jobs.set_phase(self._db, job_id, "suspended", reason=reason)
+
+    def _tell(self, row: JobRow, text: str) -> None:
+        """An event of a job that has not begun: clients of OpenAI's see no reason elsewhere, and one that is suspended
+        has said why. Once, whatever numbers in it change."""
+        if row.phase != "queued":
+            return
+        alike = re.sub(r"[0-9]+", "0", text)
+        if alike not in (said := self._said.setdefault(row.id, set())):
+            said.add(alike)
+            add_message(self._db, row.id, text)
+
+    def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
+        self._remaining_device_s.pop(job_id, None)
+        usage.devices_held(self._db, job_id, 0, time.time())
+        if self._open(job_id) is None:
+            return
+        match outcome:
+            case "succeeded":
+                self._events.succeeded(job_id)
+                self._routing.models_changed()  # its model must be callable as soon as the job is reported as done
+            case "failed":
+                self._events.failed(job_id, TRAINING_FAILED, error)
+            case "cancelled":
+                self._events.cancelled(job_id)
+
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
+        self._routing.trouble(model, trouble)
+
+    def model_served(self, model: str, build: Build) -> None:
+        deployments.update(self._db, model, served=asdict(build))
+
+    def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
+        with self._db.transaction():
+            rows = model_settings.history(self._db, model)
+            if (rows[0].digest if rows else "") != failed.settings:
+                return True
+            before = next((row for row in rows if row.digest == served.settings), None)
+            if before is None and served.settings:
+                return False
+            number, said = (before.number, before.settings) if before is not None else (0, {})
+            note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
+            model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
+            detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
+            audit.insert(
+                self._db,
+                AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail),
+            )
+        self._routing.models_changed()  # the gateways' table holds the context
+        return True
+
+    def _finish_cancelled(self, unfinished: list[JobRow]) -> list[JobRow]:
+        """Finish cancelled jobs that hold nothing any more; returns the others. A running one first stops because it is
+        missing from the workload, and is finished when its ranks are gone."""
+        gone = [row for row in unfinished if row.wanted == "cancel" and row.phase != "running"]
+        for row in gone:
+            self._events.cancelled(row.id)
+        return [row for row in unfinished if row not in gone]
+
+    def _own_engines(
+        self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
+    ) -> list[DeploymentView]:
+        """Deployments that need engines of their own. An adapter's demand goes to its host model."""
+        views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
+        for adapter in adapters.values():
+            if adapter.host not in views:
+                # Its base serves another version now or is not deployed: start engines for the version it fits.
+                base = views.get(adapter.base, self._bare(adapter.base, adapter.base_version))
+                views[adapter.host] = replace(
+                    base,
+                    model=adapter.host,
+                    version=adapter.base_version,
+                    min_replicas=0,
+                    pinned=False,
+                    served=None,
+                    demand=self._demand(adapter.host),
+                    idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                )
+        for row in deployed:
+            if row.model in adapters and (row.pinned or row.min_replicas):
+                host = views[adapters[row.model].host]
+                views[host.model] = replace(
+                    host,
+                    pinned=host.pinned or bool(row.pinned),
+                    min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
+                )
+        for canary in canaries.list_running(self._db):
+            # An adapter's canary needs none: the engines of its host serve both versions.
+            if canary.model in views and canary.name not in adapters:
+                views[canary.name] = self._canary(canary, views[canary.model])
+        return list(views.values())
+
+    def _canary(self, row: CanaryRow, stable: DeploymentView) -> DeploymentView:
+        """At least one engine while the canary runs: no request waits for it, so demand alone would not start one."""
+        return replace(
+            stable,
+            model=row.name,
+            version=row.version,
+            min_replicas=1,
+            max_replicas=max(1, stable.max_replicas),
+            demand=self._demand(row.name),
+            idle=Idle(),
+            pinned=False,
+            served=None,
+        )
+
+    def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
+        """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
+        that there may be need none: their hosts' engines serve them."""
+        return [
+            DeploymentView(
+                row.name,
+                row.version,
+                demand=self._demand(row.name),
+                idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                settings=self._settings.get(row.model, ""),
+                beside=row.model,
+            )
+            for row in job_records.checkpoint_names(self._db)
+            if row.name not in adapters
+        ]
+
+    def _open(self, job_id: str) -> JobRow | None:
+        """The job if it can still change; None if a user has just cancelled or deleted it."""
+        row = jobs.find(self._db, job_id)
+        return row if row is not None and not row.finished else None
+
+    def _job(self, row: JobRow) -> JobView:
+        least, most, sizes = job_devices.bounds(row, self._size.devices)
+        there = self._memory.job_sizes(row) if sizes else ()
+        if possible := tuple(size for size in sizes if size in there):
+            least, most, sizes = possible[0], possible[-1], possible
+        if row.eta_s is not None and row.devices:
+            self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
+        return JobView(
+            id=row.id,
+            min_devices=least,
+            max_devices=most,
+            allowed_sizes=sizes,
+            remaining_device_s=self._remaining_device_s.get(row.id),
+            nodes=self._memory.job_nodes(row),
+            priority=row.priority,
+            submitted_s=row.created_s,
+            phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
+            preemptible=bool(row.preemptible),
+            held=bool(row.held),
+            deadline_s=row.deadline_s,
+            owner=row.owner,
+            lacks=self._memory.waits_for(row) or self._job_memory.waits_for(row),
+        )
+
+    def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
+        return DeploymentView(
+            model=row.model,
+            version=version,
+            tensor_parallel=row.tensor_parallel,
+            min_replicas=row.min_replicas,
+            max_replicas=max(row.min_replicas, self._size.max_replicas)
+            if row.max_replicas is None
+            else row.max_replicas,
+            demand=self._demand(row.model),
+            ttft_target_s=row.ttft_p95_s,
+            tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
+            idle=Idle(IdleSettings.model_construct(**row.idle)),
+            pinned=bool(row.pinned),
+            settings=self._settings.get(row.model, ""),
+            served=Build(**row.served),
+        )
+
+    def _bare(self, model: str, version: str) -> DeploymentView:
+        return DeploymentView(model, version, settings=self._settings.get(model, ""))

@@ -1,0 +1,91 @@
+"""Decides which models may be woken for work without a client: it gives way to interactive requests and to training.
+
+An awake engine works on it in every mode: it holds its devices anyway. A model without an awake engine is woken only if
+that takes nothing from others:
+
+- mode serve and split: the devices belong to serving; while no other model has requests, or a device is free;
+- mode auto: the same, but only while no job wants devices;
+- mode train: never. It waits for another mode, or until an interactive request wakes an engine.
+
+Rollouts of a training job take no device from training either, above all none of their own job: `may_wake_to_sample`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from appliance.controller.bus.asking import Asking
+from appliance.controller.bus.bus import Bus
+from appliance.controller.devices.mode import mode_in_force
+from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.engines.sampling_engines import SocketEngines
+from appliance.gateway.routing.table import OPEN
+from appliance.store.database import Database
+from appliance.store.objects import jobs
+from scheduler.core.workload import Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """policy, floor (devices that serving keeps): those in force. free_devices: how many nobody holds."""
+
+    policy: str
+    jobs_want_devices: bool
+    free_devices: int
+    floor: int = 0
+
+
+def may_wake(now: Circumstances, others_have_requests: bool) -> bool:
+    """Whether a model may be woken, or kept awake. others_have_requests: another model has requests."""
+    if now.policy == "train" or (now.policy == "auto" and now.jobs_want_devices):
+        return False
+    return not others_have_requests or now.free_devices > 0
+
+
+def may_wake_to_sample(now: Circumstances, others_have_requests: bool) -> bool:
+    """Whether a model may be woken for the rollouts of a job that trains: one asleep claims a device that serving keeps
+    whatever training wants, where no other model has requests, or one that nobody holds."""
+    theirs = now.policy in ("serve", "split") or now.floor > 0
+    return now.free_devices > 0 or (theirs and not others_have_requests)
+
+
+class Wishes:
+    """box_floor: devices that serving keeps in every mode."""
+
+    def __init__(
+        self, db: Database, bus: Bus, routing: BusRouting, asking: Asking, sampling: SocketEngines, box_floor: int
+    ):
+        self._db, self._bus, self._routing, self._box_floor = db, bus, routing, box_floor
+        self._asking, self._sampling = asking, sampling
+
+    def demands(self, free_devices: int) -> Callable[[str], Demand]:
+        """Return, for one round of the scheduler, the demand of each model: what gateways report, and this work where
+        it is in nobody's way: asleep, one more request; awake, the model counts as just used, which keeps it from
+        idling to sleep but claims nothing. free_devices: how many nobody holds."""
+        routing, lines = self._routing, dict[str, str]()
+        for name in self._asking.models:
+            lines.setdefault(routing.host(name), name)
+        sampled = {routing.host(name) for name in self._sampling.wanted}
+        asked = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
+
+        @cache
+        def circumstances() -> Circumstances:
+            policy = mode_in_force(self._db, self._box_floor, time.time()).policy
+            return Circumstances(policy.kind, jobs.any_wants_devices(self._db), free_devices, policy.serving_floor)
+
+        def demand(host: str) -> Demand:
+            reported, name = routing.demand(host), lines.get(host)
+            if (name is None and host not in sampled) or reported.requests:
+                return reported
+            now, others = circumstances(), bool(asked - {host, name or host})
+            row = self._bus.models.get(name or host, {})
+            awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
+            for_samples = host in sampled and (awake or may_wake_to_sample(now, others))
+            if not for_samples and (name is None or not may_wake(now, others)):
+                return reported
+            return replace(reported, last_request_s=time.time()) if awake else replace(reported, held=reported.held + 1)
+
+        return demand

@@ -1,0 +1,154 @@
+"""Lets other machines join the box: its certificate authority, invitations, and which nodes were removed.
+
+An invitation has all that one machine needs: the address of Ray's head, Ray's token, and a certificate with its key.
+Whoever has it can join as that machine. Ray and the engines ask both sides of every connection between machines for a
+certificate of the authority, and know no list of removed ones.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from appliance.paths import BoxPaths
+from runtime.replace_file import replace_file
+from scheduler.devices.discovery import HOME_NODE
+
+LIFE, CLOCKS_APART = timedelta(days=3650), timedelta(days=1)
+NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+
+
+class InvitationError(RuntimeError):
+    """A machine cannot be invited, or cannot join; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """head: HOST:PORT of Ray. address: the invited machine's own. authority, certificate, key: PEM."""
+
+    head: str
+    name: str
+    address: str
+    ray_token: str
+    authority: str
+    certificate: str
+    key: str
+
+    @classmethod
+    def read(cls, file: Path) -> Invitation:
+        """Raises InvitationError."""
+        try:
+            return cls(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise InvitationError(f"{file} is not an invitation of `appliance node invite` ({error})") from error
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def accept(self, paths: BoxPaths) -> None:
+        """Keep the token and the certificate where Ray looks for them."""
+        replace_file(paths.ray_token, self.ray_token.encode())
+        _keep(paths.certificates, self.authority, self.certificate, self.key)
+
+
+def prepare(paths: BoxPaths, address: str, port: int) -> None:
+    """At home, before Ray starts: issue the box's own certificate, and make its authority if there is none. Raises
+    InvitationError."""
+    folder = paths.certificates
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (folder / "ca.key").exists():
+        authority, key = _certificate("appliance authority", x509.BasicConstraints(ca=True, path_length=0), None)
+        replace_file(folder / "ca.pem", authority.encode(), durable=True)
+        replace_file(folder / "ca.key", key.encode(), durable=True)
+    _keep(folder, (folder / "ca.pem").read_text(), *_certificate(HOME_NODE, _addresses(address), folder))
+    replace_file(folder / "head", (f"[{address}]:{port}" if ":" in address else f"{address}:{port}").encode())
+
+
+def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
+    """Raises InvitationError."""
+    _check(name)
+    folder = paths.certificates
+    if not (folder / "head").exists():
+        raise InvitationError(
+            f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its appliance.toml, "
+            "then restart it"
+        )
+    certificate, key = _certificate(name, _addresses(address), folder)
+    _write_removed(paths, removed(paths) - {name})
+    head, authority = (folder / "head").read_text(), (folder / "ca.pem").read_text()
+    return Invitation(head, name, address, paths.ray_token.read_text(), authority, certificate, key)
+
+
+def remove(paths: BoxPaths, name: str) -> None:
+    """From now on the box ends this node whenever it joins, until it is invited again. Raises InvitationError."""
+    _check(name)
+    _write_removed(paths, removed(paths) | {name})
+
+
+def removed(paths: BoxPaths) -> frozenset[str]:
+    """Names of the removed nodes."""
+    file = paths.certificates / "removed"
+    return frozenset(file.read_text().split()) if file.exists() else frozenset()
+
+
+def _write_removed(paths: BoxPaths, names: frozenset[str]) -> None:
+    replace_file(paths.certificates / "removed", "\n".join(sorted(names)).encode(), durable=True)
+
+
+def _check(name: str) -> None:
+    if not NODE_NAME.fullmatch(name) or name == HOME_NODE:
+        raise InvitationError(
+            f"the node's name is {name!r}; expected small letters, digits and dashes, and not {HOME_NODE}, the box"
+        )
+
+
+def _certificate(name: str, extension: x509.ExtensionType, authority: Path | None) -> tuple[str, str]:
+    """A new certificate and its key, PEM. authority: folder of the one that signs; None: signed by its own key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
+    issuer, signer = subject, key
+    if authority is not None:
+        issuer = x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes()).subject
+        signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)  # type: ignore[assignment]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_APART)
+        .not_valid_after(now + LIFE)
+        .add_extension(extension, critical=authority is None)
+        .sign(signer, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    return certificate.public_bytes(pem).decode(), private.decode()
+
+
+def _addresses(address: str) -> x509.SubjectAlternativeName:
+    """The addresses that others connect to: Ray uses numbers, also if a name was given."""
+    try:
+        numbers = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        named = [] if address in numbers else [x509.DNSName(address)]
+        return x509.SubjectAlternativeName(
+            [*named, *(x509.IPAddress(ipaddress.ip_address(n)) for n in sorted(numbers))]
+        )
+    except (OSError, ValueError) as error:
+        raise InvitationError(f"the address {address!r} of a node cannot be resolved ({error}); give its IP") from error
+
+
+def _keep(folder: Path, authority: str, certificate: str, key: str) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in (("ca.pem", authority), ("node.pem", certificate), ("node.key", key)):
+        replace_file(folder / name, content.encode())

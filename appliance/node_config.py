@@ -1,0 +1,69 @@
+"""Paths and settings of this node of the box, in the form the scheduler needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
+from runtime.devices.kinds import fork_environment, kind_of
+from runtime.processes.warm_parents import WARM_ENV, WarmSpec
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import HOME_NODE
+from scheduler.ray.node import NodeConfig
+
+LOOPBACK = "127.0.0.1"
+
+
+def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> NodeConfig:
+    at_home = devices[0].node == HOME_NODE
+    env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
+
+    def warm(name: str, preload: str, socket_path: Path, more: Mapping[str, str]) -> WarmSpec:
+        return WarmSpec(name, preload, str(socket_path), str(paths.logs / f"warm-{name}.log"), (*env, *more.items()))
+
+    return NodeConfig(
+        name=devices[0].node,
+        address=config.box.node_address or LOOPBACK,
+        devices=devices,
+        run_dir=paths.run,
+        log_dir=paths.logs,
+        shm_root=paths.shm_root,
+        warm=(
+            warm("serve", "serve.engine.preload", paths.warm_serve_socket, {}),
+            warm("train", "train.run.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()),
+        ),
+        jobs_dir=paths.jobs if at_home else paths.away_jobs,
+        budget_bytes=weight_budget_bytes(config, paths),
+        numa_bind=config.box.numa_bind,
+    )
+
+
+def device_environment(kind: str, caches: Path) -> dict[str, str]:
+    """Environment variables that the libraries of the warm parents need at import time.
+
+    On GPUs: caches of compiled kernels in the box's own folder. Their defaults are below the home directory, which a
+    service may lack or be unable to write (engines then do not start), and in TMPDIR, which is deleted with its engine.
+    """
+    env = {
+        # Without this DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box
+        # configured for logical CPU devices on a machine with GPUs must train on the former.
+        "DS_ACCELERATOR": kind_of(kind).accelerator,
+        **fork_environment(),
+    }
+    if kind_of(kind).on_host:
+        return env
+    return env | {
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        **kind_of(kind).library_environment(caches),
+    }
+
+
+def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
+    """Bytes of this node's shared memory that the weight store may use."""
+    space = os.statvfs(paths.shm_root)
+    return config.weights.budget_for(space.f_blocks * space.f_frsize)

@@ -1,0 +1,46 @@
+"""Stand-ins for the parts that the scheduler's view of the store and the routing table are built on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.jobs.events import JobEvents
+from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
+from appliance.store.database import Database
+from scheduler.core.workload import Demand
+from scheduler.devices.discovery import HOME_NODE
+
+UNKNOWN_SIZES = SimpleNamespace(published=lambda row: (row.max_model_len, None, None))
+NO_ROUTING = SimpleNamespace(
+    models_changed=lambda: None, refresh=lambda: None, trouble=lambda model, trouble: None, inflight=lambda _: 0
+)
+
+
+def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting:
+    """Routing whose keys nobody reads."""
+    return BusRouting(bus, db, 60.0, sizes, SimpleNamespace(publish_keys=lambda: None))  # type: ignore[arg-type]
+
+
+def states_of(
+    db: Database,
+    events: JobEvents,
+    size: BoxSize = BoxSize(1, 8, 1),  # noqa: B008 - frozen
+    *,
+    routing: Any = NO_ROUTING,
+    demand: Any = lambda model: Demand(),
+    learned: Any = lambda deployments: deployments,
+    job_memory: Any = None,
+    job_sizes: Any = lambda row: (),
+) -> SqliteStateStore:
+    """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
+    wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
+    enough = SimpleNamespace(
+        waits_for=lambda row: "",
+        job_nodes=lambda row: (HOME_NODE,),
+        job_sizes=job_sizes,
+        max_asleep=dict,
+        keep=lambda ids: None,
+    )
+    return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough)  # type: ignore[arg-type]

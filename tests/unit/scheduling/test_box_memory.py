@@ -1,0 +1,213 @@
+"""The memory of home and of nodes that have joined, each with the same policy; no process is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from appliance.memory.box_memory import BoxMemory
+from appliance.memory.host_memory import HostMemory, Means, stored_here
+from appliance.store.objects import jobs
+from appliance.store.records import audit
+from scheduler.core.errors import EffectFailed
+from scheduler.core.memory_reading import MemoryReading
+
+GB = 10**9
+
+
+class World:
+    """Home and a node n1 with as much memory as the test says; what is done on n1 is written down."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.home = self.away = MemoryReading(24 * GB, 20 * GB)
+        self.replicas: list[dict[str, Any]] = []
+        self.jobs: list[dict[str, Any]] = []
+        self.parked_on: dict[str, tuple[str, ...]] = {}
+        self.pool_bytes, self.idle = 0, 0
+        self.done: list[tuple[Any, ...]] = []
+        self.there = True
+
+    def status(self) -> dict[str, Any]:
+        return {"replicas": self.replicas, "jobs": self.jobs}
+
+    def memory(self) -> dict[str, MemoryReading]:
+        return {"n1": self.away} if self.there else {}
+
+    def alike(self) -> tuple[str, ...]:
+        return ("n0", "n1") if self.there else ("n0",)
+
+    async def idle_bytes(self, name: str) -> tuple[int, int]:
+        if name != "n1":
+            raise EffectFailed("idle_bytes", name, "gone")
+        return self.pool_bytes, self.idle
+
+    async def trim_pool(self, name: str) -> int:
+        self.done.append(("trim_pool", name))
+        freed, self.pool_bytes = self.pool_bytes, 0
+        return freed
+
+    async def evict(self, name: str, nbytes: int) -> int:
+        self.done.append(("evict", name))
+        freed, self.idle = self.idle, 0
+        return freed
+
+    async def parked(self, node: str) -> tuple[str, ...]:
+        return self.parked_on.get(node, ())
+
+    async def drop_parked(self, node: str) -> None:
+        self.done.append(("drop_parked", node))
+        self.parked_on.pop(node)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def box(db, store, world: World) -> BoxMemory:
+    means = Means(
+        engine_bytes=lambda model: 2 * GB,
+        job_bytes=lambda row: {1: 6 * GB},
+        devices={"n0": 1, "n1": 2}.__getitem__,
+        parked=world,
+        nudge=lambda: None,
+    )
+
+    def clock() -> float:
+        return world.now_s
+
+    home = HostMemory(db, stored_here(store), GB, means, lambda: world.home, clock)
+    made = BoxMemory(db, home, world, GB, means, clock)
+    await made.look(world.status())
+    return made
+
+
+async def pass_by(box: BoxMemory, world: World, seconds: float) -> list[str]:
+    """What was given back on n1 and taken back in this time."""
+    before = len(box.nodes()["n1"]["given_back"])
+    for _ in range(round(seconds / 0.5)):
+        await box.look(world.status())
+        world.now_s += 0.5
+    return [f"{'+' if one['back'] else '-'}{one['what']}" for one in box.nodes()["n1"]["given_back"][before:]]
+
+
+def short(world: World, available: int = GB // 2) -> None:
+    world.away = replace(world.away, available=available)
+
+
+async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, world):
+    short(world, 2 * GB)
+    await box.look(world.status())
+    assert not box.book_engine("chat", "n1") and box.book_engine("chat", "n0")
+    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
+    await box.look(world.status())
+    assert box.book_engine("code", "n1") and not box.book_engine("other", "n0")
+    assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
+
+
+async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
+    box.home._means = replace(box.home._means, engine_bytes=lambda model: 40 * GB)
+    assert box.too_large("chat") == "", "it fits on n1"
+    box._hosts["n1"]._means = box.home._means
+    assert "needs 40.0 GB, more than this machine has" in box.too_large("chat")
+    world.memory = dict
+    await box.look(world.status())
+    assert box.too_large("chat") == "", "n1 has not reported yet, and may be large enough"
+
+
+async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_model, add_job):
+    """A job that might have two devices of n1 ran on one of them, since home has one."""
+    add_model()
+    job = add_job("ftjob-1")
+    for host in (box.home, box._hosts["n1"]):
+        host._means = replace(host._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB, 8: 9 * GB})
+    assert box.job_sizes(job) == (1, 2), "no node has eight"
+    short(world, 5 * GB)
+    await box.look(world.status())
+    box.job_nodes(job)
+    assert box.job_sizes(job) == (1,)
+    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
+    await box.look(world.status())
+    assert box.job_sizes(job) == (1, 2), "home is asked about the one device that it has"
+
+
+async def test_a_node_that_has_not_reported_yet_bounds_no_job(box, world, add_model, add_job):
+    """As after each start of the controller: a job on two devices of n1 was to go on with one, since home has one."""
+    add_model()
+    job = add_job("ftjob-1")
+    box.home._means = box._means = replace(box.home._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB})
+    del box._hosts["n1"]
+    assert box.job_sizes(job) == (1, 2)
+
+
+async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
+    box, world, db, add_model, add_job
+):
+    add_model()
+    job = add_job("ftjob-1")
+    assert box.job_nodes(job) == ("n0", "n1")
+    short(world, 3 * GB)
+    await box.look(world.status())
+    assert box.job_nodes(job) == ("n0",) and box.waits_for(job) == ""
+    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
+    await box.look(world.status())
+    assert box.job_nodes(job) == ("n1",) and box.waits_for(job) == ""
+    short(world, 3 * GB)
+    world.parked_on = {"n1": ("ftjob-0",)}
+    await box.look(world.status())
+    assert "Needs about 6.0 GB" in box.waits_for(job) and box.job_nodes(job) == ("n0", "n1")
+    await box.look(world.status())
+    assert world.done == [("drop_parked", "n1")], "for it each node gives what nobody computes with"
+
+
+async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothing(box, world, db, add_model, add_job):
+    add_model()
+    for number in (0, 1, 2):
+        add_job(f"ftjob-{number}", phase="running", devices=[f"n{min(number, 1)}/{number}"])
+    world.jobs = [{"id": f"ftjob-{n}", "devices": [f"n{min(n, 1)}/{n}"], "phase": "running"} for n in (0, 1, 2)]
+    world.replicas = [
+        {"model": "chat", "state": "open", "devices": ["n1/0"]},
+        {"model": "chat", "state": "open", "devices": ["n0/1"]},
+        {"model": "code", "state": "asleep", "devices": ["n1/3"]},
+        {"model": "code", "state": "asleep", "devices": ["n0/2"]},
+    ]
+    world.parked_on = {"n0": ("ftjob-8",), "n1": ("ftjob-9",)}
+    world.pool_bytes, world.idle = GB // 10, GB // 10
+    short(world)
+    assert await pass_by(box, world, 2) == ["-pool", "-versions", "-sleeper"]
+    assert box.max_asleep() == {"n1": 0}
+    del world.replicas[2]
+    assert await pass_by(box, world, 3.5) == ["-parked", "-job"]
+    assert world.done == [("trim_pool", "n1"), ("evict", "n1"), ("drop_parked", "n1")]
+    assert world.parked_on == {"n0": ("ftjob-8",)} and box.status()["given_back"] == []
+    assert box.status()["short"] == "" and "0.5 GB of n1 available" in box.nodes()["n1"]["short"]
+    assert box.notes() == ["memory of n1 is short: 0.5 GB available; training waits"]
+
+    assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0",), "the last in the queue there leaves for home"
+    assert box.job_nodes(jobs.get(db, "ftjob-1")) == ("n0", "n1"), "one after the other"
+    assert "n0" in box.job_nodes(jobs.get(db, "ftjob-0")) and box.waits_for(jobs.get(db, "ftjob-0")) == ""
+    rows = [(row.action, row.target) for row in audit.page(db, after=None, limit=10).data]
+    assert sorted(rows) == [("memory.given", "ftjob-2"), ("memory.given", "n1"), ("memory.given", "n1")]
+
+    world.jobs[2] |= {"devices": [], "phase": "suspended"}
+    short(world, 20 * GB)
+    assert await pass_by(box, world, 65) == ["+job", "+sleeper"]
+    assert box.max_asleep() == {} and box.notes() == []
+    assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
+
+
+async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeypatch, caplog):
+    async def gone(name: str) -> tuple[int, int]:
+        raise EffectFailed("idle_bytes", name, "its node died")
+
+    monkeypatch.setattr(world, "idle_bytes", gone)
+    short(world)
+    await box.look(world.status())
+    assert "its node died" in caplog.text
+    world.there = False
+    await box.look(world.status())
+    assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}

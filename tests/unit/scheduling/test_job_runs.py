@@ -1,0 +1,476 @@
+"""What a job's ranks report while nobody listens is taken in before they start anew."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shutil
+import threading
+
+import pytest
+
+from appliance.controller.scheduling.job_runs import JobRuns
+from appliance.models.opening import Opening
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import keys
+from appliance.store.rows import JobJudgeRow, PermissionRow, VersionRow
+from scheduler.loop.inbox import Inbox
+from tests.unit.scheduling.fakes import NO_ROUTING
+from tests.unit.scheduling.test_tier_flow import damage
+from tests.unit.weights.conftest import check, write
+from train.run import event_log
+from train.run.event_log import EventLog, read_events
+from train.run.tensorboard_writer import TensorboardWriter
+from weights.checkpoint.errors import OpeningRefused
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import StoredVersion
+from weights.tiers.record import Name
+
+
+@pytest.fixture
+def runs(db, events, store, tmp_path, tiers):
+    jobs_dir, opening = tmp_path / "data" / "jobs", Opening(db)
+    return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, opening, NO_ROUTING, Inbox(), {})
+
+
+def metrics(step):
+    return {"event": "metrics", "step": step, "total_steps": 9, "loss": 1.0 / step, "epoch": 0.1}
+
+
+async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
+    add_job(phase="running")
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    passed_on = []
+    log = EventLog(folder, lambda event, **data: passed_on.append(event))
+    for step in (1, 2, 3):
+        event = metrics(step)
+        log(event.pop("event"), **event)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"event": "metrics", "st')  # cut short by a kill
+    assert passed_on == ["metrics"] * 3 and len(list(read_events(folder))) == 3
+    events.ingest("ftjob-1", metrics(1))
+    await runs.catch_up("ftjob-1")
+    await runs.catch_up("ftjob-1")
+    assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
+    assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
+
+
+async def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_again(db, tmp_path, add_job, runs):
+    """It went back while no controller ran, and the next world would have begun at the rate that broke it."""
+    add_job(phase="running")
+    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    log = EventLog(folder, lambda event, **data: None)
+    told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "it jumped"}
+    log("anomaly", step=7, action="rollback", cuts=[], **told)
+    for _ in range(2):
+        await runs.catch_up("ftjob-1")
+        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4]
+    log("anomaly", step=9, action="lower_rate", cuts=[4, 9], **told)
+    for _ in range(2):
+        await runs.catch_up("ftjob-1")
+        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4, 9]
+
+
+async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
+    """Its steps past the 10,000th were, each time that its ranks started: minutes of the loop, and events without
+    end."""
+    add_job(phase="running")
+    folder = tmp_path / "data" / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    last = 10_003
+    (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
+    db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
+    ingested, read_on = list[int](), set[int]()
+    monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
+    steps_of = job_records.steps_of
+    monkeypatch.setattr(
+        job_records, "steps_of", lambda *asked: (read_on.add(threading.get_ident()), steps_of(*asked))[1]
+    )
+    await runs.catch_up("ftjob-1")
+    assert ingested == [last] and threading.get_ident() not in read_on
+
+
+@contextlib.contextmanager
+def room(nbytes):
+    """Files take no more than so many bytes from here on, as where the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
+    """Half a line stayed, became one with the next, and the controller could not read its way past it any more."""
+    passed_on = []
+    log = EventLog(tmp_path, lambda event, **data: passed_on.append(data["step"]))
+    log("metrics", step=1)
+    with room((tmp_path / "events.jsonl").stat().st_size + 9):
+        log("metrics", step=2)
+        log("metrics", step=3)
+        assert [event["step"] for event in read_events(tmp_path)] == [1]
+    log("metrics", step=4)
+    assert passed_on == [1, 2, 3, 4] == [event["step"] for event in read_events(tmp_path)]
+
+
+def test_what_waits_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "MOST_WAITING_BYTES", 80)
+    log = EventLog(tmp_path, lambda event, **data: None)
+    with room(0):
+        for step in range(9):
+            log("metrics", step=step)
+    log("metrics", step=9)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1], "the rest was only passed on"
+    log("metrics", step=10)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 10]
+
+
+def test_after_a_line_that_a_kill_cut_short_the_next_world_begins_a_new_one(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "metrics", "step": 1}\n{"event": "met')
+    EventLog(tmp_path, lambda event, **data: None)("metrics", step=2)
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+
+
+def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "met{"event": "metrics", "step": 1}\n7\n{"event": "done"}\n')
+    assert [event["event"] for event in read_events(tmp_path)] == ["done"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
+    board = TensorboardWriter(tmp_path / "tb")
+    with room(0):
+        board.write("train", 1, {"loss": 1.0})
+        board.close()
+    board.write("train", 2, {"loss": 1.0})
+    board.close()
+    assert max(path.stat().st_size for path in (tmp_path / "tb").iterdir()) > 0
+
+
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        (70, ["The job resumed from step 70: steps 71 to 72 are repeated (2 in all)"]),
+        (71, ["The job resumed from step 71: step 72 is repeated (1 in all)"]),
+        (0, ["There was no snapshot yet, the job starts over: steps 1 to 72 are repeated (72 in all)"]),
+        (72, []),
+    ],
+)
+def test_it_is_said_how_many_steps_are_done_anew(runs, db, events, add_job, begun, said):
+    add_job(phase="running")
+    events.ingest("ftjob-1", metrics(71))
+    events.ingest("ftjob-1", metrics(72))
+    if begun:
+        events.suspended("ftjob-1", begun, "/dev/shm/s", reason="rank 1 was killed")
+    before = {event.id for event in job_records.page_events(db, "ftjob-1", after=None, limit=50).data}
+    runs.on_event("ftjob-1", {"event": "started", "job": "ftjob-1", "step": begun, "devices": 2, "seconds": {}})
+    told = [e for e in job_records.page_events(db, "ftjob-1", after=None, limit=50).data if e.id not in before]
+    assert [event.message for event in told] == said
+    assert [event.data for event in told] == [{"step": begun, "steps_anew": 72 - begun}] * len(said)
+
+
+async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
+    add_job(phase="running")
+
+    def write(step):
+        with store.reserve(
+            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
+        ) as draft:
+            draft.view("w")[:] = bytes([step] * 16)
+            return draft.commit(meta={"step": step})
+
+    assert runs.newest_snapshot("ftjob-1") is None
+    write(9)
+    newest = write(10)
+    assert runs.newest_snapshot("ftjob-1") == newest.path
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
+    shutil.rmtree(tmp_path / "data" / "snapshots")
+    runs.taken("ftjob-1")
+    for stored in store.list("snapshot"):
+        store.remove(stored)
+    again = runs.newest_snapshot("ftjob-1")
+    assert again is not None and again.name == newest.path.name
+    assert StoredVersion.read(again).manifest.meta["step"] == 10
+
+
+async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
+    runs, flow, store, db, add_job, add_model, tmp_path, tiers, monkeypatch
+):
+    """A rollback went to the newest snapshot, whose weights were broken already, until it had gone back in vain."""
+    add_model()
+    add_job(phase="running", resolved={"publish": "end", "rate_cuts": [10], "full": True})
+
+    def write(step):
+        with store.reserve(
+            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
+        ) as draft:
+            return draft.commit(meta={"step": step})
+
+    for step in (8, 9, 10):
+        write(step)
+        await flow.run_once("remote", everything=True)  # which keeps one
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "remote"]
+    jobs.update(db, "ftjob-1", snapshot={"step": 10, "path": "/s", "written": 3})
+    assert runs._snapshots.older("ftjob-1") == 2
+    told = {
+        "event": "anomaly",
+        "kind": "not_finite",
+        "loss": None,
+        "grad_norm": None,
+        "usual": 1.0,
+        "text": "no number",
+    }
+    remove, threads = store.remove, list[int]()
+    monkeypatch.setattr(store, "remove", lambda stored: (threads.append(threading.get_ident()), remove(stored)))
+    for _ in range(2):  # told again after a restart of the controller
+        runs.on_event("ftjob-1", {**told, "step": 11, "action": "rollback", "cuts": [10], "poisoned": 10})
+    await runs.catch_up("ftjob-1")
+    assert [stored.version for stored in store.list("snapshot", "ftjob-1")] == ["step-8", "step-9"]
+    assert len(threads) == 1 and threading.get_ident() not in threads, "nor does the loop wait for memory"
+    row = jobs.get(db, "ftjob-1")
+    assert row.resolved["rate_cuts"] == [10, 9] and row.snapshot["step"] == 9
+    assert row.snapshot["path"].endswith("step-9")
+    runs.taken("ftjob-1")
+    assert runs.newest_snapshot("ftjob-1").name == "step-9" and runs._snapshots.older("ftjob-1") == 1
+    await flow.run_once("remote")
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == []
+    write(10)  # the step done again
+    assert runs.newest_snapshot("ftjob-1").name == "step-10" and runs._snapshots.older("ftjob-1") == 2
+    runs.taken("ftjob-1")
+    runs.on_event("ftjob-1", {**told, "step": 9, "action": "rollback", "cuts": [10, 9], "poisoned": 8})
+    assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [10, 9, 9], "there is none before it: to the one there is"
+
+
+async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
+    """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
+    rank opened it, and the job failed though the disk had the snapshot whole."""
+    add_job(phase="running")
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-353"
+    ) as draft:
+        draft.commit(meta={"step": 353})
+    await flow.run_once("disk")
+    assert store.evictable_bytes() > 0, "the disk has it, so memory may be taken"
+    path = runs.newest_snapshot("ftjob-1")
+    assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 353
+    runs.taken("ftjob-1")
+    runs.taken("ftjob-1")  # stopping a start ends it too
+    assert store.evict(10**9) > 0 and not path.exists()
+
+
+async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(runs, flow, store, add_job, monkeypatch):
+    add_job(phase="running")
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-5"
+    ) as draft:
+        draft.commit(meta={"step": 5})
+    await flow.run_once("disk")
+    found, gone = runs._snapshots.newest, [True]
+
+    def just_too_late(job_id):
+        answer = found(job_id)
+        if gone.pop() if gone else False:
+            store.evict(10**9)
+        return answer
+
+    monkeypatch.setattr(runs._snapshots, "newest", just_too_late)
+    path = runs.newest_snapshot("ftjob-1")
+    assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
+    runs.taken("ftjob-1")
+
+
+def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):
+    row = add_job(phase="succeeded", snapshot={"step": 1, "path": "/s"})
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id, version="step-1"
+    ) as draft:
+        stored = draft.commit(meta={})
+    lease = store.lease(stored)
+    assert not runs._forget(row.id)
+    lease.release()
+    assert runs._forget(row.id) and store.list("snapshot") == []
+    assert jobs.list_left_snapshots(db)[0].id == row.id
+
+
+def published(step):
+    told = {"version": f"step-{step}", "path": f"/shm/step-{step}", "step": step, "bytes": 9, "epoch": step / 2}
+    return {"event": "published", **told}
+
+
+async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those_that_something_rests_on(
+    runs, db, add_model, add_job
+):
+    add_model()
+    row = add_job(phase="running", resolved={"publish": "checkpoints"})
+    name, removed = row.output_model, []
+
+    async def remove(version):
+        removed.append(version.version)
+
+    async def unload(names):
+        pass
+
+    for step in (2, 4):
+        runs.on_event("ftjob-1", published(step))
+    models.update_version(db, name, "step-2", pinned=1)
+    permission = PermissionRow("p", f"{name}:ckpt-step-4", "elsewhere", 1.0)
+    job_records.insert_permission(db, permission)
+    for step in (6, 8, 8, 10, 12):
+        runs.on_event("ftjob-1", published(step))
+    kept = [one.step for one in job_records.list_checkpoints(db)]
+    assert kept == [2, 4, 8, 10, 12] and [one.version for one in models.list_versions(db, name)] == [
+        f"step-{step}" for step in kept
+    ]
+    assert not removed, "the bytes follow"
+    await runs.tidy(unload, remove)
+    assert removed == ["step-6"]
+    job_records.delete_permission(db, permission.checkpoint, permission.id)
+    runs.on_event("ftjob-1", published(4))  # a world that went back to before it
+    await runs.tidy(unload, remove)
+    assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12] and removed[1:] == ["step-4"]
+    job_records.insert_judge(db, JobJudgeRow(add_job("ftjob-2").id, {"teacher": f"{name}:ckpt-step-8"}))
+    runs.on_event("ftjob-1", published(14))
+    assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12, 14]
+
+
+RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
+
+
+def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    for version in ("v1", "v2"):
+        (tmp_path / "bytes" / version).mkdir(parents=True)
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
+    add_job(resolved=RESOLVED)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
+    first = runs.spec("ftjob-1", "cpu")
+    assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
+    models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
+    models.activate(db, "starter", "v2")
+    assert runs.spec("ftjob-1", "cpu") == first
+
+
+def test_ranks_are_told_the_form_of_a_jobs_answers(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    (tmp_path / "bytes").mkdir()
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
+    add_job(resolved=RESOLVED | {"options": {"group": 8}})
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
+    assert runs.spec("ftjob-1", "cpu").options == {"group": 8}
+    form = {"type": "json_object"}
+    job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"grader": {}, "response_format": form}))
+    assert runs.spec("ftjob-1", "cpu").options == {"group": 8, "response_format": form}
+
+
+async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    (tmp_path / "bytes").mkdir()
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
+    models.unshare(db, "starter", models.EVERYBODY)
+    models.share(db, "starter", "mallory")
+    key, _ = keys.create(db, "mallory", ["fine_tuning"])
+    add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
+    assert runs.spec("ftjob-1", "cpu").base_model == "starter"
+    models.unshare(db, "starter", "mallory")
+    with pytest.raises(LookupError, match="not shared with the job's owner any more"):
+        runs.spec("ftjob-1", "cpu")
+    with pytest.raises(LookupError):
+        await runs.prepare("ftjob-1")
+
+
+async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
+    runs, flow, store, db, add_model, add_job, tmp_path
+):
+    add_model()
+    write(store, "v1")
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    add_job(resolved=RESOLVED)
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
+    store.evict(1 << 40)
+    on_disk = tmp_path / "data" / "models" / "starter" / "v1"
+    await runs.prepare("ftjob-1")
+    assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
+    runs._whole.clear()  # as a controller that was started anew
+    damage(on_disk / "model.safetensors")
+    await runs.prepare("ftjob-1")
+    check(store, store.find("version", "starter", "v1"))
+    assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
+
+
+def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
+    runs, db, add_model, add_adapter, add_job, tmp_path
+):
+    add_model()
+    add_adapter("ft:a")
+    for model, version in (("starter", "v1"), ("ft:a", "step-2")):
+        (tmp_path / "bytes" / version).mkdir(parents=True)
+        models.update_version(db, model, version, disk_path=str(tmp_path / "bytes" / version))
+    add_job(resolved=RESOLVED | {"lora_publish": "merged"})
+    jobs.update(db, "ftjob-1", model="ft:a")
+    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
+    spec = runs.spec("ftjob-1", "cpu")
+    assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
+    assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
+    models.delete_version(db, "starter", "v1")
+    with pytest.raises(LookupError, match="which ft:a is an adapter of"):
+        runs.spec("ftjob-1", "cpu")
+
+
+async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
+    add_model()
+    add_job(phase="queued")
+    write(store, "v1")
+    await runs.prepare("ftjob-1")
+
+    def refuse(directory, model):
+        raise OpeningRefused(model, "config.json", "has 'auto_map'")
+
+    monkeypatch.setattr("appliance.models.opening.may_open", refuse)
+    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
+        await runs.prepare("ftjob-1")
+
+
+async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
+    """Between the decision to start it and its start: what was raised was none of the scheduler's, and ended its
+    loop."""
+    folder = tmp_path / "data" / "jobs" / "ftjob-gone"
+    folder.mkdir(parents=True)
+    EventLog(folder, lambda event, **data: None)("anomaly", action="lower_rate", cuts=[1])
+    for ask in (runs.catch_up, runs.prepare):
+        with pytest.raises(LookupError, match="ftjob-gone"):
+            await ask("ftjob-gone")
+    with pytest.raises(LookupError, match="ftjob-gone"):
+        runs.spec("ftjob-gone", "cpu")
+
+
+async def test_what_the_starting_model_said_of_data_is_there_for_the_next_job(runs, db, add_job, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_parts", lambda row: ({}, []))
+    by_loss = RESOLVED | {"data_order": "loss", "base_version": "v1"}
+    others = {"ftjob-2": {}, "ftjob-3": {"owner": "bob"}, "ftjob-4": {"resolved": by_loss | {"base_version": "v0"}}}
+    add_job("ftjob-1", phase="queued", resolved=by_loss, owner="ann")
+    for number, (name, fields) in enumerate(others.items()):
+        add_job(name, **{"phase": "succeeded", "resolved": by_loss, "owner": "ann"} | fields)
+        folder = tmp_path / "data" / "jobs" / name / "reference"
+        folder.mkdir(parents=True)
+        (folder / f"{number}.npz").write_text(name)
+    await runs.prepare("ftjob-1")
+    here = tmp_path / "data" / "jobs" / "ftjob-1" / "reference"
+    assert [file.name for file in here.iterdir()] == ["0.npz"], "of the same owner and the same version of the base"
+    (here / "0.npz").unlink()
+    (here / "0.npz").write_text("its own")
+    await runs.prepare("ftjob-1")
+    assert (here / "0.npz").read_text() == "its own"
+    jobs.update(db, "ftjob-1", resolved=by_loss | {"data_order": "shuffled"})
+    shutil.rmtree(here)
+    await runs.prepare("ftjob-1")
+    assert not here.exists(), "nothing is asked of it"

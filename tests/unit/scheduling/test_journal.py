@@ -1,0 +1,92 @@
+"""The journal on the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from appliance.controller.context.scheduler import _measured_swap
+from appliance.controller.scheduling.journal import SqliteJournal
+from appliance.store.database import Database
+from appliance.store.upkeep import retention
+from scheduler.handover.journal import HandoverRecord, StepRecord
+
+RECORD = HandoverRecord(
+    3,
+    "mode train",
+    "running",
+    10.0,
+    steps=(StepRecord(0, "free r1", "drain_replica", "r1"), StepRecord(1, "free r1", "sleep_replica", "r1")),
+)
+
+
+@dataclass
+class Report:
+    step: int
+    seconds: dict
+
+
+def test_what_was_begun_is_found_after_a_restart(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 0
+        journal.begin(RECORD)
+        journal.step(3, replace(RECORD.steps[0], state="doing", started_s=11.0))
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 3
+        (open_,) = journal.unfinished()
+        assert open_.steps[0].state == "doing" and open_.steps[1] == RECORD.steps[1]
+        journal.end(3, "undone", 12.0, "the engine died")
+        assert journal.unfinished() == ()
+        assert (journal.get(3).state, journal.get(3).error) == ("undone", "the engine died")
+        assert [record.id for record in journal.since(0)] == [3]
+
+
+def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
+    """A box that was quiet for as long as they are kept began again at 1, which an earlier one had been told by."""
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        for number in (1, 2):
+            journal.begin(replace(RECORD, id=number))
+            journal.end(number, "done", 12.0)
+        retention.delete_aged(db, "handovers", 1e9)
+        assert journal.last_id() == 2
+
+
+def test_undo_steps_are_added_and_details_become_plain(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        journal.begin(RECORD)
+        undo = StepRecord(
+            2,
+            "free replica r1",
+            "open_replica",
+            "r1",
+            "done",
+            1.0,
+            2.0,
+            {"report": Report(4, {"copy": 0.5}), "devices": ("n0/0",)},
+            undoes=1,
+        )
+        journal.step(3, undo)
+        read = journal.get(3).steps[2]
+        assert read.undoes == 1
+        assert read.detail == {"report": {"step": 4, "seconds": {"copy": 0.5}}, "devices": ["n0/0"]}
+
+
+def test_a_swap_is_told_with_its_path_bytes_and_seconds():
+    def swapped(number, **detail):
+        return StepRecord(number, "swap", "swap_replica", f"r{number}", "done", detail=detail)
+
+    steps = [
+        swapped(0, how="layerwise", bytes=100, seconds=0.4, pause_s=0.01),
+        swapped(1, how="in-place", bytes=100, seconds=0.2, pause_s=0.03),
+        replace(swapped(2), detail={"error": "refused"}),
+        StepRecord(3, "take", "wake_replica", "r3", "done", detail={"seconds": 9.0}),
+    ]
+    told = _measured_swap(steps)
+    assert (told["how"], told["bytes"]) == ("in-place, layerwise", 200)
+    assert (told["seconds"], told["pause_s"]) == pytest.approx((0.3, 0.02))
+    assert set(_measured_swap(steps[2:]).values()) == {None}

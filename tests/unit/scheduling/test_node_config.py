@@ -1,0 +1,62 @@
+"""What the warm parents find in their environment, by the kind of the node's devices."""
+
+import importlib.util
+from pathlib import Path
+
+from appliance.config import BoxConfig
+from appliance.node_config import device_environment, node_config_of
+from appliance.paths import BoxPaths
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import logical_devices
+
+
+def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
+    env = device_environment("cuda", tmp_path / "cache")
+    kept = {name: value for name, value in env.items() if value.startswith("/")}
+    assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
+    assert kept.keys() >= {"FLASHINFER_WORKSPACE_BASE", "HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"}
+    assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
+
+
+def test_no_warm_parent_asks_cuda_for_its_devices(tmp_path):
+    for kind in ("cpu", "cuda"):
+        env = device_environment(kind, tmp_path)
+        assert (env["DS_ACCELERATOR"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == (kind, "1")
+
+
+def test_both_warm_parents_get_it(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = (Device("n0/0", "n0", 0, "cuda"),)
+    for devices, kind in ((gpus, "cuda"), (logical_devices(2), "cpu")):
+        node_config = node_config_of(BoxConfig(), paths, devices)
+        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in node_config.warm] == [kind, kind]
+        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
+
+
+def test_ranks_on_gpus_lock_no_more_of_the_hosts_memory_than_they_ask_for(tmp_path):
+    """What an offloading rank locks is planned to the byte (train.plan.estimate); torch would round it up."""
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = (Device("n0/0", "n0", 0, "cuda"),)
+    for devices, expected in ((gpus, "pinned_max_cached_size_mb:4"), (logical_devices(1), None)):
+        serve, train = (dict(spec.env) for spec in node_config_of(BoxConfig(), paths, devices).warm)
+        assert train.get("PYTORCH_ALLOC_CONF") == expected and "PYTORCH_ALLOC_CONF" not in serve
+
+
+def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = tuple(Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4) for i in (0, 4))
+    assert node_config_of(BoxConfig(), paths, gpus).numa_nodes(gpus) == (0, 1)
+    free = BoxConfig.model_validate({"box": {"numa_bind": False}})
+    assert node_config_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
+    logical = logical_devices(1)
+    assert node_config_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)
+
+
+def test_what_the_warm_parents_import_exists(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    node_config = node_config_of(BoxConfig(), paths, logical_devices(2))
+    assert all(importlib.util.find_spec(spec.preload) for spec in node_config.warm)

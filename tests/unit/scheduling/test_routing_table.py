@@ -1,0 +1,305 @@
+"""The routing table of adapters: their base's engines, as long as these serve the weights they were trained on."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.controller.access.naming import resolve
+from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.jobs.fit import shape_of
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import canaries, model_settings
+from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
+from scheduler.core.failures import Trouble
+from scheduler.core.inventory import Device
+from serve.core.config import EngineConfig
+from tests.unit.scheduling.fakes import routing_of
+
+SOCKET = "/run/r1.sock"
+
+
+class RecordingBus:
+    """What gateways would be told, applied at once; `reported` is what they report."""
+
+    def __init__(self):
+        self.table, self.generation, self.reported = {}, 0, Load()
+
+    def set_models(self, table):
+        if table != self.table:
+            self.table, self.generation = table, self.generation + 1
+        return self.generation
+
+    def load(self):
+        return self.reported
+
+    async def wait_applied(self, generation):
+        assert generation == self.generation
+
+
+@pytest.fixture
+def bus():
+    return RecordingBus()
+
+
+@pytest.fixture
+def routing(bus, db, add_model, add_adapter):
+    add_model()
+    add_adapter("ft:a")
+    add_adapter("ft:b")
+    return routing_of(bus, db)
+
+
+async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_version(routing, bus, db):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    row = bus.table["ft:a"]
+    assert (row["adapter"], row["version"]) == ("ft:a@step-2", "step-2")
+    assert row["replicas"] == [{"id": "r1", "socket": SOCKET, "version": "step-2", "state": "open"}]
+    assert row["host"] == "starter" and not {"adapter", "host"} & bus.table["starter"].keys()
+    models.activate(db, "ft:a", "step-1")
+    await routing.wait_applied()
+    assert bus.table["ft:a"]["adapter"] == "ft:a@step-1" and bus.table["ft:b"]["adapter"] == "ft:b@step-2"
+    models.delete(db, "ft:a")
+    routing.refresh()
+    assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
+
+
+async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_it_so(routing, bus):
+    routing.avoid("r1", True)  # known before its route is opened anew
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
+    routing.avoid("r1", False)
+    assert "avoid" not in bus.table["starter"]["replicas"][0]
+    assert routing.open_engines() == {"r1": ("starter", SOCKET)}
+    routing.avoid("r1", True)
+    routing.close("r1")
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert "avoid" not in bus.table["starter"]["replicas"][0], "another engine has its name"
+
+
+async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    await routing.withhold_adapters("r1")
+    assert bus.table["ft:a"]["replicas"] == [] and bus.table["starter"]["replicas"]
+    routing.offer_adapters("r1")
+    assert bus.table["ft:a"]["replicas"]
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    await routing.open("r1", "starter", "v2", SOCKET)
+    assert bus.table["ft:a"]["replicas"] == [] and bus.table["ft:a"]["hold_s"] == 60.0
+    await routing.open("r2", "starter@v1", "v1", "/run/r2.sock")
+    assert [replica["id"] for replica in bus.table["ft:a"]["replicas"]] == ["r2"]
+    assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+
+
+async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):
+    models.insert_version(db, VersionRow("starter", "v2", "s", 1, 0.0, meta={"chat_template": False}))
+    models.insert_version(db, VersionRow("starter", "v3", "s", 1, 0.0, meta={"chat_template": True}))
+    chats = []
+    for version in ("v1", "v2", "v3", "v2"):
+        models.activate(db, "starter", version)
+        if len(chats) == 3:
+            model_settings.add(db, "starter", {"chat_template": "{{ messages }}"}, "d", "me", 0.0)
+        routing.refresh()
+        chats.append((bus.table["starter"].get("chats", True), bus.table[f"starter@{version}"].get("chats", True)))
+    assert chats == [(True, True), (False, False), (True, True), (True, True)]
+
+
+async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    bus.reported = Load(
+        {"r1": ReplicaLoad(4)},
+        {
+            "starter": ModelLoad(
+                1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0, prompt_tokens=60
+            ),
+            "ft:a": ModelLoad(
+                2,
+                3,
+                9.0,
+                0.4,
+                waiting_prompt_tokens=20,
+                prefill_tokens_per_s=800.0,
+                prompt_tokens=80,
+                computed_part=0.5,
+            ),
+            "ft:b": ModelLoad(0, 1, None, None),
+        },
+        arrived={"starter": Arrived(5, 500), "ft:a": Arrived(1, 40), "unheard": Arrived(9, 9)},
+    )
+    asked = routing.demand("starter")
+    assert (asked.inflight, asked.held) == (3, 4)
+    assert asked.waiting_tokens == 70, "prompts that wait, not the tokens that running requests still have to write"
+    assert asked.prompt_tokens == 60 + 80 / 2, "what a cache of prefixes has fills no further one"
+    assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
+    assert routing.demand("unheard").requests == 0
+    traffic = routing.traffic("starter")
+    assert traffic.arrived == {"starter": Arrived(5, 500), "ft:a": Arrived(1, 40)}
+    assert traffic.prefill_tokens_per_s == 800.0
+
+
+async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
+    await routing.open("r1", "starter", "v1", SOCKET)
+    await routing.open("r2", "starter@v2", "v2", "/run/r2.sock")
+    assert bus.table["starter"]["canary"] == {"name": "starter@v2", "version": "v2", "share": 0.2, "since_s": 7.0}
+    assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+    row = bus.table["starter@v2"]
+    assert (row["version"], [replica["id"] for replica in row["replicas"]]) == ("v2", ["r2"])
+    assert "canary" not in row and "canary" not in bus.table["ft:a"]
+    canaries.end(db, "starter", "rolled_back", "asked for", now_s=9.0, compared=None)
+    routing.refresh()
+    assert "canary" not in bus.table["starter"]
+    routing.close("r2")
+    assert "starter@v2" not in bus.table
+
+
+async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert not [name for name in bus.table if "@ch" in name], "no job makes versions of it"
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
+    await routing.open("r2", "starter@v2", "v2", "/run/r2.sock")
+    champion, challenger = bus.table["starter@champion"], bus.table["starter@challenger"]
+    assert (champion["version"], [one["id"] for one in champion["replicas"]]) == ("v1", ["r1"])
+    assert (challenger["version"], [one["id"] for one in challenger["replicas"]]) == ("v2", ["r2"])
+    assert (champion["adapter"], challenger["adapter"]) == ("starter", "starter@v2"), "the names of their engines"
+    assert "canary" not in champion and routing.host("starter@challenger") == "starter@v2"
+    assert resolve(db, "starter@challenger").version.version == "v2"
+    assert resolve(db, "starter@champion").version.version == "v1"
+    bus.reported = Load(models={"starter@challenger": ModelLoad(2, 1, 9.0, None)})
+    assert routing.demand("starter@v2").held == 1, "a challenger that sleeps is woken"
+    models.activate(db, "starter", "v2")
+    canaries.end(db, "starter", "promoted", "asked for", now_s=9.0, compared=None)
+    routing.refresh()
+    assert "starter@challenger" not in bus.table and resolve(db, "starter@challenger") is None
+
+
+async def test_the_alias_of_an_adapter_is_served_by_its_bases_engines(routing, bus, db):
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    await routing.open("r1", "starter", "v1", SOCKET)
+    for alias, version in (("champion", "step-2"), ("challenger", "step-1")):
+        row = bus.table[f"ft:a@{alias}"]
+        assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == (f"ft:a@{version}", version, "r1")
+        assert routing.host(f"ft:a@{alias}") == "starter"
+
+
+async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    await routing.open("r1", "starter", "v1", SOCKET)
+    row = bus.table["ft:a@step-1"]
+    assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == ("ft:a@step-1", "step-1", "r1")
+    assert bus.table["ft:a"]["canary"]["name"] == "ft:a@step-1"
+
+
+async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
+    routing.refresh()
+    asleep = bus.table["starter@v1"]
+    assert (asleep["replicas"], asleep["hold_s"], asleep["adapter"]) == ([], 60.0, "starter"), "woken like its model"
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert [replica["id"] for replica in bus.table["starter@v1"]["replicas"]] == ["r1"]
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    await routing.open("r2", "starter", "v2", "/run/r2.sock")
+    served = {name: [r["id"] for r in row["replicas"]] for name, row in bus.table.items() if name.startswith("starter")}
+    assert served == {"starter": ["r1", "r2"], "starter@v1": ["r1"], "starter@v2": ["r2"]}
+    await routing.open("r1", "starter", "v2", SOCKET)
+    assert "starter@v1" not in bus.table
+    bus.reported = Load(models={"starter": ModelLoad(1, 0, 5.0, 0.1), "starter@v2": ModelLoad(2, 1, 9.0, None)})
+    assert (routing.demand("starter").inflight, routing.demand("starter").held) == (3, 1)
+    assert routing.host("starter@v2") == "starter"
+
+
+async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_whoever_would_wait(
+    bus, db, add_model, add_adapter
+):
+    add_model()
+    add_adapter("ft:a")
+    routing = routing_of(bus, db)
+    routing.trouble("starter", Trouble("starter", "v1", "no memory", "own", 1, 1, 500.0, False))
+    told = {"reason": "no memory", "next_try_s": 500.0, "hold_before_s": 10.0}
+    assert bus.table["starter"]["trouble"] == told and bus.table["starter"]["hold_s"] == 60.0
+    assert bus.table["ft:a"]["trouble"] == told, "an adapter is served by the engines of its base"
+    routing.trouble("starter", Trouble("starter", "v1", "no memory", "own", 3, 3, 500.0, True))
+    assert bus.table["starter"]["trouble"]["hold_before_s"] == 1.0, "nobody waits long for what fails again"
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert "trouble" not in bus.table["starter"] and "trouble" not in bus.table["ft:a"]
+    routing.close("r1")
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    routing.refresh()
+    assert "trouble" not in bus.table["starter"], "another version is another chance"
+
+
+async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
+    """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
+    models.update(db, "ft:a", owner="alice")
+    models.share(db, "ft:a", "bob")
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    jobs.insert(
+        db,
+        JobRow(
+            id="ftjob-1",
+            model="starter",
+            method="supervised",
+            training_file="f",
+            seed=1,
+            output_model="ft:a",
+            created_s=1.0,
+        ),
+    )
+    job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "ft:a:ckpt-step-1", "ft:a", "step-1", 1, 1.0))
+    routing.refresh()
+    owners = {name: row["owners"] for name, row in bus.table.items()}
+    of_a = {name: told for name, told in owners.items() if name.startswith("ft:a")}
+    aliases = {"ft:a@champion", "ft:a@challenger"}
+    assert set(of_a) == {"ft:a", "ft:a@step-1", "ft:a@step-2", "ft:a:ckpt-step-1"} | aliases
+    assert all(told == ["alice", "bob", "the box itself"] for told in of_a.values())
+    assert owners["starter"] is None and owners["starter@v1"] is None and owners["ft:b"] == ["the box itself"]
+    models.share(db, "ft:a", models.EVERYBODY)
+    models.unshare(db, "starter", models.EVERYBODY)
+    routing.refresh()
+    assert bus.table["ft:a:ckpt-step-1"]["owners"] is None and bus.table["starter@v1"]["owners"] == ["the box itself"]
+
+
+async def test_a_name_that_no_gateway_takes_stops_no_other(routing, bus, db, add_model, caplog):
+    add_model("modèle")
+    add_model("other", version="v\n1")
+    routing.refresh()
+    routing.refresh()
+    assert "starter" in bus.table and not [name for name in bus.table if name.startswith(("mod", "other"))]
+    said = [record.message for record in caplog.records if "cannot be called" in record.message]
+    assert len(said) == len(set(said)) == 4, "each model and its version's name, once"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "head_dim": '
+        + "9" * 400
+        + "}",
+        '{"hidden_size": 8, "num_attention_heads": -1, "num_hidden_layers": -' + "9" * 30 + "}",
+        '{"x": ' + "[" * 980 + "]" * 980 + "}",
+        '{"num_hidden_layers": ' + "9" * 5000 + "}",
+        "[]",
+        "\ufeff{}",
+        '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
+    ],
+    ids=["400 digits", "negative", "deep", "5000 digits", "list", "mark", "odd types"],
+)
+async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
+    """The controller publishes the table before it listens: one such model kept the box down, and could not be
+    deleted."""
+    add_model()
+    add_model("odd")
+    (tmp_path / "config.json").write_text(config)
+    models.update_version(db, "odd", "v1", disk_path=str(tmp_path))
+    sizes = EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2)
+    routing = routing_of(bus, db, sizes)
+    routing.refresh()
+    assert {"starter", "odd"} <= bus.table.keys()
+    assert bus.table["starter"]["slots"] == sizes.size(models.find(db, "starter"), None).max_num_seqs
+    assert routing.traffic("starter").kv_tokens == sizes.size(models.find(db, "starter"), None).kv_tokens
+    shape = shape_of(resolve(db, "odd"))
+    assert 0 <= shape.lora_sides < 1e30 and sizes.asleep_bytes(models.find(db, "odd"), None) > 0

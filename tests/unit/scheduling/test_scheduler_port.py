@@ -1,0 +1,183 @@
+"""The loop on the real store behind the port that the routes ask: modes, drains and who asked, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.devices import cordons
+from appliance.controller.devices.mode import write_mode
+from appliance.controller.interfaces.errors import SwapFailed
+from appliance.controller.interfaces.records import Mode
+from appliance.controller.scheduling.journal import SqliteJournal
+from appliance.controller.scheduling.state_store import BoxSize
+from appliance.store.objects import models
+from appliance.store.records import deployments, handovers
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Policy
+from scheduler.handover.journal import HandoverRecord, StepRecord
+from scheduler.loop.loop import SchedulerLoop
+from tests.unit.scheduler.fakes import FakeEffects, World, box_of
+from tests.unit.scheduling.fakes import states_of
+
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def scheduler_of(db):
+    """A Scheduler of these parts; for the others stand-ins that report next to nothing."""
+    host = {"short": "1 GB", "reserve_bytes": 5}
+    nothing = {
+        "effects": None,
+        "journal": SqliteJournal(db),
+        "routing": SimpleNamespace(wait_applied=lambda: asyncio.sleep(0), refresh=lambda: 1),
+        "db": db,
+        "bus": SimpleNamespace(inflight=lambda _: 0),
+        "nodes": SimpleNamespace(),
+        "weights": SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1),
+        "memory": SimpleNamespace(nodes=dict, status=lambda: host, notes=lambda: ["memory is short: 1 GB available"]),
+    }
+    return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
+
+
+def test_notes_are_sentences_that_name_their_model(scheduler_of):
+    told = {
+        "devices": [],
+        "replicas": [],
+        "handovers": [],
+        "jobs": [],
+        "plan_s": 0.0,
+        "notes": {"m": "No room."},
+        "reloads": {"m": "a new engine for v2, because v2 could not be loaded"},
+        "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}],
+        "waits": ["stop r1 waits"],
+    }
+    shown = scheduler_of(loop=SimpleNamespace(status=lambda: told))
+    notes = ["k: not serving: no memory; next try in 4 s", "m: No room."]
+    notes += ["m: a new engine for v2, because v2 could not be loaded", "stop r1 waits"]
+    assert shown.status()["notes"] == ["memory is short: 1 GB available", *notes]
+    memory = shown.status()["memory"]
+    assert memory["host"]["short"] == "1 GB" and memory["reserve_bytes"] == 5
+
+
+async def test_the_memory_of_an_engine_in_a_long_step_stays_what_it_was(scheduler_of):
+    """It does not answer a look, and status showed 0 B for as long as it computed."""
+    replicas, answers = [{"id": "r1"}, {"id": "r2"}], [{"r1": 7, "r2": 8}, {"r2": 9}, {}]
+
+    async def resident_bytes():
+        return answers.pop(0)
+
+    loop, effects = (
+        SimpleNamespace(status=lambda: {"replicas": replicas}),
+        SimpleNamespace(resident_bytes=resident_bytes),
+    )
+    shown = scheduler_of(loop=loop, effects=effects)
+    await shown.read_memory()
+    await shown.read_memory()
+    assert shown._rss == {"r1": 7, "r2": 9}
+    replicas.pop(0)
+    await shown.read_memory()
+    assert shown._rss == {"r2": 9}, "what has gone is forgotten"
+
+
+async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job, scheduler_of):
+    add_model()
+    add_job(allowed_sizes=[1, 2])
+    deployments.update(db, "starter", min_replicas=1, max_replicas=1)
+    world = World(box_of(3))
+    states = states_of(db, events, BoxSize(0, 3, 1))
+    write_mode(db, Mode("serve"))
+    journal = SqliteJournal(db)
+    loop = SchedulerLoop(FakeEffects(world), states, journal)
+    port = scheduler_of(loop=loop, journal=journal)
+    running = asyncio.create_task(loop.run())
+    await loop.wait_settled(loop.nudge())
+    (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]
+    assert [(place["reason"], place["position"]) for place in port.status()["queue"]] == [("Resources", 1)]
+
+    told = port.explain(Policy("train"))
+    assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
+
+    cordons.drain(db, device, "a test", "ops", 1.0)
+    port.nudge(f"drain of {device}", "ops")
+    await loop.wait_settled(loop.nudge())
+    held = {d["id"]: d["holder"] for d in port.status()["devices"]}
+    assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
+    newest = handovers.list_recent(db, 1)[0]
+    assert newest.detail == {"asked_by": "ops", "asked_for": f"drain of {device}"}
+
+    wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
+    handover_id = await port.set_mode(wanted, wait=True)
+    assert await port.set_mode(wanted, wait=True) is None, "nothing is left to do for it"
+    assert handovers.find(db, handover_id).detail == {"asked_by": "alice", "asked_for": "mode train"}
+    loop.stop()
+    await running
+
+
+async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of):
+    """While one model is swapped, hand-overs of others go on in the same journal."""
+    add_model()
+
+    def swap(seq: int, model: str, detail: dict) -> StepRecord:
+        return StepRecord(seq, "swap", "swap_replica", f"r-{model}", "done", 1.0, 2.0, {"model": model, **detail})
+
+    done = {"pause_s": 0.1, "seconds": 1.0, "bytes": 10, "how": "shared memory"}
+    journal = SqliteJournal(db)
+    journal.begin(HandoverRecord(1, "an earlier one", "done", 1.0, 2.0, (swap(0, "starter", done),)))
+
+    async def settle(generation: int) -> None:
+        if journal.last_id() == 1:
+            steps = (
+                swap(0, "starter", done),
+                swap(1, "other", {**done, "pause_s": 9.0}),
+                swap(2, "other", {"error": "e"}),
+            )
+            journal.begin(HandoverRecord(2, "two swaps", "done", 1.0, 2.0, steps))
+
+    replica = {"id": "r1", "model": "starter", "state": "open", "version": models.find(db, "starter").active_version}
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None, nudge=lambda: 1, wait_settled=settle, status=lambda: {"replicas": [replica]}
+    )
+    port = scheduler_of(loop=loop, journal=journal)
+    told = await port.converge_model("starter")
+    assert (told["replicas"], told["pause_s"], told["bytes"]) == (1, 0.1, 10)
+
+    replica["version"] = "older"
+    journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
+    with pytest.raises(SwapFailed, match="r1 serve another version"):
+        await port.converge_model("starter")
+
+
+async def test_a_swap_ends_as_failed_where_its_model_was_deleted_in_the_meantime(scheduler_of):
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None,
+        nudge=lambda: 1,
+        wait_settled=lambda generation: asyncio.sleep(0),
+        status=lambda: {"replicas": []},
+    )
+    port = scheduler_of(loop=loop)
+    with pytest.raises(SwapFailed, match="deleted in the meantime"):
+        await port.converge_model("starter")
+
+
+async def test_a_swap_fails_where_the_engine_was_replaced_and_none_starts_with_the_version(db, add_model, scheduler_of):
+    add_model()
+    replicas = [{"id": "r1", "model": "starter", "state": "open", "version": "older"}]
+
+    async def settle(generation: int) -> None:
+        replicas.clear()
+
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None,
+        nudge=lambda: 1,
+        wait_settled=settle,
+        status=lambda: {"replicas": replicas},
+        trouble=lambda model, version: SimpleNamespace(reason="no kernel"),
+    )
+    port = scheduler_of(loop=loop)
+    with pytest.raises(SwapFailed, match="no engine starts with it: no kernel"):
+        await port.converge_model("starter")
+    assert (await port.converge_model("starter"))["replicas"] == 0, "nobody was served before"

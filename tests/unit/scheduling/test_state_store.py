@@ -1,0 +1,256 @@
+"""The scheduler's view of the store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from appliance.controller.devices import cordons
+from appliance.controller.devices.mode import write_mode
+from appliance.controller.interfaces.records import Mode
+from appliance.controller.scheduling.state_store import BoxSize
+from appliance.store import database
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import audit, canaries, deployments, model_settings, windows
+from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Build, Demand, Policy
+from scheduler.loop.mode_schedule import Window
+from tests.unit.scheduling.fakes import states_of
+
+PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
+
+
+@pytest.fixture
+def refreshed():
+    return []
+
+
+@pytest.fixture
+def states(db, events, refreshed):
+    routing = SimpleNamespace(
+        models_changed=lambda: refreshed.append(1), trouble=lambda model, trouble: refreshed.append(1)
+    )
+    size = BoxSize(serving_floor=1, devices=8, max_replicas=2)
+    demand = lambda model: Demand(held=3 if model == "starter" else 0)  # noqa: E731
+    return states_of(db, events, size, routing=routing, demand=demand)
+
+
+def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
+    add_model()
+    add_model("undeployed", deployed=False)
+    write_mode(db, Mode("split", 6))
+    cordons.drain(db, "n0/3", "", "ann", 1.0)
+    load = states.load(free_devices=0)
+    assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)
+    assert [(d.model, d.version, d.max_replicas, d.demand.held) for d in load.deployments] == [("starter", "v1", 2, 3)]
+    assert load.cordoned == {"n0/3"}
+
+
+def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model, add_job, db):
+    add_model()
+    add_job("ftjob-new", phase="validating")
+    add_job("ftjob-paused", wanted="pause")
+    add_job("ftjob-run", max_devices=4)
+    add_job("ftjob-gone", wanted="cancel")
+    seen = {job.id: job for job in states.load(free_devices=0).jobs}
+    assert set(seen) == {"ftjob-paused", "ftjob-run"}
+    assert seen["ftjob-paused"].phase == "paused"
+    assert (seen["ftjob-run"].max_devices, seen["ftjob-run"].sizes) == (4, (1, 2, 4))
+    assert jobs.get(db, "ftjob-gone").phase == "cancelled"
+
+
+def test_a_round_reads_nothing_of_jobs_that_only_their_owners_read(states, add_model, add_job, db, monkeypatch):
+    """Metadata and integrations within OpenAI's limits are a quarter of a megabyte as JSON: of one owner's two hundred
+    queued jobs each round parsed 50 MB, and held the controller's loop for 0.16 s."""
+    add_model()
+    add_job(
+        metadata={"of": "x" * 5000},
+        integrations=[{"type": "wandb", "of": "x" * 5000}],
+        hyperparameters={"of": "x" * 5000},
+    )
+    read, loads = [], database.json.loads
+    monkeypatch.setattr(database.json, "loads", lambda text: read.append(len(text)) or loads(text))
+    (job,) = states.load(free_devices=0).jobs
+    assert (job.id, max(read) < 5000) == ("ftjob-1", True)
+    (row,) = jobs.list_unfinished_whole(db)
+    assert row.metadata == {"of": "x" * 5000} and row.integrations and row.hyperparameters
+
+
+def test_a_running_job_that_is_cancelled_stays_running_until_its_ranks_are_gone(states, add_job, db):
+    add_job(phase="running", wanted="cancel")
+    assert states.load(free_devices=0).jobs == ()
+    assert jobs.get(db, "ftjob-1").phase == "running"
+
+
+def test_phases_follow_the_loop(states, add_job, db):
+    add_job()
+    states.job_running("ftjob-1", ("n0/0", "n0/1"))
+    assert (jobs.get(db, "ftjob-1").phase, jobs.get(db, "ftjob-1").devices) == ("running", ["n0/0", "n0/1"])
+    states.job_waiting("ftjob-1", "serving needs the devices")
+    assert jobs.get(db, "ftjob-1").phase == "queued", "no snapshot was made, so it begins anew"
+    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
+    states.job_running("ftjob-1", ("n0/0",))
+    states.job_waiting("ftjob-1", "serving needs the devices")
+    row = jobs.get(db, "ftjob-1")
+    assert (row.phase, row.step, row.reason) == ("suspended", 4, "serving needs the devices")
+    states.job_ended("ftjob-1", "failed", "rank 3 died")
+    assert jobs.get(db, "ftjob-1").error["message"] == "rank 3 died"
+    states.job_running("ftjob-1", ("n0/0",))
+    assert jobs.get(db, "ftjob-1").phase == "failed", "an ended job never changes"
+
+
+def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, add_job, db):
+    """Jobs of two seconds stood queued for a minute, and no event said why."""
+    add_job()
+    for free in (1, 0, 1):
+        states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
+    states.job_waiting("ftjob-1", "Needs 2 devices: serving needs 3 of 4 devices now.")
+    states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
+    gets = "The job gets 2 devices (n0/0, n0/1): its ranks start once the engines on 1 of them have finished their "
+    gets += "requests"
+    assert jobs.get(db, "ftjob-1").reason == f"{gets}."
+    states.job_running("ftjob-1", ("n0/0", "n0/1"))
+    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
+    states.job_waiting("ftjob-1", "serving needs the devices")
+    states.job_waiting("ftjob-1", "others are ahead")
+    states.job_coming("ftjob-1", ("n0/0",), 0)
+    told = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data][::-1]
+    assert told == [
+        "The job waits: Needs 2 devices; 1 of training's 4 are left by jobs ahead of it.",
+        "The job waits: Needs 2 devices: serving needs 3 of 4 devices now.",
+        gets,
+        "Fine-tuning job started on 2 device(s)",
+        "Fine-tuning job suspended at step 4: serving needs the devices",
+    ]
+
+
+def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_job, db, refreshed):
+    add_model()
+    add_job(phase="running")
+    events.ingest("ftjob-1", PUBLISHED)
+    states.job_ended("ftjob-1", "succeeded", "")
+    assert jobs.get(db, "ftjob-1").phase == "succeeded" and refreshed == [1]
+    assert "ft:starter:local::ftjob-1" in {d.model for d in states.load(free_devices=0).deployments}
+
+
+def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, events):
+    add_model()
+    add_job(phase="running")
+    events.ingest("ftjob-1", PUBLISHED)
+    name = job_records.list_checkpoints(db)[0].name
+    assert isinstance(job_records.list_checkpoints(db)[0], CheckpointRow) and name.endswith(":ckpt-step-5")
+    deployment = states.load(free_devices=0).deployments[-1]
+    assert (deployment.model, deployment.version) == (name, "step-5")
+    assert deployment.beside == "ft:starter:local::ftjob-1"
+
+
+def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
+    add_job("ftjob-fresh", phase="running")
+    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
+    states.after_restart()
+    assert jobs.get(db, "ftjob-fresh").phase == "queued"
+    assert jobs.get(db, "ftjob-saved").phase == "suspended"
+
+
+def test_trouble_of_a_model_is_told_to_the_gateways_and_kept_by_the_loop_alone(states, add_model, db, refreshed):
+    add_model()
+    trouble = Trouble("starter", "v1", "the engine does not start", "own", 3, 3, 1e12, True)
+    states.model_trouble("starter", trouble)
+    assert refreshed == [1], "the gateways are told"
+    (view,) = states.load(free_devices=0).deployments
+    assert view.not_before_s == 0.0, "the loop alone knows of it"
+
+
+def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
+    add_model()
+    deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
+    add_job(asked_sizes=[2], allowed_sizes=[2], deadline_s=9.0, preemptible=0, held=1, owner="alice", priority=3)
+    write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
+    windows.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
+    load = states.load(free_devices=0)
+    (model,) = load.deployments
+    assert (model.max_replicas, model.min_replicas, model.ttft_target_s, model.pinned) == (1, 1, 1.5, True)
+    assert model.tpot_target_s == 0.08
+    (job,) = load.jobs
+    assert (job.sizes, job.deadline_s, job.preemptible, job.held, job.owner) == ((2,), 9.0, False, True, "alice")
+    assert (load.policy, load.policy_since_s) == (Policy("train", None, 2), 50.0)
+    assert load.windows == (Window("0 22 * * *", Policy("split", 6, 1), "UTC", None, 3600.0, "win_1"),)
+
+
+def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, db):
+    add_job(phase="running", devices=["n0/0", "n0/1"], eta_s=30.0)
+    assert states.load(free_devices=0).jobs[0].remaining_device_s == 60.0
+    states.job_waiting("ftjob-1", "serving needs the devices")
+    assert states.load(free_devices=0).jobs[0].remaining_device_s == 60.0
+
+
+def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_job, db):
+    add_job("ftjob-on", phase="running")
+    add_job("ftjob-off", phase="running")
+    states.after_restart(adopted={"ftjob-on"})
+    assert jobs.get(db, "ftjob-on").phase == "running"
+    assert jobs.get(db, "ftjob-off").phase == "queued"
+
+
+def test_an_adapter_has_no_engine_of_its_own_and_pins_its_base(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a", pinned=1)
+    (view,) = states.load(free_devices=0).deployments
+    assert (view.model, view.version, view.pinned, view.demand.held) == ("starter", "v1", True, 3)
+
+
+def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a")
+    add_adapter("ft:b")
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
+    models.activate(db, "starter", "v2")
+    views = {view.model: view for view in states.load(free_devices=0).deployments}
+    assert {(v.model, v.version) for v in views.values()} == {("starter", "v2"), ("starter@v1", "v1")}
+    assert views["starter@v1"].idle.limit_s and not views["starter@v1"].pinned
+
+
+def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
+    add_model()
+    deployments.update(db, "starter", tensor_parallel=2, pinned=1)
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
+    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.1, 1.0))
+    _, canary = states.load(free_devices=0).deployments
+    assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
+    assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
+    canaries.end(db, "starter", "rolled_back", "", now_s=2.0, compared=None)
+    assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
+
+
+def test_the_canary_of_an_adapter_needs_no_engine(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a")
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 1.0))
+    assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
+
+
+def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, add_model, refreshed):
+    add_model()
+    old, new = Build("v1", 1, ""), Build("v1", 1, "digest")
+    assert states.load(free_devices=0).deployments[0].served == Build()
+    states.model_served("starter", old)
+    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 1.0)
+    (view,) = states.load(free_devices=0).deployments
+    assert (view.build, view.served) == (new, old)
+    assert states.settings_failed("starter", new, old, "the engine refused")
+    row = model_settings.current(db, "starter")
+    assert (row.number, row.settings, row.by_whom) == (2, {}, "box") and states.load(free_devices=0).deployments[
+        0
+    ].build == old
+    assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
+    assert model_settings.notes(db) == {"starter": row.note} and refreshed
+    (told,) = audit.page(db).data
+    assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
+    assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
+    assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
+    assert model_settings.current(db, "starter") == row
+    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
+    assert not model_settings.notes(db), "what a person set is not the box's"
+    assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")

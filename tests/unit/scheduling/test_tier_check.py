@@ -1,0 +1,153 @@
+"""What a person learns who asks whether everything is whole: of versions, adapters and snapshots, in every tier."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from appliance.controller.context import model_files
+from appliance.controller.context.model_files import LibraryOps
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.records import VersionPaths
+from appliance.controller.models.removal import paths_of
+from appliance.models.opening import Opening
+from appliance.store.objects import models
+from tests.unit.scheduling.test_tier_flow import damage, snapshot
+from tests.unit.weights.conftest import check, write
+from weights.checkpoint.errors import TokenizerRefused
+from weights.memory.lease import take_lease
+from weights.tiers.record import Name
+
+
+@pytest.fixture
+async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
+    """A base, an adapter on it and a job's snapshot, each in shared memory, on disk and in the remote tier."""
+    add_model()
+    add_adapter("ft:x")
+    add_job("ftjob-1", phase="running")
+    write(store, "v1")
+    write(store, "step-2", model="ft:x", kind="adapter")
+    store.seal(snapshot(store, 7))
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    return LibraryOps(None, store, tiers, flow, Opening(db), lambda name: None)
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+async def test_everything_is_read_once_per_copy(ops, tiers):
+    told = []
+    found = await ops.verify_tiers(told.append)
+    assert found["copies"] == 9 and found["unsealed"] == 0 and found["bytes"] > 0
+    assert [len(tiers.copies(name)) for name in tiers.known()] == [3, 3, 3]
+    assert told[-1].done == told[-1].total == found["bytes"]
+
+
+async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
+    paths = [paths_of(row) for row in models.list_versions(db, "ft:x")]
+    found = await ops.verify("ft:x", paths, lambda progress: None)
+    assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
+    assert [copy["path"] for copy in found["versions"]][2] == str(tmp_path / "mount")
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("mount", ["in the remote tier"]),
+        ("data/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the disk tier"]),
+        ("data/models/ft:x", ["adapter step-2 of ft:x is damaged in the disk tier"]),
+        ("shm/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the memory tier"]),
+    ],
+)
+async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told, tiers):
+    damage(largest(tmp_path / where))
+    with pytest.raises(OperationFailed) as failed:
+        await ops.verify_tiers(lambda progress: None)
+    assert failed.value.code == "copies_damaged"
+    assert all(text in str(failed.value) for text in told), failed.value
+    noted = {tier["name"]: tier["last_error"] for tier in tiers.status()() if tier["last_error"]}
+    assert list(noted) == [name for name in ("disk", "remote") if f"in the {name} tier" in str(failed.value)]
+    assert all("is damaged" in text for text in noted.values())
+
+
+async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, store, tiers, tmp_path):
+    name = Name("adapter", "ft:x", "step-2")
+    damage(largest(tmp_path / "shm/adapters"))
+    with take_lease(store.find(*name)), pytest.raises(OperationFailed, match="it is in use and stays"):
+        await ops.verify_tiers(lambda progress: None)
+    with pytest.raises(OperationFailed, match="comes from the disk tier when it is needed") as failed:
+        await ops.verify_tiers(lambda progress: None)
+    assert str(failed.value).count("is damaged") == 1 and store.find(*name) is None
+    check(store, tiers.bring_in(name))
+    assert (await ops.verify_tiers(lambda progress: None))["copies"] == 9
+
+
+async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, tiers, tmp_path):
+    lone = store.seal(snapshot(store, 8))
+    damage(largest(lone.path))
+    with pytest.raises(OperationFailed, match="snapshot step-8 of ftjob-1 is damaged in the memory tier"):
+        await ops.verify_tiers(lambda progress: None)
+    assert store.find(*Name("snapshot", "ftjob-1", "step-8")) is not None
+
+
+async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
+    snapshot(store, 8)
+    found = await ops.verify_tiers(lambda progress: None)
+    assert (found["copies"], found["unsealed"]) == (9, 1)
+
+
+async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):
+    """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None)
+    lease = take_lease(store.find("adapter", "ft:x", "step-2"))
+    removing = asyncio.create_task(ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")]))
+    await asyncio.sleep(0.1)
+    assert not removing.done() and store.find("adapter", "ft:x", "step-2")
+    lease.release()
+    await removing
+    assert store.find("adapter", "ft:x", "step-2") is None
+
+
+async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, tiers):
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    told = []
+
+    async def elsewhere(names):
+        assert store.find("adapter", "ft:x", "step-2") is None, "home first: another node must not fetch it again"
+        told.extend(names)
+
+    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None, elsewhere)
+    await ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")])
+    assert told == [("version", "ft:x", "step-2"), ("adapter", "ft:x", "step-2")]
+
+
+async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, monkeypatch, tiers):
+    monkeypatch.setattr(model_files, "READERS_LEAVE_S", 0.0)
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    with take_lease(store.find("adapter", "ft:x", "step-2")):
+        await LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None).remove(
+            "ft:x", [VersionPaths("step-2", None, None, "adapter")]
+        )
+    left = store.find("adapter", "ft:x", "step-2")
+    assert left is not None and not left.pinned
+
+
+async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, db, store, monkeypatch):
+    """And tries it again, whatever was kept of an earlier trial."""
+    folder = store.find("version", "starter", "v1").path
+    paths = [VersionPaths("v1", None, str(folder))]
+
+    def refuse(folder):
+        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
+
+    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
+    with pytest.raises(OperationFailed, match="tokenizer.model: makes 2000001 tokens") as failed:
+        await ops.verify("starter", paths, lambda progress: None)
+    assert failed.value.code == "opening_refused"
+    monkeypatch.setattr("appliance.models.opening.try_folder", lambda folder: None)
+    assert (await ops.verify("starter", paths, lambda progress: None))["tensors"] > 0
+    await Opening(db).check(folder, "starter")

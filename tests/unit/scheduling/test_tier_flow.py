@@ -1,0 +1,380 @@
+"""Versions and snapshots on their way between the tiers: what arrives, what stays, what happens when a tier fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sqlite3
+
+import pytest
+
+from appliance.controller.engines.versions import VersionProvider
+from appliance.models.opening import Opening
+from appliance.store.objects import jobs, models
+from appliance.store.records import tier_removals
+from appliance.store.rows import VersionRow
+from appliance.tiers.flow import TierFlow
+from runtime import background_tasks
+from tests.unit.weights.conftest import check, write
+from weights.format.config import KeepRules
+from weights.format.errors import ManifestInvalid, StoreFull, TierUnavailable
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+V1 = Name("version", "starter", "v1")
+
+
+@pytest.fixture
+def publish(db, store, add_model):
+    """Commits versions of `starter` to shared memory as publishing does."""
+    add_model(version="v0")
+
+    def made(*versions):
+        for version in versions:
+            models.insert_version(db, VersionRow("starter", version, "job", 10, float(version[1:])))
+            yield write(store, version)
+
+    return lambda *versions: list(made(*versions))
+
+
+def snapshot(store, step, job="ftjob-1"):
+    with store.reserve(
+        Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job, version=f"step-{step}"
+    ) as draft:
+        draft.view("master.w")[:] = bytes([step]) * 1600
+        return draft.commit(meta={"step": step}, checksums=False)
+
+
+def versions(tier):
+    return {name.version for name in tier.copies.names() if name.kind == "version"}
+
+
+def put_off(tiers, tier):
+    return next(status for status in tiers.status()() if status["name"] == tier)
+
+
+async def passes(flow, *tiers):
+    for tier in tiers:
+        await flow.run_once(tier)
+
+
+def damage(path):
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
+    (stored,) = publish("v1")
+    assert tiers.tiers_of_version("starter", "v1") == ["memory"]
+    await passes(flow, "disk", "remote")
+    assert tiers.tiers_of_version("starter", "v1") == ["memory", "disk", "remote"]
+    row = models.find_version(db, "starter", "v1")
+    assert row.disk_path == str(tmp_path / "data/models/starter/v1") and not stored.pinned
+    written = {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()}
+    await passes(flow, "disk", "remote")
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()} == written
+    status = put_off(tiers, "remote")
+    assert status["versions"] == 1 and status["backlog"] == 0 and status["bytes"] > 0 and status["last_error"] is None
+
+
+async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_remote_tier(
+    flow, publish, db, store, tmp_path, caplog, tiers
+):
+    (stored,) = publish("v1")
+    models.activate(db, "starter", "v1")
+    await passes(flow, "disk", "remote")
+    assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
+    damage(tmp_path / "data/models/starter/v1/model.safetensors")
+    provider = VersionProvider(db, store, tiers, Opening(db), None, None, None)
+    path = await provider.in_memory("starter", "v1")
+    check(store, store.find(*V1))
+    assert path == stored.path and provider.holds(V1)
+    assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
+    told = put_off(tiers, "disk")
+    assert told["damaged"] == 1 and told["last_error"] in caplog.text
+    assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
+    assert f"{tmp_path}/data/models/starter/v1/model.safetensors, tensor 'model.norm.weight'" in caplog.text
+    await passes(flow, "disk")
+    tiers.disk.copies.verify(V1)
+
+
+async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, tiers):
+    (stored,) = publish("v1")
+    damage(stored.path / "manifest.json")
+    with pytest.raises(ManifestInvalid):
+        tiers.bring_in(V1)
+    assert stored.path.exists(), "nobody else has it"
+    store.discard(*V1)
+    (again,) = [write(store, "v1")]
+    await passes(flow, "disk")
+    damage(again.path / "manifest.json")
+    check(store, tiers.bring_in(V1))
+
+
+async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers):
+    publish("v1")
+    await passes(flow, "disk")
+    store.evict(1 << 40)
+    damage(tmp_path / "data/models/starter/v1/model.safetensors")
+    with pytest.raises(LookupError, match="damaged in the disk tier"):
+        tiers.bring_in(V1)
+    assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
+
+
+async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
+    publish("v1")
+    await passes(flow, "disk", "remote")
+    shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
+    (tmp_path / "mount").mkdir()  # what is left of a mount point
+    publish("v2")
+    await passes(flow, "disk", "remote")
+    status = put_off(tiers, "remote")
+    assert "mounted" in status["last_error"] and list((tmp_path / "mount").iterdir()) == []
+    assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk"]
+    (tmp_path / "mount").rmdir()
+    shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
+    await passes(flow, "remote")
+    assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
+
+
+async def test_another_boxs_place_is_not_touched(flow, publish, db, tiers):
+    publish("v1")
+    await passes(flow, "remote")
+    await passes(TierFlow(db, tiers, owner="box-2"), "remote")
+    assert "belongs to box 'box-1'" in put_off(tiers, "remote")["last_error"]
+
+
+async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store, tiers):
+    (stored,) = publish("v1")
+    disk = tiers.disk.copies
+    disk._free_bytes = 1 << 60
+    await passes(flow, "disk", "remote")
+    status = put_off(tiers, "disk")
+    assert status["backlog"] == 1 and status["backlog_bytes"] == stored.nbytes and "free" in status["last_error"]
+    assert tiers.tiers_of(V1) == ["memory", "remote"]
+    assert not await flow.finish(), "the box must not give shared memory back"
+    disk._free_bytes = 0
+    assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
+
+
+async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish, store, db, add_job, tiers):
+    """It removed only after it had written, and could not write before it had removed."""
+    publish("v1", "v2")
+    add_job(phase="running")
+    snapshot(store, 1)
+    await passes(flow, "disk")
+    publish("v3")
+    jobs.set_phase(db, "ftjob-1", "cancelled")
+    disk = tiers.disk
+    disk.version_rules = KeepRules(keep_last=1)
+    disk.copies._free_bytes = 1 << 60
+    await passes(flow, "disk")
+    assert versions(disk) == {"v2"}, "the newest stays until v3 is there"
+    assert put_off(tiers, "disk")["snapshots"] == 0
+    assert "free" in put_off(tiers, "disk")["last_error"] and put_off(tiers, "disk")["backlog"] == 1
+    disk.copies._free_bytes = 0
+    await passes(flow, "disk")
+    assert versions(disk) == {"v3"}
+
+
+async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
+    publish(*(f"v{n}" for n in range(1, 7)))
+    models.activate(db, "starter", "v1")
+    models.update_version(db, "starter", "v2", pinned=1)
+    await passes(flow, "disk", "remote")
+    remote = tiers.all[1]
+    remote.version_rules = KeepRules(keep_last=2)
+    await passes(flow, "remote")
+    assert versions(remote) == {"v1", "v2", "v5", "v6"}
+    assert len(list((tmp_path / "data/models/starter").iterdir())) == 6, "each tier has its own rules"
+    await passes(flow, "remote")
+    assert versions(remote) == {"v1", "v2", "v5", "v6"}, "nothing goes to and fro"
+
+
+async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
+    """A nightly job of three epochs would else have pushed the results of all nights but one out of a tier of three."""
+    publish(*(f"v{n}" for n in range(1, 7)))
+    models.activate(db, "starter", "v1")
+    for version in ("v5", "v6"):
+        models.update_version(db, "starter", version, meta={"of_epoch": True})
+    remote = tiers.all[1]
+    remote.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk", "remote")
+    assert versions(remote) == {"v1", "v4", "v6"}
+
+
+async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
+    old, new = publish("v1", "v2")
+    tiers.disk.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk")
+    assert tiers.tiers_of(Name("version", "starter", "v1")) == ["memory"]
+    assert not old.pinned and not new.pinned
+
+
+async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(flow, publish, db, store, tmp_path):
+    (stored,) = publish("v1")
+    await passes(flow, "disk", "remote")
+    shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
+    models.delete_version(db, "starter", "v1")
+    store.remove(stored)
+    flow.forget(V1)
+    await passes(flow, "disk", "remote")
+    assert len(tier_removals.list_of(db, "remote")) == 1 and tier_removals.list_of(db, "disk") == []
+    shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
+    await passes(flow, "remote")
+    assert tier_removals.list_of(db, "remote") == []
+    assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
+
+
+async def test_damaged_record_is_logged_at_a_start_and_written_again(flow, publish, tmp_path, tiers, caplog):
+    publish("v1", "v2")
+    await passes(flow, "disk", "remote")
+    damage(tmp_path / "mount/records" / V1.key)
+    tiers.all[1].copies._records = None  # as after a restart
+    await passes(flow, "remote")
+    assert "damaged record" in caplog.text
+    assert tiers.all[1].copies.verify(V1).version == "v1"
+
+
+async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
+    publish("v1")
+    await passes(flow, "disk", "remote")
+    models.delete(db, "starter")
+    for tier in tiers.all:
+        tier.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk", "remote")
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
+
+
+async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers):
+    add_job(phase="running")
+    kept = [snapshot(store, step) for step in (1, 2, 3)]
+    await passes(flow, "disk")
+    for stored in kept:
+        store.remove(stored)
+    await passes(flow, "remote")  # from the disk's objects: memory has it no more
+    newest = Name("snapshot", "ftjob-1", "step-3")
+    assert tiers.tiers_of(newest) == ["disk", "remote"] and list(tiers.snapshots_of("ftjob-1")) == [newest]
+    again = tiers.bring_in(newest)
+    with store.lease(again) as lease:
+        assert bytes(lease.view("master.w")) == bytes([3]) * 1600
+    store.remove(again)
+    jobs.set_phase(db, "ftjob-1", "cancelled")
+    await passes(flow, "disk", "remote")
+    assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
+
+
+async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(
+    flow, store, add_job, tiers, monkeypatch
+):
+    add_job(phase="running")
+    now = [1000.0]
+    monkeypatch.setattr(tiers, "clock", lambda: now[0])
+    push = flow._push
+
+    def takes_two_seconds(*arguments):
+        push(*arguments)
+        now[0] += 2.0
+
+    monkeypatch.setattr(flow, "_push", takes_two_seconds)
+
+    async def copied(step):
+        snapshot(store, step)
+        await passes(flow, "disk")
+        return tiers.tiers_of(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
+
+    assert await copied(1)
+    now[0] += 99
+    assert not await copied(2), "two seconds of copying are 2 % of 100"
+    (waiting,) = [s for s in store.list("snapshot") if s.version == "step-2"]
+    assert waiting.pinned and put_off(tiers, "disk")["backlog"] == 0, "it waits in memory, which does not let it go"
+    now[0] += 2
+    assert await copied(3)
+    assert not await copied(4)
+    assert await flow.finish() and tiers.tiers_of(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
+
+
+async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, tiers):
+    publish("v1")
+    await passes(flow, "disk")
+    small = WeightStore(tmp_path / "small", budget_bytes=1000)
+    with pytest.raises(StoreFull):
+        tiers.bring_in(V1, small)
+    assert tiers.bring_in(V1).sealed
+
+
+async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path, tiers):
+    publish("v1")
+    await passes(flow, "disk")
+    flow._stopping.set()
+    await passes(flow, "remote")
+    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
+    flow._stopping.clear()
+    await passes(flow, "remote")
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
+
+
+async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, tiers):
+    publish("v1")
+    await passes(flow, "disk")
+    remote = tiers.all[1].copies
+    put = remote.put
+
+    def deleted_meanwhile(source, moved):
+        flow.stop_copying(V1)
+        put(source, moved)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "put", deleted_meanwhile)
+        await passes(flow, "remote")
+    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
+    await passes(flow, "remote")
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
+
+
+async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog, tiers):
+    caplog.set_level(logging.ERROR)
+    publish("v1")
+    task = asyncio.create_task(flow.run())
+    while tiers.tiers_of(V1) != ["memory", "disk", "remote"]:
+        tiers.nudge()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert caplog.text == ""
+
+
+def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, monkeypatch, tiers):
+    def unreachable(*arguments):
+        raise TierUnavailable("no route to the store")
+
+    monkeypatch.setattr(tiers.all[1].copies, "restore", unreachable)
+    with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
+        tiers.bring_in(V1)
+
+
+async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):
+    """An error that was none of the expected ones ended the flow, and the controller with it."""
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    background = background_tasks.BackgroundTasks()
+    flow = TierFlow(db, tiers, owner="box", background=background)
+    passes, both = [], asyncio.Event()
+
+    async def run_once(name, **_):
+        passes.append(name)
+        if name == "disk" and passes.count("disk") < 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        if passes.count("disk") == 3 and "remote" in passes:
+            both.set()
+
+    monkeypatch.setattr(flow, "run_once", run_once)
+    running = background.keep("tiers", flow.run)
+    async with asyncio.timeout(60):
+        await both.wait()
+    assert passes.count("remote") == 1 and [one["name"] for one in background.degraded()] == ["tier: disk"]
+    running.cancel()
+    await background.stop()

@@ -1,0 +1,123 @@
+"""Versions that engines are about to load, and how long they are held for them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from appliance.config import BoxConfig
+from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.versions import VersionProvider
+from appliance.models.opening import Opening
+from appliance.store.objects import models
+from appliance.store.rows import ModelRow, VersionRow
+from scheduler.core.inventory import Device
+from tests.unit.weights.conftest import check, write
+from weights.checkpoint.errors import TokenizerRefused
+from weights.memory.lease import take_lease
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+GB = 10**9
+
+
+@pytest.fixture
+async def provider(db, store, tiers, flow, add_model):
+    """Two models, both on disk and evicted from memory; the budget has room for one of them."""
+    add_model()
+    models.insert(
+        db,
+        ModelRow(
+            id="other",
+            kind="base",
+            arch="LlamaForCausalLM",
+            params=5,
+            bytes=10,
+            owned_by="org",
+            source="here",
+            created_s=1.0,
+        ),
+    )
+    models.insert_version(db, VersionRow("other", "v1", "here", 10, 1.0))
+    models.activate(db, "other", "v1")
+    nbytes = write(store, "v1").nbytes
+    write(store, "v1", model="other")
+    await flow.run_once("disk")
+    store.evict(1 << 40)
+    store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
+    return VersionProvider(db, store, tiers, Opening(db), None, None, None)
+
+
+async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
+    """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
+    first = await provider.in_memory("starter", "v1")
+    assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
+    provider.taken("starter", "v1")
+    await provider.in_memory("other", "v1")
+    provider.taken("other", "v1")
+    assert store.find("version", "starter", "v1") is None and not first.exists()
+    assert provider.holds(Name("version", "starter", "v1")), "retention still knows that an engine is served from it"
+    check(store, store.find("version", "other", "v1"))
+    again = await provider.in_memory("starter", "v1")
+    assert again == first and store.evict(1 << 40) == 0
+
+
+async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(provider, store: WeightStore):
+    paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
+    assert paths[0] == paths[1]
+    provider.taken("starter", "v1")
+    with pytest.raises(LookupError, match="no room for"):
+        await provider.in_memory("other", "v1")
+    provider.taken("starter", "v1")
+    await provider.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is None
+
+
+async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore):
+    await provider.in_memory("starter", "v1")
+    with take_lease(store.find("version", "starter", "v1")), pytest.raises(LookupError, match="no room for"):
+        provider.taken("starter", "v1")
+        await provider.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is not None
+
+
+async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_memory(provider, db, store):
+    models.update(db, "starter", bytes=GB)
+    device = Device("n0/0", "n0", 0, memory_bytes=3 * GB)
+    provider._config, provider._device = BoxConfig(), device
+    provider._sizes = EngineSizes(db, provider._config.serve, lambda: [device], 2)
+    own = provider._sizes.size(models.find(db, "starter"), None).memory
+    assert own.kv_cache_bytes == 256 * 2**20 and own.device_bytes > 500_000_000
+    assert provider.host_bytes("starter") == GB + own.device_bytes  # in shared memory, and its own copy
+    await provider.in_memory("starter", "v1")
+    assert provider.host_bytes("starter") == own.device_bytes
+    provider._device = SimpleNamespace(kind="cuda")
+    assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
+    provider.taken("starter", "v1")
+
+
+async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
+    """A version of before the rule was opened by every engine; nothing of it is held, and nothing is deleted."""
+
+    def refuse(folder: Path) -> None:
+        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
+
+    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
+    with pytest.raises(LookupError, match=r"tokenizer.model: makes 2000001 tokens.*appliance model verify starter"):
+        await provider.in_memory("starter", "v1")
+    assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
+    assert not provider.holds(Name("version", "starter", "v1"))
+
+
+async def test_version_awaited_by_a_start_outlives_a_newer_one(provider, store: WeightStore):
+    write(store, "v2")
+    store.budget_bytes = store._evictor.budget_bytes = 1 << 40
+    await provider.in_memory("starter", "v1")
+    await provider.in_memory("starter", "v2")
+    provider.taken("starter", "v2")
+    store.evict(1 << 40)
+    assert store.find("version", "starter", "v1") is not None
+    assert provider.holds(Name("version", "starter", "v1")) and provider.holds(Name("version", "starter", "v2"))

@@ -1,0 +1,105 @@
+"""What would end an engine within a step is refused, or ends its own request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import envs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu.sample import bad_words
+
+from serve.vllm.frontend import Frontend, Inputs, bound_forbidden
+
+
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    max_token_id = 255
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def prepared(known: int, parameters: SamplingParams) -> SamplingParams:
+    """As the front end makes parameters: with the model's settings, then with its tokenizer."""
+    parameters.update_from_generation_config({"eos_token_id": [2, 200]}, 2)
+    parameters.update_from_tokenizer(Letters())
+    bound_forbidden(parameters, known)
+    return parameters
+
+
+def test_bound_forbidden_refuses_more_than_a_gpus_runner_has_room_for() -> None:
+    states: Any = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
+    states.num_bad_words = SimpleNamespace(np=[0])
+    states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
+    most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    fits = prepared(256, SamplingParams(bad_words=["x" * 256, "y" * (most - 256)]))
+    assert states.add_request(0, fits)
+    with pytest.raises(VLLMValidationError) as refused:
+        prepared(256, SamplingParams(bad_words=["x" * 256, "y" * (most - 255)]))
+    assert refused.value.parameter == "bad_words"
+    fits._bad_words_token_ids.append([1])
+    with pytest.raises(ValueError, match="Too many total bad word tokens"):
+        states.add_request(0, fits)
+
+
+def test_bound_forbidden_drops_tokens_that_the_model_lacks() -> None:
+    """vLLM's kernel for GPUs stores at the token's place in the row of logits and does not ask how long it is."""
+    forbids = SamplingParams(bad_words=["ab", "a\xff", "\xff"], min_tokens=1)
+    made = prepared(128, forbids)
+    assert made.bad_words_token_ids == [[97, 98]] and made.all_stop_token_ids == {2}
+    nothing = prepared(128, SamplingParams())
+    assert nothing.bad_words_token_ids is None and nothing.all_stop_token_ids == {2}
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An Inputs whose requests have this prompt, of a model that knows 128 tokens."""
+
+    def make(prompt: list[int], *, images: bool = False) -> Any:
+        request = SimpleNamespace(prompt_token_ids=prompt, sampling_params=None)
+        monkeypatch.setattr(InputProcessor, "process_inputs", lambda self: request)
+        made = object.__new__(Inputs)
+        made.model_config = SimpleNamespace(get_vocab_size=lambda: 128, is_multimodal_model=images)
+        return made
+
+    return make
+
+
+def test_inputs_refuse_a_token_without_a_row_in_the_embedding(inputs: Any) -> None:
+    """vLLM's own check goes by what the tokenizer knows, if that is more."""
+    with pytest.raises(VLLMValidationError) as refused:
+        inputs([5, 128]).process_inputs()
+    assert refused.value.parameter == "prompt"
+    assert inputs([5, 127]).process_inputs() and inputs([5, 128], images=True).process_inputs()
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+def test_inputs_drop_a_thinking_budget_of_a_model_that_does_not_reason(
+    monkeypatch: pytest.MonkeyPatch, reasons: bool
+) -> None:
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, params, tasks: None)
+    made = object.__new__(Inputs)
+    made.vllm_config = SimpleNamespace(reasoning_config=SimpleNamespace(enabled=reasons))
+    params = SamplingParams(thinking_token_budget=9)
+    made._validate_params(params, ("generate",))
+    assert params.thinking_token_budget == (9 if reasons else None)
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+async def test_generate_refuses_a_form_that_failed(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    async def generate(self: Any, prompt: Any, sampling_params: Any) -> AsyncGenerator[Any, None]:
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason="error")])
+
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(VLLMValidationError):
+        async for _ in object.__new__(Frontend).generate("", params):
+            pass
