@@ -11,11 +11,12 @@ from unittest.mock import AsyncMock
 
 import openai
 import pytest
+from starlette.requests import Request
 
 from appliance.controller.admin.owners.keys import KeyEnds
 from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
-from appliance.controller.http.idempotency import Attempt, once
+from appliance.controller.http.idempotency import Attempt
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.interfaces.records import EngineAnswer
@@ -334,9 +335,11 @@ async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):
     key_id = control.as_key("laptop")
     row, _ = keys.renew(control.db, key_id)
     for secret, made in ((row.sha256, True), (None, True), (keys.fingerprint("old"), False)):
-        attempt = Attempt(key_id, "POST /v1/files", None, "", False, secret)
+        request = Request({"type": "http", "method": "POST", "path": "/v1/files", "headers": [], "app": control.app})
+        caller = Principal(key_id, frozenset({"inference"}), "req_1", "laptop", secret=secret)
+        attempt = Attempt(request, caller, "POST /v1/files", b"", lambda _: None)
         with contextlib.nullcontext() if made else pytest.raises(KeyRevoked):
-            once(control.db, control.context.config, attempt, lambda _: None, lambda: row)
+            attempt.once(lambda: row)
 
 
 async def test_nor_what_took_long(control: Control, monkeypatch):
