@@ -17,11 +17,9 @@ from appliance.controller.admin.models import canaries, deployments, engine_sett
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.operations import Operations
 from appliance.controller.data_checks import data_routes
-from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EVERY_S
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
@@ -38,6 +36,7 @@ from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
+from appliance.controller.models.operations import Operations
 from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
@@ -57,28 +56,24 @@ from appliance.store.objects import idempotency
 def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
     """The app; everything it touches is in `context`. oidc: in place of the login provider of the settings, in tests.
 
-    Its lifespan deletes leftovers of a crash, resumes validations, publishes the keys and runs housekeeping; run it
+    Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping; run it
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
-    validation, running = JobValidation(context), Operations(context)
-    data_work = DataWork(context)
-    runner = BatchRunner(context)
+    JobValidation(context)
+    Operations(context)
+    data_work, runner = DataWork(context), Batches(context)
     activations = Activations(context)
     compared, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    key_ends = keys.KeyEnds(context, runner, background)
+    key_ends = keys.KeyEnds(context)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
-    gates = Gates(context, evaluations, activations)
+    gates = Gates(context, activations)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         quarantine.sweep(context)
-        running.fail_interrupted()
-        validation.start_waiting()
-        runner.start()
-        background.start()
-        evaluations.start()
+        context.tasks.resume()
         context.publish_keys()
         tasks = context.background
         kept = (
@@ -87,7 +82,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
-            tasks.keep_every("data checks", data_work.look, CHECKS_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:
@@ -96,10 +90,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
-            for part in (compared, validation, running, runner):
-                await part.tasks.stop()
-            await background.stop()
-            await evaluations.tasks.stop()
+            await compared.tasks.stop()
+            await context.tasks.stop()
             await graders.stop()
 
     app = FastAPI(
@@ -110,8 +102,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redirect_slashes=False,
         middleware=[Middleware(RequestIds)],
     )
-    app.state.context, app.state.validation, app.state.operations = context, validation, running
-    app.state.batches, app.state.canaries = runner, compared
+    app.state.context, app.state.canaries = context, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
     app.state.gates = gates
     app.state.graders = answers
@@ -120,13 +111,13 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for part_of_it in (box, mode, queue, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
-    forgetting = forget.Forgetting(context, runner, background, evaluations)
+    forgetting = forget.Forgetting(context, evaluations)
     forget.routes(context, admin, forgetting)
-    keys.routes(context, admin, key_ends, background)
+    keys.routes(context, admin, key_ends)
     session_keys.routes(context, admin)
     page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)
-    operation_routes.routes(context, admin, running)
+    operation_routes.routes(context, admin)
     admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
@@ -138,7 +129,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         completion_routes.routes(context, stored),
-        job_routes.routes(context, validation, graders),
+        job_routes.routes(context, graders),
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),

@@ -14,7 +14,6 @@ from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import insert_run
-from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, answer_with
 from appliance.controller.models.activation import Activations
@@ -34,9 +33,8 @@ Verdict = tuple[str, str]
 
 
 class Gates:
-    def __init__(self, context: ControllerContext, evaluations: EvalRunner, activations: Activations):
-        self._context, self._db = context, context.db
-        self._evaluations, self._activations = evaluations, activations
+    def __init__(self, context: ControllerContext, activations: Activations):
+        self._context, self._db, self._activations = context, context.db, activations
 
     async def look(self) -> None:
         """Advance the gates of ended jobs."""
@@ -107,7 +105,6 @@ class Gates:
             source = {**like.data_source, "model": name}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
             jobs.update(self._db, job.id, gate={**job.gate, "runs": {**runs, version: run.id}})
-        self._evaluations.begin(run.id)
         return run
 
     def _passed(self, run_id: str) -> dict[int, bool | None]:

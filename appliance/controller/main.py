@@ -44,6 +44,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.doctor import Doctor
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
+from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
@@ -238,6 +239,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
         db=db,
+        tasks=Tasks(db),
         config=config.controller,
         files_dir=paths.files,
         jobs_dir=paths.jobs,

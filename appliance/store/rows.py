@@ -415,6 +415,17 @@ class OperationRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskRow:
+    """Work on the object `id`. key_id: with which the object was made; None for the box itself."""
+
+    kind: str
+    id: str
+    key_id: str | None
+    created_s: float
+    cursor: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class StandbyRow:
     """See scheduler.autoscale.standby. arguments: of the learner that the state belongs to. saved_s: Unix time."""
 
@@ -463,8 +474,7 @@ class JobJudgeRow:
 @dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. updated_s: of its last
-    change. include_sample: whether the schema that is shown has the sample's fields. bytes: of both as JSON. kept: of
-    one over what is kept (completions, responses), {"type", "metadata"}."""
+    change. include_sample: whether the schema that is shown has the sample's fields. bytes: of both as JSON."""
 
     id: str
     name: str
@@ -476,7 +486,6 @@ class EvalRow:
     criteria: list[dict[str, Any]] = json_column(default_factory=list)
     metadata: dict[str, str] | None = json_column(default=None)
     bytes: int = 0
-    kept: dict[str, Any] | None = json_column(default=None)
     updated_s: float = 0.0
 
 

@@ -36,7 +36,6 @@ CREATE TABLE files (
 CREATE INDEX files_purpose ON files (purpose, seq);
 CREATE INDEX files_owner ON files (owner, seq);
 CREATE INDEX files_of_key ON files (key_id, bytes);
-CREATE INDEX files_unchecked ON files (created_s) WHERE check_status = 'waiting';
 CREATE INDEX files_expiring ON files (expires_s) WHERE expires_s IS NOT NULL;
 CREATE TRIGGER files_held_insert AFTER INSERT ON files WHEN NEW.key_id IS NOT NULL BEGIN
     INSERT INTO held VALUES (NEW.key_id, 'files', NEW.owner, 1, NEW.bytes)
@@ -196,6 +195,14 @@ CREATE TABLE operations (
 CREATE INDEX operations_ended ON operations (ended_s) WHERE state != 'running';
 CREATE INDEX operations_going ON operations (seq) WHERE state = 'running';
 
+-- Work that outlives its request and a restart, until its object has ended. id: of the object. cursor: JSON, what the
+-- object's row does not say.
+CREATE TABLE tasks (
+    kind TEXT NOT NULL, id TEXT NOT NULL, key_id TEXT, created_s REAL NOT NULL, cursor TEXT NOT NULL,
+    PRIMARY KEY (kind, id)
+) WITHOUT ROWID;
+CREATE INDEX tasks_of_key ON tasks (key_id);
+
 -- Deletions to repeat once the tier can be reached again.
 CREATE TABLE tier_removals (
     tier TEXT NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL, version TEXT NOT NULL, created_s REAL NOT NULL,
@@ -301,7 +308,6 @@ CREATE TABLE responses (
 );
 CREATE INDEX responses_used ON responses (used_s, bytes);
 CREATE INDEX responses_of_key ON responses (key_id, used_s, bytes);
-CREATE INDEX responses_unfinished ON responses (seq) WHERE status IN ('queued', 'in_progress');
 CREATE INDEX responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
 CREATE INDEX responses_held ON responses (owner, used_s, status, bytes);
 CREATE INDEX responses_chain ON responses (id, owner, previous_id, bytes);
@@ -338,11 +344,11 @@ CREATE TABLE model_settings (
 );
 CREATE INDEX model_settings_digests ON model_settings (model, number, digest);
 
--- kept: data source of an evaluation over stored answers. bytes: of its definition.
+-- bytes: of its definition.
 CREATE TABLE evals (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, created_s REAL NOT NULL,
     key_id TEXT, owner TEXT NOT NULL DEFAULT '', item_schema TEXT NOT NULL, include_sample INTEGER NOT NULL DEFAULT 0,
-    criteria TEXT NOT NULL, metadata TEXT, bytes INTEGER NOT NULL DEFAULT 0, kept TEXT,
+    criteria TEXT NOT NULL, metadata TEXT, bytes INTEGER NOT NULL DEFAULT 0,
     updated_s REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX evals_held ON evals (key_id, id, bytes);
@@ -396,11 +402,6 @@ CREATE TABLE standby (
     model TEXT PRIMARY KEY REFERENCES deployments (model) ON DELETE CASCADE, arguments TEXT NOT NULL,
     state TEXT NOT NULL, saved_s REAL NOT NULL
 );
-
--- Deleted evals and runs, whose rows are still to go.
-CREATE TABLE eval_deletions (
-    id TEXT PRIMARY KEY
-) WITHOUT ROWID;
 
 -- judge: {"grader"} or {"teacher"}, up to megabytes, so not in the job's row. taught_by: versions of the teacher, in
 -- order.

@@ -20,6 +20,7 @@ from appliance.controller.access.spending import Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.model_answers import ModelAnswers
@@ -388,6 +389,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     }
     return ControllerContext(
         db=db,
+        tasks=Tasks(db),
         config=settings,
         files_dir=files_dir,
         jobs_dir=jobs_dir,

@@ -35,6 +35,10 @@ class Answers:
         self._output = self._error = -1
         self._lock = threading.Lock()
 
+    @property
+    def opened(self) -> bool:
+        return self._output >= 0
+
     def open(self) -> Answers:
         """Read the answers that exist already."""
         self._output, self._error = self._opened(self.output_path), self._opened(self.error_path)

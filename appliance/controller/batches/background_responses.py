@@ -1,4 +1,4 @@
-"""Asks for background responses, one task each.
+"""Asks for background responses, a task each.
 
 State that must outlive the controller is in the response's row: the request, while it is unfinished. After a restart
 all unfinished ones are asked for again. A response waits while its key's limits are used up, a day at most.
@@ -7,11 +7,8 @@ all unfinished ones are asked for again. A response waits while its key's limits
 from __future__ import annotations
 
 import asyncio
-import logging
-import sqlite3
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -20,6 +17,7 @@ import orjson
 from appliance.controller.access.model_access import viewer_of
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed, until_room
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses import objects
@@ -27,49 +25,20 @@ from appliance.controller.responses.items import items_of
 from appliance.controller.responses.stored import DAY_S, StoredResponses
 from appliance.store.ids import new_id
 from appliance.store.objects import responses
-from appliance.store.records import keys
-from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
-from runtime.background_tasks import RunningTasks
+from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, TaskRow
 
-log = logging.getLogger("appliance.controller")
-
+RESPONSES = "responses"
 URL = "/v1/responses"
 COMMENT_EVERY_S = 15.0
-ROOM_EVERY_S = 2.0  # on a full disk
-_REVOKED_WITHIN_S = 10.0
-KEY_ENDED = "The API key of this response {}."
+_CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
+"""OpenAI's responses have these codes only."""
 _TOO_LATE = "The response had no answer within 24 hours: no engine had room, or its key had used up its limits."
 
 
 class BackgroundResponses:
-    """`start` begins with the stored responses; `begin` adds a new one."""
-
     def __init__(self, context: ControllerContext, stored: StoredResponses):
         self._context, self._db, self._stored = context, context.db, stored
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ending = RunningTasks()
-
-    def start(self) -> None:
-        for row in responses.unfinished(self._db):
-            self.begin(row)
-
-    async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._ending.stop()
-
-    def begin(self, row: ResponseRow) -> None:
-        model = orjson.loads(row.request or "{}").get("model", "")
-        asked = partial(self._ask, row.id, model, Asker(row.key_id or None, row.owner), row.created_s + DAY_S)
-        task = self._tasks[row.id] = self._context.background.keep("background responses", asked)
-        task.add_done_callback(lambda _: self._tasks.pop(row.id, None))
-
-    def forget(self, response_id: str) -> None:
-        """The response was cancelled or deleted: stop the engine that works on it."""
-        if (task := self._tasks.pop(response_id, None)) is not None:
-            task.cancel()
+        context.tasks.add(Kind(RESPONSES, self.run, self.fail, "response"))
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
         """Cancel it; returns the row afterwards. A response that has ended, even since the row was read, stays
@@ -77,33 +46,8 @@ class BackgroundResponses:
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
-            self.forget(row.id)
+            self._context.tasks.changed(RESPONSES, row.id)
         return responses.find(self._db, row.id) or row
-
-    def revoke(self, key_id: str) -> list[str]:
-        """Stop what engines do for a revoked key; returns the ids of its responses. Call it in the transaction that
-        revokes the key. Their rows fail afterwards, one by one: 200 rows of 1 MB held the loop for 4.5 s, and the
-        gateways learnt only then that the key was revoked."""
-        ids = responses.unfinished_ids(self._db, key_id=key_id)
-        for response_id in ids:
-            self.forget(response_id)
-        if ids:
-            self._ending.add(self._context.background.keep("responses of revoked keys", self._end_revoked))
-        return ids
-
-    async def revoked_ended(self) -> None:
-        """Returns when the responses of revoked keys have failed, or if this takes long: on a full disk the writes are
-        repeated until they succeed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_REVOKED_WITHIN_S):
-                await self._ending.idle()
-
-    async def _end_revoked(self) -> None:
-        for response_id in responses.unfinished_of_revoked(self._db):
-            row = await asyncio.to_thread(responses.find, self._db, response_id)
-            if row is not None and not row.finished:
-                self.forget(response_id)
-                self._fail(row, "invalid_prompt", KEY_ENDED.format(keys.how_ended(self._db, row.key_id)))
 
     async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
@@ -126,47 +70,27 @@ class BackgroundResponses:
 
     # --- asking
 
-    async def _ask(self, response_id: str, model: str, asker: Asker, until_s: float) -> None:
-        standing = responses.standing(self._db, response_id)
-        if standing is None or standing[0] not in UNFINISHED_RESPONSE:
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = responses.find(self._db, task.id)
+        if row is None or row.finished:
             return
+        model, body = orjson.loads(row.request or "{}").get("model", ""), partial(self._body, task.id)
         try:
-            async with asyncio.timeout(until_s - time.time()):
-                body = partial(self._body, response_id)
+            async with asyncio.timeout(row.created_s + DAY_S - time.time()):
+                asker = Asker(row.key_id or None, row.owner)
                 answer = await self._context.asking.ask(asker, model, URL, body, new_id("req_"))
         except TimeoutError:
-            end = partial(self._fail, code="server_error", message=_TOO_LATE)
+            raise TaskFailed("server_error", _TOO_LATE) from None
         except ApiError as error:
-            end = partial(self._fail, code="invalid_prompt", message=error.message)
-        except Exception as error:
-            if not isinstance(error, sqlite3.Error):
-                # A bug; without this the response would be in progress forever, with the reason only in a log.
-                message = f"The response failed: {type(error).__name__}: {error}."
-                await self._written(response_id, partial(self._fail, code="server_error", message=message))
-            raise
-        else:
-            end = partial(self._take, answer=answer)
-        await self._written(response_id, end)
-
-    async def _written(self, response_id: str, end: Callable[[ResponseRow], None]) -> None:
-        """A write that fails on a full disk is repeated: what an engine has computed is not discarded."""
-        while True:
-            try:
-                row = responses.find(self._db, response_id)
-                if row is not None and not row.finished:
-                    end(row)
-                return
-            except sqlite3.Error as error:
-                log.warning("the end of a background response cannot be written yet: %s", error)
-            await asyncio.sleep(ROOM_EVERY_S)
+            raise TaskFailed("invalid_prompt", error.message) from error
+        await until_room(partial(self._take, task.id, answer))
 
     async def _body(self, response_id: str) -> dict[str, Any]:
-        """Raises ApiError where it or the earlier turns are gone."""
+        """Raises ApiError where the earlier turns are gone."""
         row = responses.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
-        if how := keys.how_ended(self._db, row.key_id):
-            raise ApiError(401, KEY_ENDED.format(how))
         before = None
         if row.previous_id is not None:
             viewer = viewer_of(self._db, row.key_id or None)
@@ -178,18 +102,24 @@ class BackgroundResponses:
             self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         return objects.engine_body(request, None if before is None else before + items_of(request["input"]))
 
-    def _take(self, row: ResponseRow, answer: EngineAnswer) -> None:
-        if answer.status == 200:
-            self._end(row, objects.answered(orjson.loads(row.response), answer.body))
+    async def _take(self, response_id: str, answer: EngineAnswer) -> None:
+        """Raises TaskFailed for an answer that is an error."""
+        row = responses.find(self._db, response_id)
+        if row is None or row.finished:
             return
-        error = answer.body.get("error") or {}
-        code = "server_error" if answer.status >= 500 else "invalid_prompt"
-        self._fail(row, code, str(error.get("message") or f"The request failed with status {answer.status}."))
+        if answer.status != 200:
+            error = answer.body.get("error") or {}
+            code = "server_error" if answer.status >= 500 else "invalid_prompt"
+            raise TaskFailed(code, str(error.get("message") or f"The request failed with status {answer.status}."))
+        self._end(row, objects.answered(orjson.loads(row.response), answer.body))
 
     # --- the row
 
-    def _fail(self, row: ResponseRow, code: str, message: str) -> None:
-        self._end(row, objects.failed(orjson.loads(row.response), code, message))
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        row = responses.find(self._db, task.id)
+        if row is not None and not row.finished:
+            code = _CODES.get(error.code, error.code)
+            self._end(row, objects.failed(orjson.loads(row.response), code, str(error)))
 
     def _end(self, row: ResponseRow, response: dict[str, Any]) -> None:
         # A newer engine may report a status that rows do not have.

@@ -7,16 +7,16 @@ a restart the batch resumes from there and repeats at most the lines that were i
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
+import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import orjson
 from anyio import to_thread
 
 from appliance.controller.access.model_access import viewer_of, why_no_chat
@@ -26,22 +26,20 @@ from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import CONVERSING, Lines
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Kind, TaskFailed, is_full, until_room
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import shown
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
-from appliance.store.records import canaries, keys
-from appliance.store.rows import BatchRow, FileRow, ModelRow
+from appliance.store.records import canaries
+from appliance.store.rows import BatchRow, FileRow, ModelRow, TaskRow
 from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
-log = logging.getLogger("appliance.controller")
-
+BATCHES = "batches"
 AT_ONCE = 256
 """Lines of a batch that are asked, or wait for a place, at once."""
 LOOK_EVERY_S = 2.0
-ROOM_EVERY_S = 2.0  # on a full disk
-ROOM_LOOK_EVERY_S, _LOOK_AFTER_BYTES = 0.5, 4 << 20  # of answers, for room
 _EXPIRED_AT_ONCE_BYTES = 4 << 20  # on a thread
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
@@ -50,71 +48,111 @@ _EXPIRED = {
 }
 
 
+class Batches:
+    """Runs batches as tasks, and reports the progress of those that run."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._works: dict[str, BatchWork] = {}
+        context.tasks.add(Kind(BATCHES, self.run, self.fail, "batch"))
+
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        async with self._opened(task) as work:
+            try:
+                await work.run()
+            except OSError as error:
+                if is_full(error):
+                    raise
+                message = f"The files of the batch could not be read or written: {error}."
+                raise TaskFailed("file_unreadable", message) from error
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        """Fail the batch, with files of the lines that were answered."""
+        refused = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+        async with self._opened(task) as work:
+            await work.end("failed", errors=error.errors if isinstance(error, _Refused) else refused)
+
+    def progress(self, row: BatchRow) -> tuple[int, int, str | None]:
+        """(completed, failed, why it makes no progress now or None)."""
+        work = self._works.get(row.id)
+        if row.finished or work is None:
+            return row.completed, row.failed, None
+        asking, quotas = self._context.asking, self._context.quotas
+        why = quotas.no_room_for_answers(row.key_id) or asking.why(row.key_id, row.model or "")
+        return work.answers.completed, work.answers.failed, (why or None) if row.status == "in_progress" else None
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, task: TaskRow) -> AsyncIterator[BatchWork]:
+        work = self._works[task.id] = BatchWork(self._context, task.id)
+        try:
+            yield work
+        finally:
+            del self._works[task.id]
+            await to_thread.run_sync(work.close)
+
+
 class BatchWork:
-    """One batch. no_room: why no answer may be written now, empty if it may."""
+    """One batch. close: waits for a write in progress, so that the next one may open the files."""
 
     def __init__(self, context: ControllerContext, batch_id: str):
-        self._context, self._db, self.batch_id = context, context.db, batch_id
-        self.model = ""
-        self.asker = Asker(None, "")
+        self._context, self._db, self._id = context, context.db, batch_id
         self.answers = Answers(context.batches_dir, batch_id)
-        self.opened = False
-        self.no_room = ""
-        self.begun = False
-        self.wake = asyncio.Event()
-        self._has_room = asyncio.Event()
         self._lines = Lines()
-        self._ready: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
-        self._written_s = 0.0
-        self._looked_s, self._looked_at = -LOOK_EVERY_S, 0
+        self._ready: dict[str, tuple[dict[str, Any], int]] = {}  # answered lines to be stored, with bytes, by id
+        self._storing = asyncio.Lock()
+        self._owner = ""
         self._kept_free = 0  # bytes that its input has kept free for its answers
 
     async def run(self) -> None:
-        self.begun = True
-        try:
-            await self._run()
-        except (OSError, _Gone) as error:
-            await self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
-        except Exception as error:
-            # A bug; without this the batch would wait forever, with the reason only in a log.
-            await self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
-            raise
-        finally:
-            self.answers.close()
-            self._context.quotas.answers_hold(self.batch_id, self.asker.owner, 0)
-
-    async def _run(self) -> None:
-        row = self._row()
-        self.asker = Asker(row.key_id, row.owner)
-        if row.status == "finalizing":
-            await to_thread.run_sync(self.answers.open)
-            self.opened = True
-            await self._finish("completed")
+        """Raises OSError, TaskFailed."""
+        row = batches.find(self._db, self._id, viewer=None)
+        if row is None or row.finished:
+            return
+        if row.status in ("finalizing", "cancelling"):
+            await self.end("completed" if row.status == "finalizing" else "cancelled")
             return
         path = self._input_path(row)
-        read = partial(self._read, path, row.endpoint)
-        lines = await to_thread.run_sync(read, limiter=self._context.file_threads)
-        self._kept_free = ANSWERS_PER_INPUT * path.stat().st_size
-        row = self._row()
+        lines = self._lines = await to_thread.run_sync(self._read, path, row, limiter=self._context.file_threads)
+        self._owner, self._kept_free = row.owner, ANSWERS_PER_INPUT * path.stat().st_size
         if row.status == "validating":
             self._check_model(lines, row)
-            if lines.errors:
-                self._set(status="failed", failed_s=time.time(), errors=lines.errors, total=len(lines))
-                return
-            self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines))
-        await to_thread.run_sync(self.answers.open)
-        self.opened = True
-        self._count_answers()
-        self.model, self._lines = lines.model or "", lines
-        with self._context.asking.wanted(self.model):
-            end = await self._answer_lines(row.endpoint)
-        await self._finish(end)
+            batches.update(self._db, self._id, total=len(lines))
+        if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
+            raise _Refused(lines.errors)
+        if row.status == "validating":
+            batches.update(self._db, self._id, status="in_progress", in_progress_s=time.time(), model=lines.model)
+        await self._open()
+        end = "completed"
+        with self._context.asking.wanted(lines.model or ""), open(path, "rb") as source:
+            try:
+                async with asyncio.timeout(row.expires_s - time.time()):
+                    await self._answer_lines(row, source)
+            except TimeoutError:
+                end = "expired"
+                await self._expire(source)
+        await self.end(end)
+
+    def close(self) -> None:
+        self.answers.close()
+        self._context.quotas.answers_hold(self._id, self._owner, 0)
+
+    async def _open(self) -> None:
+        if not self.answers.opened:
+            await to_thread.run_sync(self.answers.open)
+            self._count_answers()
 
     # --- validating
 
-    def _read(self, path: Path, endpoint: str) -> Lines:
+    def _input_path(self, row: BatchRow) -> Path:
+        # Ignores the expiry: a file that was valid when the batch was created stays valid while its bytes are here.
+        if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
+            raise TaskFailed("file_unreadable", f"The file {row.input_file_id} was deleted.")
+        return self._context.files_dir / row.input_file_id
+
+    def _read(self, path: Path, row: BatchRow) -> Lines:
         config = self._context.config
-        return input_lines.read(path, endpoint, config.batch_max_lines, config.json_body_bytes)
+        return input_lines.read(path, row.endpoint, config.batch_max_lines, config.json_body_bytes)
 
     def _check_model(self, lines: Lines, row: BatchRow) -> None:
         if lines.errors or lines.model is None:
@@ -150,204 +188,135 @@ class BatchWork:
 
     # --- in progress
 
-    async def _answer_lines(self, url: str) -> str:
-        """Ask for each line without an answer until all have one or the batch ends early; returns its final status."""
-        left = [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
-        numbers, end = iter(left), ""
-        with open(self._input_path(self._row()), "rb") as source:
-            asking = [asyncio.create_task(self._ask_lines(numbers, source, url)) for _ in left[:AT_ONCE]]
-            all_asked = asyncio.gather(*asking)
-            all_asked.add_done_callback(lambda _: self.wake.set())
-            try:
-                while not (all_asked.done() and not self._ready):
-                    self.wake.clear()
-                    if end := self._early_end():
-                        break
-                    self._look_for_room()
-                    await self._store_answers()
-                    await self._woken()
-                else:
-                    await all_asked
-            finally:
-                for task in asking:  # one that failed leaves the others at work
-                    task.cancel()
-                await asyncio.gather(all_asked, *asking, return_exceptions=True)
-        await self._store_answers()
-        return end or "completed"
-
-    def _early_end(self) -> str:
-        row = self._row()
-        if row.status == "cancelling":
-            return "cancelled"
-        if row.expires_s <= time.time():
-            return "expired"
-        if how := keys.how_ended(self._db, row.key_id):
-            message = f"The API key of this batch {how}."
-            self._set(errors=[{"code": "invalid_api_key", "line": None, "param": None, "message": message}])
-            return "failed"
-        return ""
-
-    def _look_for_room(self) -> None:
-        """Now and then, because it sums up all that is stored."""
-        now_s, grown = time.monotonic(), self.answers.bytes - self._looked_at
-        if now_s - self._looked_s >= ROOM_LOOK_EVERY_S or grown > min(self._kept_free, _LOOK_AFTER_BYTES):
-            self._looked_s, self._looked_at = now_s, self.answers.bytes
-            self._count_answers()  # those that a thread has just written are not counted yet
-            self.no_room = self._context.quotas.no_room_for_answers(self.asker.key_id)
-            (self._has_room.clear if self.no_room else self._has_room.set)()
-
-    async def _woken(self) -> None:
+    async def _answer_lines(self, row: BatchRow, source: BinaryIO) -> None:
+        """Ask for each line without an answer until all have one. What has an answer when this ends early is stored."""
+        numbers = iter(self._unanswered())
+        asking = [asyncio.create_task(self._ask_lines(row, numbers, source)) for _ in range(AT_ONCE)]
         try:
-            async with asyncio.timeout(LOOK_EVERY_S):
-                await self.wake.wait()
-        except TimeoutError:
-            return
+            await asyncio.gather(*asking)
+        finally:
+            for task in asking:  # one that failed leaves the others at work
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            if self._ready:
+                with contextlib.suppress(OSError):
+                    await to_thread.run_sync(self.answers.append, self._ready_lines())
 
-    async def _ask_lines(self, numbers: Iterator[int], source: BinaryIO, url: str) -> None:
+    def _unanswered(self) -> list[int]:
+        return [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
+
+    async def _ask_lines(self, row: BatchRow, numbers: Iterator[int], source: BinaryIO) -> None:
         """numbers: shared with others who ask."""
+        asker, url = Asker(row.key_id, row.owner), row.endpoint
         for number in numbers:
             line, request_id = dict[str, Any](), new_id("req_")
 
             async def body(line: dict[str, Any] = line, number: int = number) -> dict[str, Any]:
-                self._look_for_room()
-                if self.no_room:
-                    raise _NoRoom
+                if self._no_room(row.key_id):
+                    raise _NoRoom  # others may have its place
                 line.update(self._request(source, number))
                 # Nobody could look for what was stored of it.
                 return {**line["body"], "store": False} if url in CONVERSING else line["body"]
 
             while True:
-                await self._has_room.wait()
-                try:
-                    answer = await self._context.asking.ask(self.asker, self.model, url, body, request_id)
-                except _NoRoom:
-                    continue
-                if answer.status != 401:
-                    break
-                self.wake.set()  # its key has ended, or a gateway does not know it yet
+                with contextlib.suppress(_NoRoom):
+                    answer = await self._context.asking.ask(asker, self._lines.model or "", url, body, request_id)
+                    if answer.status != 401:  # a gateway does not know its key yet, or the key has just ended
+                        break
                 await asyncio.sleep(LOOK_EVERY_S)
             response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
-            stored = asyncio.get_running_loop().create_future()
             answered = {"id": new_id("batch_req_"), "custom_id": line["custom_id"], "error": None, "response": response}
-            self._ready.append((answered, stored))
-            self.wake.set()
-            await stored
+            await self._store(answered)
 
-    async def _store_answers(self) -> None:
-        ready, self._ready = self._ready, []
-        if ready:
-            await self._append([line for line, _ in ready])
-            for _, stored in ready:
-                if not stored.done():
-                    stored.set_result(None)
-        now_s = time.monotonic()
-        if now_s - self._written_s >= self._context.config.progress_every_s:
-            self._written_s = now_s
-            self._set(completed=self.answers.completed, failed=self.answers.failed)
+    def _no_room(self, key_id: str | None) -> str:
+        self._count_answers()  # those that a thread has just written are not counted yet
+        return self._context.quotas.no_room_for_answers(key_id)
+
+    async def _store(self, answered: dict[str, Any]) -> None:
+        """Returns once it is on disk, synced together with all that came meanwhile."""
+        self._ready[answered["id"]] = answered, len(orjson.dumps(answered))
+        async with self._storing:
+            if answered["id"] in self._ready:
+                await self._append(self._ready_lines())
+
+    def _ready_lines(self) -> list[dict[str, Any]]:
+        return [line for line, _ in self._ready.values()]
+
+    async def _append(self, lines: list[dict[str, Any]]) -> None:
+        """Raises OSError."""
+        await until_room(partial(to_thread.run_sync, self.answers.append, lines))
+        for line in lines:
+            self._ready.pop(line["id"], None)
+        self._count_answers()
 
     def _count_answers(self) -> None:
-        beyond = max(0, self.answers.bytes - self._kept_free)
-        self._context.quotas.answers_hold(self.batch_id, self.asker.owner, beyond)
+        held = self.answers.bytes + sum(size for _, size in self._ready.values())
+        beyond = max(0, held - self._kept_free)
+        self._context.quotas.answers_hold(self._id, self._owner, beyond)
 
     def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
         line = self._lines[number]
         source.seek(line.offset)
         return input_lines.parse(source.read(line.size))
 
-    async def _append(self, lines: list[dict[str, Any]]) -> None:
-        """Retries while the disk is full: answers that engines have computed are not discarded. Raises OSError."""
-        while True:
-            try:
-                await to_thread.run_sync(self.answers.append, lines)
-                self._count_answers()
-                return
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                log.warning("batch %s waits for room on the disk: %s", self.batch_id, error.strerror)
-            await asyncio.sleep(ROOM_EVERY_S)
-
     # --- finalizing
 
-    async def _finish(self, end: str) -> None:
-        row = self._row()
-        if end == "expired":
-            await self._expire()
-        if end == "completed" and row.status == "cancelling":
-            end = "cancelled"  # cancellation arrived together with the last answer
-        if end == "completed" and row.status != "finalizing":
-            self._set(status="finalizing", finalizing_s=time.time())
-        self.answers.close()
-        made = {}
-        for kind, path in (("output", self.answers.output_path), ("error", self.answers.error_path)):
-            if path.exists() and path.stat().st_size:
-                made[kind] = await to_thread.run_sync(_linked, self._context, path, f"{row.id}_{kind}.jsonl", row)
-        with self._db.transaction():
-            for file in made.values():
-                file_rows.insert(self._db, file)
-            self._set(
-                status=end,
-                completed=self.answers.completed,
-                failed=self.answers.failed,
-                usage=self.answers.usage_object(),
-                **{f"{end}_s": time.time()},
-                **{f"{kind}_file_id": file.id for kind, file in made.items()},
-            )
-        self.answers.remove()
-
-    async def _expire(self) -> None:
-        """Store an error for each line that has no answer. Their custom_ids are read some at a time."""
-        unanswered = deque(n for n in range(len(self._lines)) if not self.answers.has(self._lines.digest(n)))
-        with open(self._input_path(self._row()), "rb") as source:
-            while unanswered:
-                some, size = [], 0
-                while unanswered and size < _EXPIRED_AT_ONCE_BYTES:
-                    some.append(unanswered.popleft())
-                    size += self._lines[some[-1]].size
-                ids = await to_thread.run_sync(lambda some=some: [self._request(source, n)["custom_id"] for n in some])
-                made = [
-                    {"id": new_id("batch_req_"), "custom_id": one, "response": None, "error": _EXPIRED} for one in ids
-                ]
-                await self._append(made)
-
-    # --- the row
-
-    def _row(self) -> BatchRow:
-        row = batches.find(self._db, self.batch_id, viewer=None)
-        if row is None:
-            raise _Gone("the batch was deleted")
-        return row
-
-    def _set(self, **changes: Any) -> None:
-        batches.update(self._db, self.batch_id, **changes)
-
-    async def _fail(self, code: str, message: str) -> None:
-        """Fail the batch, with files of the lines that were answered where they can be made."""
-        log.error("the batch fails: %s", message, extra={"batch_id": self.batch_id})
-        if batches.find(self._db, self.batch_id, viewer=None) is None:
+    async def end(self, status: str, **changes: Any) -> None:
+        """Make files of the answers and end the batch, unless it has ended. Raises OSError."""
+        row = batches.find(self._db, self._id, viewer=None)
+        if row is None or row.finished:
             return
-        self._set(errors=[{"code": code, "line": None, "message": message, "param": None}])
-        try:
-            if not self.opened:
-                await to_thread.run_sync(self.answers.open)
-            await self._finish("failed")
-        except OSError as error:
-            log.error("the batch's answers stay in %s: %s", self.answers.output_path, error)
-            self._set(status="failed", failed_s=time.time())
+        if status == "completed" and row.status == "cancelling":
+            status = "cancelled"  # cancellation arrived together with the last answer
+        if status == "completed":
+            batches.update(self._db, self._id, status="finalizing", finalizing_s=row.finalizing_s or time.time())
+        await self._open()
+        answers = self.answers
+        answers.close()
+        paths = {"output": answers.output_path, "error": answers.error_path}
+        files = {
+            kind: await to_thread.run_sync(_file_row, path, f"{row.id}_{kind}.jsonl", row)
+            for kind, path in paths.items()
+            if path.stat().st_size
+        }
+        ids = [file.id for file in files.values()]
+        with storage.growing(self._context, *ids) as places:
+            for kind, place in zip(files, places, strict=True):
+                os.link(paths[kind], place)
+            with self._db.transaction():
+                for file, place in zip(files.values(), places, strict=True):
+                    storage.keep(self._context, file, place)
+                batches.update(
+                    self._db,
+                    self._id,
+                    status=status,
+                    completed=answers.completed,
+                    failed=answers.failed,
+                    usage=answers.usage_object(),
+                    **{f"{status}_s": time.time()},
+                    **{f"{kind}_file_id": file.id for kind, file in files.items()},
+                    **changes,
+                )
+        answers.remove()
 
-    def _input_path(self, row: BatchRow) -> Path:
-        # Ignores the expiry: a file that was valid when the batch was created stays valid while its bytes are here.
-        if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
-            raise _Gone(f"the file {row.input_file_id} was deleted")
-        return self._context.files_dir / row.input_file_id
+    async def _expire(self, source: BinaryIO) -> None:
+        """Store an error for each line that has no answer. Their custom_ids are read some at a time."""
+        unanswered = deque(self._unanswered())
+        while unanswered:
+            some, size = [], 0
+            while unanswered and size < _EXPIRED_AT_ONCE_BYTES:
+                some.append(unanswered.popleft())
+                size += self._lines[some[-1]].size
+            ids = await to_thread.run_sync(lambda some=some: [self._request(source, n)["custom_id"] for n in some])
+            await self._append(
+                [{"id": new_id("batch_req_"), "custom_id": one, "response": None, "error": _EXPIRED} for one in ids]
+            )
 
 
-def _linked(context: ControllerContext, path: Path, filename: str, row: BatchRow) -> FileRow:
-    """A hard link in `files/` to the bytes: until the rows are written, a crash loses nothing and leaves nothing."""
-    file_id, now_s = new_id("file-"), time.time()
-    os.link(path, context.files_dir / file_id)
+def _file_row(path: Path, filename: str, row: BatchRow) -> FileRow:
+    now_s = time.time()
     return FileRow(
-        id=file_id,
+        id=new_id("file-"),
         filename=filename,
         purpose="batch_output",
         bytes=path.stat().st_size,
@@ -361,8 +330,12 @@ def _linked(context: ControllerContext, path: Path, filename: str, row: BatchRow
 
 
 class _NoRoom(Exception):
-    """No answer may be written now."""
+    """No answer may be stored now."""
 
 
-class _Gone(Exception):
-    """Something that the batch needs no longer exists."""
+class _Refused(TaskFailed):
+    """Lines of the input file are refused."""
+
+    def __init__(self, errors: list[dict[str, Any]]):
+        super().__init__("invalid_input", f"{len(errors)} lines of the input file are refused.")
+        self.errors = errors

@@ -21,6 +21,7 @@ import orjson
 
 from appliance.controller.interfaces.errors import error_object
 from appliance.controller.interfaces.records import EngineAnswer
+from appliance.gateway.core.errors import ENGINE_FAILED, ENGINES_DIED
 from appliance.gateway.routing.fair_queue import FairQueue
 from appliance.gateway.routing.table import OPEN
 
@@ -117,8 +118,11 @@ class Asking:
                 while True:
                     async with self._place(asker, model):
                         answer, retry_s = await self._post(asker, url, orjson.dumps(await body()), request_id)
-                        if retry_s is None and not died and _engine_died(answer):
-                            died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
+                        if _code(answer) == ENGINE_FAILED:
+                            if died:
+                                answer.body["error"]["code"] = ENGINES_DIED
+                            else:
+                                died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
                         if retry_s is None:
                             return answer
                         self._refusals[named] = str(answer.body["error"]["message"])
@@ -198,7 +202,7 @@ class Asking:
             body = orjson.loads(response.content)
         except orjson.JSONDecodeError:
             message = "The engine's answer is not JSON."
-            return EngineAnswer(502, error_object(message, "server_error", None, "engine_failed")), None
+            return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
         answer = EngineAnswer(response.status_code, body, response.headers.get("x-appliance-model-version", ""))
         if answer.status not in (429, 503):
             return answer, None
@@ -216,8 +220,8 @@ class Asking:
                 del self._limited[asker.key_id]
 
 
-def _engine_died(answer: EngineAnswer) -> bool:
-    return answer.status == 502 and answer.body.get("error", {}).get("code") == "engine_failed"
+def _code(answer: EngineAnswer) -> str | None:
+    return None if answer.status == 200 else answer.body.get("error", {}).get("code")
 
 
 def _places(row: Mapping[str, Any]) -> int:

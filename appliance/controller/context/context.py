@@ -17,6 +17,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.context.doctor import Doctor
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.power import PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes
@@ -53,6 +54,7 @@ class ControllerContext:
     uploads_dir: Path
     box: dict[str, str]
     background: BackgroundTasks
+    tasks: Tasks
     bus: Bus
     spending: Spending
     quotas: Quotas

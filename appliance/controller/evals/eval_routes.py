@@ -14,8 +14,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.new_run import check_judges, check_new_run, checked_source, insert_run
 from appliance.controller.evals.requests import (
-    KEPT_SCHEMA,
-    CustomConfig,
     EvalCreate,
     EvalUpdate,
     RunCreate,
@@ -88,11 +86,9 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
-        criteria, source = await _criteria(context, hosts, body, caller), body.data_source_config
-        if isinstance(source, CustomConfig):
-            await _check_schema(hosts, source.item_schema, caller)
-        schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
-        row, _ = attempt.once(lambda: _insert_eval(context, body, schema, criteria, caller))
+        criteria = await _criteria(context, hosts, body, caller)
+        await _check_schema(hosts, body.data_source_config.item_schema, caller)
+        row, _ = attempt.once(lambda: _insert_eval(context, body, criteria, caller))
         return views.eval_object(row)
 
     @router.post("/{eval_id}")
@@ -108,9 +104,7 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     @router.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        for run_id in evals.unfinished_ids(db, eval_id=eval_id):
-            runner.let_go(run_id)
-        await runner.delete([eval_id])
+        await runner.delete(eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
     return router
@@ -119,12 +113,11 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 def _insert_eval(
     context: ControllerContext,
     body: EvalCreate,
-    schema: dict[str, Any],
     criteria: list[dict[str, Any]],
     caller: Principal,
 ) -> EvalRow:
     source, now_s = body.data_source_config, time.time()
-    size = len(orjson.dumps([schema, criteria]))
+    size = len(orjson.dumps([source.item_schema, criteria]))
     context.quotas.check_eval(caller, size)
     row = EvalRow(
         id=new_id("eval_"),
@@ -133,9 +126,8 @@ def _insert_eval(
         updated_s=now_s,
         key_id=caller.key_id,
         owner=caller.owner,
-        item_schema=schema,
-        include_sample=int(not isinstance(source, CustomConfig) or source.include_sample_schema),
-        kept=None if isinstance(source, CustomConfig) else source.model_dump(),
+        item_schema=source.item_schema,
+        include_sample=int(source.include_sample_schema),
         criteria=criteria,
         metadata=body.metadata,
         bytes=size,
@@ -169,9 +161,7 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
         def make() -> EvalRunRow:
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
-        row, made = attempt.once(make)
-        if made:
-            runner.begin(row.id)
+        row, _ = attempt.once(make)
         return view(row)
 
     @router.get("")
@@ -196,8 +186,7 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
     @router.delete("/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         _known_run(db, eval_id, run_id, caller)
-        runner.let_go(run_id)
-        await runner.delete([run_id])
+        await runner.delete(run_id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
     return router

@@ -11,7 +11,6 @@ import orjson
 from pydantic import Field
 
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.responses.entries import Wanted, chat_tool
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parse, parts_of, texts
@@ -28,23 +27,6 @@ MAX_SOURCE_BYTES = 256 << 10
 JSONL = "jsonl"
 ROW_BYTES, ITEM_BYTES = 4096, 256
 """The bytes that a run and an item take in addition to their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
-_FILTERS_SHOWN = 1000
-KEPT_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "created_at": {"type": "integer"},
-        "model": {"type": "string"},
-        "metadata": {"type": "object"},
-        "input": {"type": "array", "items": {"type": "object"}},
-        "tools": {"type": "array", "items": {"type": "object"}},
-        "output_text": {"type": "string"},
-    },
-    "required": ["input"],
-}
-"""The schema of items that are kept (`responses.entries`)."""
-Metadata = Annotated[dict[str, str], Field(max_length=16)]
-_Names = Annotated[list[Annotated[str, Field(max_length=256)]], Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
 
@@ -54,15 +36,8 @@ class CustomConfig(StrictBody):
     include_sample_schema: bool = False
 
 
-class KeptConfig(StrictBody):
-    """Its items are kept answers, see `responses.entries`. metadata: what all answers that its runs read have."""
-
-    type: Literal["logs", "stored_completions"]
-    metadata: Metadata | None = None
-
-
 class EvalCreate(StrictBody):
-    data_source_config: Annotated[CustomConfig | KeptConfig, Field(discriminator="type")]
+    data_source_config: CustomConfig
     testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
@@ -89,33 +64,7 @@ class FileId(StrictBody):
     id: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Kept(StrictBody):
-    """created_after, created_before: seconds since 1970. limit: the newest."""
-
-    created_after: int | None = None
-    created_before: int | None = None
-    limit: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
-    metadata: Metadata | None = None
-    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-
-
-class KeptCompletions(_Kept):
-    type: Literal["stored_completions"]
-
-
-class KeptResponses(_Kept):
-    type: Literal["responses"]
-    has_tool_calls: bool | None = None
-    instructions_search: Annotated[str, Field(max_length=4096)] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: _Names | None = None
-    users: _Names | None = None
-
-
-Given = FileContent | FileId
-Source = Annotated[Given | KeptCompletions | KeptResponses, Field(discriminator="type")]
+Source = Annotated[FileContent | FileId, Field(discriminator="type")]
 
 
 class _Part(StrictBody):
@@ -162,22 +111,17 @@ class Sampling(StrictBody):
 
 class Jsonl(StrictBody):
     type: Literal["jsonl"]
-    source: Annotated[Given, Field(discriminator="type")]
+    source: Source
 
 
 class Sampled(StrictBody):
-    """`completions` and `responses` differ in how tools and formats are written. Kept answers need no model: the stored
-    answer is judged."""
+    """`completions` and `responses` differ in how tools and formats are written."""
 
     type: Literal["completions", "responses"]
     source: Source
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     input_messages: Annotated[Template | ItemReference, Field(discriminator="type")] | None = None
     sampling_params: Sampling | None = None
-
-    @property
-    def takes_what_is_kept(self) -> bool:
-        return isinstance(self.source, _Kept)
 
 
 class RunCreate(StrictBody):
@@ -213,9 +157,8 @@ def check_source(source: dict[str, Any]) -> None:
 
 def check_eval(body: EvalCreate) -> None:
     """Raises InvalidGrader, whose `param` is below the body."""
-    config = body.data_source_config
     for param, value, most in (
-        ("data_source_config.item_schema", getattr(config, "item_schema", None), MAX_SCHEMA_BYTES),
+        ("data_source_config.item_schema", body.data_source_config.item_schema, MAX_SCHEMA_BYTES),
         ("testing_criteria", body.testing_criteria, MAX_CRITERIA_BYTES),
     ):
         if (size := len(orjson.dumps(value))) > most:
@@ -224,14 +167,11 @@ def check_eval(body: EvalCreate) -> None:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
-def check_variables(grader: Grader, config: CustomConfig | KeptConfig) -> None:
+def check_variables(grader: Grader, config: CustomConfig) -> None:
     """Raises InvalidGrader for a template that names a field that no item has by its schema, or no sample has."""
-    schema, no_sample = KEPT_SCHEMA, ""
-    if isinstance(config, CustomConfig):
-        schema = config.item_schema
-        no_sample = "" if config.include_sample_schema else _NO_SAMPLES
+    no_sample = "" if config.include_sample_schema else _NO_SAMPLES
     for param, text in texts(grader):
-        _check_names(param, text, schema, no_sample)
+        _check_names(param, text, config.item_schema, no_sample)
 
 
 _NO_SAMPLES = "'data_source_config.include_sample_schema' is not true"
@@ -311,66 +251,10 @@ def check_items(names: dict[str, str], items: Iterable[dict[str, Any]]) -> None:
 _NAMES_SHOWN = 12
 
 
-def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> Wanted:
-    """kept: of the eval whose run it is."""
-    common = {
-        "limit": source.limit or MAX_ITEMS,
-        "model": source.model,
-        "metadata": _metadata(source, kept),
-        "after_s": source.created_after,
-        "before_s": source.created_before,
-    }
-    if isinstance(source, KeptCompletions):
-        return Wanted("chat.completion", **common)
-    settings = {"reasoning.effort": source.reasoning_effort, "temperature": source.temperature, "top_p": source.top_p}
-    return Wanted(
-        "response",
-        **common,
-        asked={name: value for name, value in settings.items() if value is not None},
-        instructions_search=source.instructions_search,
-        tools=tuple(source.tools or ()),
-        users=tuple(source.users or ()),
-        has_tool_calls=source.has_tool_calls,
-    )
-
-
-def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> str:
-    """A source's filters in words: a person whose filters find nothing looks for the wrong one."""
-    chosen = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
-    if metadata := _metadata(source, kept):
-        chosen["metadata"] = metadata
-    text = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.items() if value not in ({}, []))
-    return text if len(text) <= _FILTERS_SHOWN else f"{text[:_FILTERS_SHOWN]}…"
-
-
-def _metadata(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> dict[str, str]:
-    """The eval's filters, extended or replaced by its run's."""
-    return {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
-
-
-def check_takes(source: Jsonl | Sampled, kept: bool) -> None:
-    """kept: the eval's items are kept answers. Raises InvalidGrader, whose `param` is below `data_source`."""
-    if kept and isinstance(source, Jsonl):
-        raise InvalidGrader("type", "is 'jsonl', and the eval is over what is kept: take 'completions' or 'responses'")
-    if isinstance(source.source, _Kept) and not kept:
-        raise InvalidGrader(
-            "source.type",
-            f"is {source.source.type!r}, and the eval has items by its own item_schema: take 'file_id' or "
-            "'file_content', or make an eval whose data_source_config is 'stored_completions' or 'logs'",
-        )
-
-
 def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:
     """schema: of the eval's items. Raises InvalidGrader, whose `param` is below `data_source`."""
-    if source.takes_what_is_kept and source.model is None:
-        for name in ("input_messages", "sampling_params"):
-            if getattr(source, name) is not None:
-                raise InvalidGrader(name, "asks for new answers, and no 'model' is given that is to make them")
-        return
     if source.model is None:
         raise InvalidGrader("model", "is missing; it says which model of the box is to answer")
-    if source.input_messages is None and source.takes_what_is_kept:
-        source.input_messages = ItemReference(type="item_reference", item_reference="item.input")
     if source.input_messages is None:
         raise InvalidGrader("input_messages", "is missing; it says what the model is asked for each item")
     if isinstance(source.input_messages, Template):
@@ -409,6 +293,11 @@ def fields_of(source: Sampled) -> dict[str, Any]:
     if sampling.tools:
         fields["tools"] = [tool if "function" in tool else chat_tool(tool) for tool in sampling.tools]
     return fields
+
+
+def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function tool of /v1/responses, as chat completions have it."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:

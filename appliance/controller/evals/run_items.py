@@ -1,24 +1,24 @@
-"""Reads the items of a run from where its source says, and checks them: a request, a file, or answers that are kept."""
+"""Reads the items of a run from where its source says, and checks them: a request or a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
+from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled
 from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.http.strict_body import meant
-from appliance.controller.responses.entries import Entry
 from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
 
-_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
+_CHUNK, _CHUNK_BYTES = 200, 512 << 10
 _LOOKED_AT_BYTES = 8 << 20
 """How much of a file is checked before its run is made, while the caller waits: half a second at most."""
 _Measured = tuple[dict[str, Any], int]
@@ -28,14 +28,8 @@ Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
 Chunks = Generator[list[_Measured], None, None]
 
 
-class RunFailed(Exception):
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code
-
-
 def read_request(source: requests.FileContent) -> Entries:
-    """Entries of a request. Raises RunFailed."""
+    """Entries of a request. Raises TaskFailed."""
     for number, given in enumerate(source.content, 1):
         entry = given.model_dump()
         text = json.dumps(entry).encode()
@@ -43,37 +37,21 @@ def read_request(source: requests.FileContent) -> Entries:
         yield number, entry, text
 
 
-def read_kept(found: Iterator[Entry], filters: str) -> Entries:
-    """Kept answers as items, without those that are too expensive to judge. filters: the source's filters, in words.
-    Raises RunFailed."""
-    number = 0
-    for entry in found:
-        text = orjson.dumps(entry)
-        try:
-            _check_text(number + 1, text)
-        except RunFailed:
-            continue
-        number += 1
-        yield number, entry, text
-    if not number:
-        raise RunFailed("no_items", f"Nothing that is kept fits what the run's source asks for: {filters}.")
-
-
 def read_file(path: Path) -> Entries:
-    """Entries of a JSONL file. Raises RunFailed."""
+    """Entries of a JSONL file. Raises TaskFailed."""
     number = 0
     try:
         with open(path, "rb") as source:
             while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
                 number += 1
                 if number > 2 * requests.MAX_ITEMS:
-                    raise RunFailed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
+                    raise TaskFailed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
                 line = line.removeprefix(MARK)
                 if line.strip():
                     _check_text(number, line)
                     yield number, _entry(number, line), line
     except OSError as error:
-        raise RunFailed("file_unreadable", f"The file could not be read: {error}") from None
+        raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
 
 
 def check_items(
@@ -89,46 +67,45 @@ def check_items(
         try:
             if path.stat().st_size <= _LOOKED_AT_BYTES:
                 requests.check_items(names, (entry["item"] for _, entry, _ in read_file(path)))
-        except (RunFailed, OSError):
+        except (TaskFailed, OSError):
             return
 
 
 def in_chunks(entries: Entries) -> Chunks:
-    """Items that are checked and stored in one go, on a loop with other tasks. Raises RunFailed."""
+    """Items that are checked and stored in one go. Raises TaskFailed."""
     chunk: list[_Measured] = []
-    count, size, objects = 0, 0, 0
+    count, size = 0, 0
     for number, entry, text in entries:
         if is_deeper(entry, MAX_DEPTH):
-            raise RunFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
+            raise TaskFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
         if (count := count + 1) > requests.MAX_ITEMS:
-            raise RunFailed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        more = text.count(b"[") + text.count(b"{")
-        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
+            raise TaskFailed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
+        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES):
             yield chunk
-            chunk, size, objects = [], 0, 0
-        size, objects = size + len(text), objects + more
+            chunk, size = [], 0
+        size += len(text)
         chunk.append((entry, len(text)))
     if not chunk:
-        raise RunFailed("invalid_data", "The file has no items.")
+        raise TaskFailed("invalid_data", "The file has no items.")
     yield chunk
 
 
 def _check_text(number: int, text: bytes) -> None:
-    """Raises RunFailed for an entry that is too long."""
+    """Raises TaskFailed for an entry that is too long."""
     if len(text) > requests.MAX_ENTRY_BYTES:
-        raise RunFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
+        raise TaskFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
 
 
 def _entry(number: int, line: bytes) -> dict[str, Any]:
-    """Raises RunFailed."""
+    """Raises TaskFailed."""
     try:
         # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
         return requests.Entry.model_validate(orjson.loads(line)).model_dump()
     except orjson.JSONDecodeError as error:
-        raise RunFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
+        raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
     except ValidationError as error:
         first = meant(error.errors(include_url=False, include_input=False))
         where = ".".join(map(str, first["loc"])) or "the line"
-        raise RunFailed(
+        raise TaskFailed(
             "invalid_data", f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.'
         ) from None

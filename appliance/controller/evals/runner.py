@@ -14,27 +14,25 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import TypeAdapter
 
 from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.evals import requests
+from appliance.controller.evals.new_run import EVAL_RUNS
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.evals.run_items import Chunks, RunFailed, in_chunks, read_file, read_kept, read_request
+from appliance.controller.evals.run_items import Chunks, in_chunks, read_file, read_request
 from appliance.controller.evals.views import judges_sample
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.responses.entries import entries
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
-from appliance.store.records import keys
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
-from runtime.background_tasks import RunningTasks
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
@@ -55,11 +53,11 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
 def _grader(kept: dict[str, Any]) -> Grader:
-    """Raises RunFailed: the box may have become stricter since the eval was made."""
+    """Raises TaskFailed: the box may have become stricter since the eval was made."""
     try:
         return parse(kept)
     except InvalidGrader as error:
-        raise RunFailed(
+        raise TaskFailed(
             "invalid_grader",
             f"The criterion {kept.get('name')!r} is refused: {error}; make the eval again with another.",
         ) from None
@@ -68,73 +66,39 @@ def _grader(kept: dict[str, Any]) -> Grader:
 class EvalRunner:
     def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
         self._context, self._db, self._hosts, self._answers = context, context.db, hosts, answers
-        self.tasks = RunningTasks()
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._has_turn: dict[str, str] = {}  # the run of each owner that goes on
+        context.tasks.add(Kind(EVAL_RUNS, self.run, self.fail, "run", per_owner=1))
+        context.tasks.add(Kind(evals.DELETIONS, self._delete, _stays, at_once=1))
 
-    def start(self) -> None:
-        """After a restart: continue runs that have not ended, and deletions."""
-        for run_id in evals.unfinished_ids(self._db):
-            self.begin(run_id)
-        self._free()
+    async def delete(self, object_id: str, within_s: float | None = DELETE_WITHIN_S) -> None:
+        """Delete an eval, with its runs, or a run. No list has it from now on; then the disk is freed. Returns when
+        that is done, or after this time, while it goes on."""
+        tasks, unfinished = self._context.tasks, evals.unfinished_ids(self._db, object_id)
+        tasks.start(evals.DELETIONS, object_id, None)
+        for run_id in unfinished:
+            tasks.changed(EVAL_RUNS, run_id)
+        await tasks.ended(evals.DELETIONS, object_id, within_s)
 
-    async def delete(self, ids: Iterable[str], within_s: float | None = DELETE_WITHIN_S) -> None:
-        """Delete evals, with their runs, and runs. No list has them from now on; then the disk is freed.
-        Returns when that is done, or after this time, while it goes on."""
-        evals.delete(self._db, ids)
-        await asyncio.wait([self._free()], timeout=within_s)
-
-    def _free(self) -> asyncio.Task[None]:
-        freed = partial(asyncio.to_thread, evals.delete_rows, self._db)
-        return self.tasks.add(self._context.background.keep("deletion of evaluations", freed))
-
-    def begin(self, run_id: str) -> None:
-        task = self.tasks.add(self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id)))
-        self._runs[run_id] = task
-        task.add_done_callback(lambda _: self._runs.pop(run_id, None))
+    async def _delete(self, task: TaskRow) -> None:
+        await asyncio.to_thread(evals.delete, self._db, task.id)
 
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
         self._end(run_id, "canceled", None)
-        self.let_go(run_id)
-
-    def let_go(self, run_id: str) -> None:
-        """Nothing goes on for it; its row stays as it is."""
-        if (task := self._runs.get(run_id)) is not None:
-            task.cancel()
-
-    async def _run(self, run_id: str) -> None:
-        owner = evals.unfinished_owner(self._db, run_id)
-        if owner is None:
-            return
-        async with self._turns.setdefault(owner, asyncio.Lock()):
-            self._has_turn[owner] = run_id
-            try:
-                await self._judged(run_id)
-            except RunFailed as error:
-                self._end(run_id, "failed", {"code": error.code, "message": str(error)})
-            except Exception as error:
-                # A bug; without this the run would be in progress forever, with the reason only in a log.
-                self._end(run_id, "failed", {"code": "internal_error", "message": f"{type(error).__name__}: {error}"})
-                raise
-            finally:
-                del self._has_turn[owner]
+        self._context.tasks.changed(EVAL_RUNS, run_id)
 
     def waits_for(self, row: EvalRunRow) -> str:
         """Why a run does not proceed at the moment, "" if it does."""
         if row.finished:
             return ""
-        first = self._has_turn.get(row.owner)
-        if first is not None and first != row.id:
-            return f"the runs of one owner take turns, and {first} goes on"
+        if self._context.tasks.waits(EVAL_RUNS, row.id):
+            return "the runs of one owner take turns, and another one goes on"
         if row.status == "queued" or not row.model:
             return ""
         return self._context.asking.why(row.key_id, row.model)
 
-    async def _judged(self, run_id: str) -> None:
-        """Raises RunFailed."""
-        row = evals.find_run(self._db, run_id)
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = evals.find_run(self._db, task.id)
         of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or of is None or row.finished:
             return
@@ -152,29 +116,30 @@ class EvalRunner:
         try:
             while True:
                 self._check_may_go_on(row)
-                for item in evals.queued_items(self._db, run_id, AT_ONCE - len(judging), place):
+                for item in evals.queued_items(self._db, row.id, AT_ONCE - len(judging), place):
                     judging[asyncio.create_task(self._item(row, source, graders, item))] = item
                     place = item.place
                 if not judging:
                     break
                 done, _ = await asyncio.wait(judging, return_when=asyncio.FIRST_COMPLETED)
-                if not self._store(run_id, [(judging.pop(task), task.result()) for task in done]):
+                if not self._store(row.id, [(judging.pop(task), task.result()) for task in done]):
                     return  # it was cancelled or deleted meanwhile
         finally:
-            for task in judging:
-                task.cancel()
+            for item_task in judging:
+                item_task.cancel()
             await asyncio.gather(*judging, return_exceptions=True)
-        self._end(run_id, "completed", None)
+        self._end(row.id, "completed", None)
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        self._end(task.id, "failed", {"code": error.code, "message": str(error)})
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
-        if how := keys.how_ended(self._db, row.key_id):
-            raise RunFailed("key_revoked", f"The API key of this run {how}.")
         try:
             self._context.quotas.check_eval_goes_on(row.key_id)
         except ApiError as error:
-            raise RunFailed(error.code or "limit_reached", error.message) from None
+            raise TaskFailed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
-            raise RunFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
+            raise TaskFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
 
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
@@ -195,19 +160,19 @@ class EvalRunner:
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> bool:
         """Put its items into the store, checked by the schema, some at a time: as objects, a whole file takes 20 times
-        its size. False: the run has ended or was deleted meanwhile. Raises RunFailed."""
+        its size. False: the run has ended or was deleted meanwhile. Raises TaskFailed."""
         clear = partial(asyncio.to_thread, evals.delete_items, self._db, row.id)
         await clear()  # what a preparation that was cut short has left
         try:
-            chunks = self._chunks(row, of, source)
+            chunks = self._chunks(row, source)
             async with self._hosts.of(row.owner) as host:
                 return await self._take(row, of.item_schema, chunks, host)
-        except RunFailed:
+        except TaskFailed:
             await clear()
             raise
 
     async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: Chunks, host: GraderHost) -> bool:
-        """False: the run has ended or was deleted meanwhile. Raises RunFailed."""
+        """False: the run has ended or was deleted meanwhile. Raises TaskFailed."""
         kept = requests.without_items(row.data_source)
         place, size, checked_s = 0, requests.own_bytes(kept), 0.0
         while chunk := await asyncio.to_thread(next, chunks, None):
@@ -219,10 +184,10 @@ class EvalRunner:
                 refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
             except WorkerBroke as error:
                 whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
-                raise RunFailed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
+                raise TaskFailed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
             if refused:
                 faults = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
-                raise RunFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
+                raise TaskFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
             checked_s += time.monotonic() - began_s
             now_s = time.time()
             rows = [
@@ -245,21 +210,17 @@ class EvalRunner:
         now = evals.run_in_short(self._db, run_id)
         return now is None or now.finished
 
-    def _chunks(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> Chunks:
-        """Raises RunFailed, also while they are read."""
+    def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> Chunks:
+        """Raises TaskFailed, also while they are read."""
         if source.source.type == "file_content":
             return in_chunks(read_request(source.source))
-        if source.source.type != "file_id":
-            wanted = requests.wanted(source.source, of.kept)
-            kept = entries(self._db, row.owner, wanted)
-            return in_chunks(read_kept(kept, requests.filters(source.source, of.kept)))
-        file_id = str(getattr(source.source, "id", ""))
+        file_id = source.source.id
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
         if file is None:
-            raise RunFailed("file_not_found", f"The file {file_id} was deleted.")
+            raise TaskFailed("file_not_found", f"The file {file_id} was deleted.")
         if file.bytes > requests.MAX_DATA_BYTES:
-            raise RunFailed(
+            raise TaskFailed(
                 "file_too_large", f"The file has {file.bytes} bytes; a run reads {requests.MAX_DATA_BYTES} at most."
             )
         return in_chunks(read_file(self._context.files_dir / file_id))
@@ -309,7 +270,7 @@ class EvalRunner:
         usage: list[ModelAnswer],
         kept_bytes: int,
     ) -> dict[str, Any]:
-        """kept_bytes: of what a model was asked. Raises RunFailed: the run may not go on."""
+        """kept_bytes: of what a model was asked. Raises TaskFailed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
         bodies = list[dict[str, Any]]()
 
@@ -368,6 +329,11 @@ class EvalRunner:
                 bytes=size,
             )
         return True
+
+
+async def _stays(task: TaskRow, error: TaskFailed) -> None:
+    """Its row stays, or what was deleted would be seen again; the next start tries again."""
+    raise error
 
 
 def _add(sums: dict[str, float], **more: float) -> None:

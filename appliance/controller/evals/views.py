@@ -34,7 +34,7 @@ def eval_object(row: EvalRow) -> dict[str, Any]:
         "name": row.name,
         "metadata": row.metadata,
         "data_source_config": {
-            **(row.kept or {"type": "custom"}),
+            "type": "custom",
             "schema": {"type": "object", "properties": properties, "required": list(properties)},
         },
         "testing_criteria": row.criteria,

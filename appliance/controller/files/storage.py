@@ -31,6 +31,8 @@ from train.methods.methods import convert
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
 LEAVING_PREFIX = ".leaving-"
+DATA_CHECKS = "data_checks"
+"""Tasks that check what is in uploaded training data."""
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
@@ -88,6 +90,8 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
     """Move the bytes of a new file in place, and write its row. Call in a transaction, within `growing`."""
     os.rename(path, context.files_dir / row.id)
     files.insert(context.db, row)
+    if row.check_status == "waiting":
+        context.tasks.start(DATA_CHECKS, row.id, row.key_id)
 
 
 def sha256_of(path: Path) -> str:

@@ -18,14 +18,14 @@ from anyio import to_thread
 from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Kind, TaskFailed, is_full
 from appliance.controller.files import storage
 from appliance.controller.jobs import data, settings
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import FileRow, JobEventRow, JobRow
-from runtime.background_tasks import RunningTasks
+from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.data.same_tokens import differ_apart
 from train.methods.methods import method_of
@@ -35,13 +35,16 @@ from weights.checkpoint.errors import CheckpointRefused
 TELL_EVERY_S = 30.0
 
 
-class InvalidData(Exception):
+VALIDATIONS = "validations"
+
+
+class InvalidData(TaskFailed):
     """The data of a job cannot be used for training; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
         summary = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
-        super().__init__(f"The file {file_id} has {summary}")
-        self.param, self.report = param, report
+        super().__init__(f"invalid_{param}", f"The file {file_id} has {summary}", param)
+        self.report = report
 
 
 def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
@@ -51,65 +54,46 @@ def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]
 
 
 class JobValidation:
-    """Runs validations as tasks of the controller's loop; file work happens on a thread."""
+    """Validates jobs as tasks; file work happens on a thread. A job whose key ends is paused, not failed."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self.tasks = RunningTasks()
+        context.tasks.add(Kind(VALIDATIONS, self.run, self.fail, at_once=8, per_owner=2))
 
-    def start(self, job_id: str) -> None:
-        self.tasks.add(self._context.background.keep(f"validation: {job_id}", partial(self._run, job_id)))
-
-    def start_waiting(self) -> None:
-        """After a restart: resume jobs that were being validated when the controller ended."""
-        for row in jobs.list_in_phase(self._context.db, "validating"):
-            self.start(row.id)
-
-    async def _run(self, job_id: str) -> None:
-        context, db = self._context, self._context.db
-        row = jobs.find(db, job_id)
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = jobs.find(self._context.db, task.id)
         if row is None or row.phase != "validating":
-            return  # deleted, or started again after its end was written
+            return
         try:
             report, messages = await self._validate(row)
-            if self._still_validating(job_id):
+            if self._still_validating(row.id):
                 self._queue(row, report, messages)
-        except InvalidData as error:
-            if self._still_validating(job_id):
-                with db.transaction():
-                    for line, reason in error.report.errors:
-                        add_message(
-                            db,
-                            job_id,
-                            f"line {line}: {reason}",
-                            level="error",
-                            data={"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors},
-                        )
-                    code = f"invalid_{error.param}"
-                    fail(db, job_id, code, str(error), error.param)
         except InvalidHyperparameter as error:
-            if self._still_validating(job_id):
-                fail(db, job_id, "invalid_hyperparameter", str(error), error.param)
-        except _CannotTeach as error:
-            if self._still_validating(job_id):
-                fail(db, job_id, "invalid_teacher", str(error), f"method.{row.method}.teacher")
-        except _SameRows as error:
-            if self._still_validating(job_id):
-                fail(db, job_id, "invalid_validation_file", str(error), "validation_file")
+            raise TaskFailed("invalid_hyperparameter", str(error), error.param) from error
         except CheckpointRefused as error:
-            if self._still_validating(job_id):
-                fail(db, job_id, "model_refused", str(error), "model")
-        except (OSError, _Gone) as error:
-            if self._still_validating(job_id):
-                fail(db, job_id, "file_unreadable", f"The data of the job could not be read: {error}", "training_file")
-        except Exception as error:
-            # A bug; without this the job would wait forever, with the reason only in a log.
-            if self._still_validating(job_id):
-                fail(db, job_id, "internal_error", f"Validation failed: {type(error).__name__}: {error}")
-            raise
-        if (ended := jobs.find(db, job_id)) is None or ended.finished:
-            data.remove(context, job_id)
-        context.scheduler.nudge(f"{job_id} was validated")
+            raise TaskFailed("model_refused", str(error), "model") from error
+        except OSError as error:
+            if is_full(error):
+                raise
+            raise _unreadable(error) from error
+        self._ended(row.id)
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        db = self._context.db
+        if self._still_validating(task.id):
+            with db.transaction():
+                if isinstance(error, InvalidData):
+                    for line, reason in error.report.errors:
+                        told = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
+                        add_message(db, task.id, f"line {line}: {reason}", level="error", data=told)
+                fail(db, task.id, error.code, str(error), error.param)
+        self._ended(task.id)
+
+    def _ended(self, job_id: str) -> None:
+        if (row := jobs.find(self._context.db, job_id)) is None or row.finished:
+            data.remove(self._context, job_id)
+        self._context.scheduler.nudge(f"{job_id} was validated")
 
     def _still_validating(self, job_id: str) -> bool:
         # The job may have been cancelled while the thread read files.
@@ -121,7 +105,7 @@ class JobValidation:
         context = self._context
         base = base_of(context.db, row)
         if base is None:
-            raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
+            raise _gone(row)
         if method_of(row.method).judged_by == "teacher":
             await self._check_teacher(row, base)
         await settings.check_opening(context, base)
@@ -140,18 +124,18 @@ class JobValidation:
         compare = partial(data.compare_rows, folder / "train.jsonl", valid_path)
         found = await to_thread.run_sync(compare, limiter=context.file_threads)
         if found.same_files:
-            raise _SameRows(data.SAME_FILES)
+            raise TaskFailed("invalid_validation_file", data.SAME_FILES, "validation_file")
         messages += [("warn", text) for text in found.warnings()]
         await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
         return report, messages
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
-        """Check that the teacher has the student's tokens. Raises _CannotTeach."""
+        """Check that the teacher has the student's tokens. Raises TaskFailed."""
         context, judge = self._context, job_records.find_judge(self._context.db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(context.db, name)
         if teacher is None:
-            raise _CannotTeach(f"the teacher {name} was deleted")
+            raise _cannot_teach(row, f"the teacher {name} was deleted")
         ours, theirs = (settings.tokenizer_of(context, one) for one in (student, teacher))
         if ours is None or theirs is None:
             why = "the files of one of them are neither on disk nor in shared memory any more"
@@ -159,7 +143,7 @@ class JobValidation:
             compare = partial(differ_apart, ours / settings.TOKENIZER, theirs / settings.TOKENIZER)
             why = await to_thread.run_sync(compare, limiter=context.file_threads)
         if why:
-            raise _CannotTeach(f"{name} cannot teach {student.name}: {why}")
+            raise _cannot_teach(row, f"{name} cannot teach {student.name}: {why}")
 
     async def _check_cut(
         self, row: JobRow, base: Resolved, tokenizer: Path | None, reports: dict[str, DataReport | None]
@@ -185,7 +169,7 @@ class JobValidation:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
         row = file_rows.find(self._context.db, file_id, viewer=None, now_s=0)
         if row is None:
-            raise _Gone(f"the file {file_id} was deleted")
+            raise _unreadable(f"the file {file_id} was deleted")
         return row
 
     async def _convert(
@@ -218,28 +202,22 @@ class JobValidation:
             checking.cancel()
 
     def _queue(self, row: JobRow, report: DataReport, messages: list[tuple[str, str]]) -> None:
+        """Raises TaskFailed."""
         context, db = self._context, self._context.db
         row, method = jobs.get(db, row.id), method_of(row.method)  # a user may have changed it in the meantime
         base = base_of(context.db, row)
         if base is None:
-            raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
+            raise _gone(row)
         chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(report), row)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
-            fail(
-                db,
-                row.id,
-                "invalid_devices",
-                job_devices.no_size(resolved, chosen.by_batch),
-                "allowed_sizes" if row.asked_sizes else "min_devices",
-            )
-            return
+            param = "allowed_sizes" if row.asked_sizes else "min_devices"
+            raise TaskFailed("invalid_devices", job_devices.no_size(resolved, chosen.by_batch), param)
         verdict = settings.verdict_on_box(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
-            fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
-            return
+            raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
         # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
         dataset = settings.dataset_of(report)
         odd = settings.cut_examples(method, dataset, chosen.resolved)
@@ -259,13 +237,13 @@ def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
     return [(level, f"{file.filename}: {text}") for level, texts in by_level for text in texts]
 
 
-class _CannotTeach(Exception):
-    """The teacher's tokens are not those of the student; the text says so."""
+def _unreadable(why: object) -> TaskFailed:
+    return TaskFailed("file_unreadable", f"The data of the job could not be read: {why}", "training_file")
 
 
-class _SameRows(Exception):
-    """The validation file has the rows of the training file."""
+def _gone(row: JobRow) -> TaskFailed:
+    return _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
 
 
-class _Gone(Exception):
-    """Something a job needs was deleted between its creation and its validation."""
+def _cannot_teach(row: JobRow, why: str) -> TaskFailed:
+    return TaskFailed("invalid_teacher", why, f"method.{row.method}.teacher")

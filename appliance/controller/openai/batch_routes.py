@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
-from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.batches.work import BATCHES as KIND
+from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
@@ -44,7 +45,7 @@ class BatchCreate(StrictBody):
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
+def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     db, view = context.db, partial(_view, runner)
     router = BATCHES.serve(context, view, batches.page, part(20, most=100, order=None))
 
@@ -83,11 +84,10 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
             )
             batches.insert(db, row)
+            context.tasks.start(KIND, row.id, row.key_id)
             return row
 
-        row, made = attempt.once(make)
-        if made:
-            runner.begin(row.id)
+        row, _ = attempt.once(make)
         return view(row)
 
     @router.post("/{batch_id}/cancel")
@@ -95,7 +95,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
         row = BATCHES.known(db, batch_id, caller)
         if row.status in ("validating", "in_progress"):
             batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
-            runner.poke(row.id)
+            context.tasks.changed(KIND, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(
                 f"Cannot cancel a batch with status '{row.status}'.", param="batch_id", code="batch_not_cancellable"
@@ -105,9 +105,9 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
     return router
 
 
-def _view(runner: BatchRunner, row: BatchRow) -> dict[str, Any]:
+def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
-    completed, failed = runner.progress(row.id) or (row.completed, row.failed)
+    completed, failed, waiting_for = runner.progress(row)
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
         "id": row.id,
@@ -118,6 +118,6 @@ def _view(runner: BatchRunner, row: BatchRow) -> dict[str, Any]:
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
         "request_counts": {"total": row.total, "completed": completed, "failed": failed},
-        "waiting_for": None if row.finished else runner.waits_for(row.id),
+        "waiting_for": waiting_for,
         "owner": row.owner or None,
     }

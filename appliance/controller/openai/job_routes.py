@@ -19,7 +19,7 @@ from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
-from appliance.controller.jobs.validation import JobValidation, lines_of
+from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store.database import Part
@@ -33,7 +33,7 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def routes(context: ControllerContext, validation: JobValidation, hosts: GraderHosts) -> APIRouter:
+def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     router, db, organization = JOBS.router(), context.db, context.config.organization
 
     def view(row: JobRow) -> dict[str, Any]:
@@ -46,9 +46,13 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
         if (row := attempt.earlier()) is not None:
             return view(row)
         await check_judges(context, hosts, body, caller)
-        row, made = attempt.once(lambda: insert_job(context, body, caller))
-        if made:
-            validation.start(row.id)
+
+        def make() -> JobRow:
+            row = insert_job(context, body, caller)
+            context.tasks.start(VALIDATIONS, row.id, row.key_id)
+            return row
+
+        row, _ = attempt.once(make)
         return view(row)
 
     @router.get("")

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import check_may_ask
-from appliance.controller.batches.background_responses import KEY_ENDED, BackgroundResponses
+from appliance.controller.batches.background_responses import RESPONSES, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import paging
 from appliance.controller.http.audited import unaudited
@@ -24,7 +24,7 @@ from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import part
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, KeyRevoked, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed
@@ -65,17 +65,17 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
         if how := keys.how_ended(context.db, caller.key_id, caller.secret):  # while body or earlier turns were read
-            raise ApiError(401, KEY_ENDED.format(how))
+            raise KeyRevoked(how)
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
             context.quotas.check_background(caller, row.bytes)
             responses.insert(context.db, row)
+            context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row
 
         row, made = attempt.once(make)
         if made:
-            background.begin(row)
             await asyncio.to_thread(stored.make_room, [row])
         return told(row)
 
@@ -97,7 +97,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.viewer)
         stored.delete(row.id)
-        background.forget(row.id)
+        context.tasks.changed(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")

@@ -18,7 +18,9 @@ from runtime.moments import minute
 from runtime.pydantic_words import words_of_check
 
 MAX_RETRY_AFTER_S = 120
+ENGINE_FAILED: Final = "engine_failed"
 ENGINES_DIED: Final = "engines_died"
+"""Two engines ended while they had one request, which is sent to no other."""
 JSON_TYPES: Final = {
     bool: "a boolean",
     int: "an integer",
@@ -118,7 +120,7 @@ def batch_gives_way() -> HttpError:
 
 def engine_failed(status: int = 502) -> HttpError:
     late = status == 504
-    what, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", "engine_failed")
+    what, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", ENGINE_FAILED)
     return HttpError(status, f"The engine serving this model {what}. The request can be sent again.", code=code)
 
 

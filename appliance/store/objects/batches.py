@@ -14,13 +14,9 @@ _TABLE = Table("batches", BatchRow)
 insert, find, update, page = _TABLE.insert, _TABLE.find_visible, _TABLE.update, _TABLE.page_visible
 
 
-def list_unfinished(db: Database, *, key_id: str | None = None) -> list[BatchRow]:
-    """Oldest first, the order in which they are worked off. key_id: only those made with this key."""
-    return db.all(
-        BatchRow,
-        f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
-        [key_id],
-    )
+def list_unfinished(db: Database) -> list[BatchRow]:
+    """Oldest first."""
+    return db.all(BatchRow, f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) ORDER BY seq")
 
 
 def using_file(db: Database, file_id: str) -> BatchRow | None:

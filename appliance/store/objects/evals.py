@@ -1,7 +1,7 @@
 """Evaluations, their runs, and the items of each run.
 
 viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself. What is deleted is seen
-by nobody from then on, and `delete_rows` frees the disk.
+by nobody from then on, and its task frees the disk.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from appliance.store.table import Table
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
-_THERE = "id NOT IN (SELECT id FROM eval_deletions)"
-_RUN_THERE = f"{_THERE} AND eval_id NOT IN (SELECT id FROM eval_deletions)"
+DELETIONS = "eval_deletions"
+"""Tasks that delete evals, each with its runs, and runs."""
+DELETED = f"(SELECT id FROM tasks WHERE kind = '{DELETIONS}')"
+_THERE = f"id NOT IN {DELETED}"
+_RUN_THERE = f"{_THERE} AND eval_id NOT IN {DELETED}"
 _IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 _TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
 insert, update = _TABLE.insert, _TABLE.update
@@ -54,35 +57,22 @@ def page_runs(
     return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
 
 
-def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
-    """Ids of unfinished runs, oldest first. Their rows may hold megabytes each."""
+def unfinished_ids(db: Database, object_id: str) -> list[str]:
+    """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(
         f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
-        f" AND (?1 IS NULL OR eval_id = ?1) AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
-        [eval_id, owner],
+        f" AND ?1 IN (eval_id, id) AND {_RUN_THERE} ORDER BY seq",
+        [object_id],
     )
 
 
-def delete(db: Database, ids: Iterable[str]) -> None:
-    """Deletes evals, which take their runs with them, and runs."""
-    db.many("INSERT OR IGNORE INTO eval_deletions VALUES (?)", [[one] for one in ids])
-
-
-def delete_rows(db: Database) -> None:
-    """Free the disk of what is deleted."""
-    for deleted in db.column("SELECT id FROM eval_deletions"):
-        for run_id in db.column("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1", [deleted]):
-            delete_items(db, run_id)
-        with db.transaction():
-            db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
-            db.execute("DELETE FROM evals WHERE id = ?", [deleted])
-            db.execute("DELETE FROM eval_deletions WHERE id = ?", [deleted])
-
-
-def unfinished_owner(db: Database, run_id: str) -> str | None:
-    """None if there is no such run, or it has ended. Its row is not read: it may hold megabytes."""
-    rows = list(db.execute(f"SELECT owner FROM eval_runs WHERE id = ? AND status IN ({_UNFINISHED})", [run_id]))
-    return str(rows[0]["owner"]) if rows else None
+def delete(db: Database, deleted: str) -> None:
+    """Free the disk of a deleted eval with its runs, or of a run."""
+    for run_id in db.column("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1", [deleted]):
+        delete_items(db, run_id)
+    with db.transaction():
+        db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
+        db.execute("DELETE FROM evals WHERE id = ?", [deleted])
 
 
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:

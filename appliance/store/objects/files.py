@@ -41,15 +41,6 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
     )
 
 
-def unchecked(db: Database, after: str = "") -> FileRow | None:
-    """The smallest file whose data waits for its check, of the owner whose turn it is after this one."""
-    return db.one(
-        FileRow,
-        "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY owner <= ?, owner, bytes, created_s LIMIT 1",
-        [after],
-    )
-
-
 _EXPIRED = f"expires_s <= ? AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH}))"
 
 

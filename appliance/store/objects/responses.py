@@ -3,13 +3,13 @@ are kept beside them: both in one table, under the same bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Unpack
+from collections.abc import Mapping
+from typing import Unpack
 
 import orjson
 
 from appliance.store.database import Database, Page, Part, owned_by
-from appliance.store.rows import UNFINISHED_RESPONSE, AnswerKind, ResponseRow
+from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 from appliance.store.table import Table
 
 # By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
@@ -90,30 +90,6 @@ def delete(db: Database, response_id: str) -> bool:
     return db.execute("DELETE FROM responses WHERE id = ?", [response_id]).rowcount > 0
 
 
-def unfinished(db: Database) -> Iterator[ResponseRow]:
-    """Oldest first, the order in which they are answered, one after the other: those of one owner may have a
-    gigabyte."""
-    for response_id in unfinished_ids(db):
-        if (row := find(db, response_id)) is not None:
-            yield row
-
-
-def unfinished_ids(db: Database, *, key_id: str | None = None) -> list[str]:
-    """Oldest first. key_id: only those asked with this key."""
-    return db.column(
-        f"SELECT id FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
-        [key_id],
-    )
-
-
-def unfinished_of_revoked(db: Database) -> list[str]:
-    """Ids of those whose key was revoked, oldest first."""
-    return db.column(
-        "SELECT responses.id FROM responses INDEXED BY responses_unfinished CROSS JOIN keys ON keys.id = key_id"
-        f" WHERE status IN ({_UNFINISHED}) AND revoked_s IS NOT NULL ORDER BY responses.seq"
-    )
-
-
 def page_completions(
     db: Database,
     *,
@@ -147,20 +123,6 @@ def _named(model: str | None, metadata: Mapping[str, str]) -> tuple[str, list[st
         conditions.append("EXISTS (SELECT 1 FROM json_each(responses.metadata) WHERE key = ? AND value = ?)")
         parameters += [name, value]
     return " AND ".join(conditions), parameters
-
-
-def newest_ids(
-    db: Database, owner: str, kind: AnswerKind, *, model: str | None, metadata: Mapping[str, Any]
-) -> list[str]:
-    """An owner's chat completions of this model with all of this metadata, newest first, read from indexes alone.
-    Responses have both in their texts: of these it is all that may fit, with other rows among them."""
-    if kind == COMPLETION:
-        where, parameters = _named(model, {name: str(value) for name, value in metadata.items()})
-        return db.column(
-            f"SELECT id FROM responses WHERE kind = '{COMPLETION}' AND owner = ? AND {where} ORDER BY seq DESC",
-            [owner, *parameters],
-        )
-    return db.column("SELECT id FROM responses WHERE owner = ? ORDER BY seq DESC", [owner])
 
 
 def set_metadata(db: Database, completion_id: str, metadata: dict[str, str] | None) -> bool:

@@ -14,8 +14,9 @@ _TABLE = Table("operations", OperationRow)
 insert, find = _TABLE.insert, _TABLE.find
 
 
-def list_running(db: Database) -> list[OperationRow]:
-    return db.all(OperationRow, "SELECT * FROM operations WHERE state = 'running' ORDER BY seq")
+def find_running(db: Database, kind: str, target: str) -> OperationRow | None:
+    query = "SELECT * FROM operations WHERE state = 'running' AND kind = ? AND target = ?"
+    return db.one(OperationRow, query, [kind, target])
 
 
 def page(db: Database, **part: Unpack[Part]) -> Page[OperationRow]:

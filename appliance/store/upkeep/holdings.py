@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
+from appliance.store.objects.evals import DELETED
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE
 
 # A key that is not in the table (the box of a test) is an owner of its own.
@@ -44,7 +45,7 @@ def batches(db: Database, key_id: str) -> int:
 
 def evals(db: Database, key_id: str) -> tuple[int, int]:
     """Number, and bytes of their definitions."""
-    return _number_and_bytes(db, f"evals WHERE id NOT IN (SELECT id FROM eval_deletions) AND {_OF}", key_id)
+    return _number_and_bytes(db, f"evals WHERE id NOT IN {DELETED} AND {_OF}", key_id)
 
 
 def eval_runs(db: Database, key_id: str) -> tuple[int, int]:

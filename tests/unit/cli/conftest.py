@@ -115,7 +115,7 @@ class ControlledBox:
 
     def settle(self) -> None:
         """Returns when no validation runs."""
-        asyncio.run_coroutine_threadsafe(self.app.state.validation.tasks.idle(), self.loop).result(60)
+        asyncio.run_coroutine_threadsafe(self.context.tasks.idle("validations"), self.loop).result(60)
 
     @property
     def job_events(self) -> JobEvents:

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from appliance.controller import app as app_module
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.data_checks import data_work
 from appliance.controller.http.peers import FromBox
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -70,7 +71,7 @@ class Control:
 
     async def settle(self) -> None:
         """Returns when no validation runs."""
-        await self.app.state.validation.tasks.idle()
+        await self.context.tasks.idle("validations")
 
     async def upload(self, data: bytes | None = None, name: str = "train.jsonl", purpose: str = "fine-tune") -> str:
         made = await self.sdk.files.create(file=(name, chat_lines() if data is None else data), purpose=purpose)  # type: ignore[arg-type]
@@ -108,8 +109,13 @@ def graders_load_what_they_use() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
-    for name in ("GATES_EVERY_S", "CHECKS_EVERY_S"):
-        monkeypatch.setattr(app_module, name, 3600.0)
+    monkeypatch.setattr(app_module, "GATES_EVERY_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def no_checks_of_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a process of a second."""
+    monkeypatch.setattr(data_work, "AT_ONCE", 0)
 
 
 class Clock:

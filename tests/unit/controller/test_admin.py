@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.app import _keep_house, create_app
+from appliance.controller.app import _keep_house
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
-from appliance.store.rows import JobMetricRow, OperationRow
+from appliance.store.rows import JobMetricRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
@@ -233,12 +233,45 @@ async def test_the_same_import_twice_at_once_is_refused(control: Control):
     assert (await ended(control, first))["state"] == "succeeded"
 
 
-async def test_what_a_restart_interrupted_is_marked_failed(control: Control):
-    operations.insert(control.db, OperationRow("op_1", "import", "m", "running", 1.0))
-    again = create_app(control.context)
-    async with again.router.lifespan_context(again):
-        row = operations.find(control.db, "op_1")
-    assert row is not None and row.state == "failed" and row.error["code"] == "interrupted"
+@pytest.mark.parametrize("source", ["/data/model", "/data/adapter-of-starter"])
+async def test_import_resumes_after_restart(control: Control, monkeypatch: pytest.MonkeyPatch, source: str):
+    copy, reached = control.ops.import_model, asyncio.Event()
+
+    async def hang(*_: Any, **__: Any) -> Any:
+        reached.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(control.ops, "import_model", hang)
+    body = {"source": source, "name": "new", "origin": "org/new"}
+    accepted = await ask(control, "POST", "/models/import", 202, json=body)
+    await reached.wait()
+    await control.context.tasks.stop()
+    row = operations.find(control.db, accepted["operation"]["id"])
+    assert row is not None and row.state == "running"
+    monkeypatch.setattr(control.ops, "import_model", copy)
+    control.context.tasks.resume()
+    assert (await ended(control, accepted))["state"] == "succeeded"
+    model = models.find(control.db, "new")
+    assert model is not None and (model.kind, model.source) == (
+        ("fine-tuned", source) if "adapter" in source else ("base", "org/new")
+    )
+
+
+async def test_import_ends_with_its_key(control: Control, monkeypatch: pytest.MonkeyPatch):
+    reached = asyncio.Event()
+
+    async def hang(*_: Any, **__: Any) -> Any:
+        reached.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(control.ops, "import_model", hang)
+    key, _ = keys.create(control.db, "second", ["admin"])
+    by = {"x-appliance-key-id": key.id, "x-appliance-scopes": "admin"}
+    sent = await control.http.post("/admin/v1/models/import", headers=by, json={"source": "/data/model"})
+    await reached.wait()
+    stopped = (await ask(control, "DELETE", f"/keys/{key.id}"))["stopped"]
+    assert stopped["operations"] == [sent.json()["operation"]["id"]]
+    assert (await ended(control, sent.json()))["error"]["code"] == "invalid_api_key"
 
 
 async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):

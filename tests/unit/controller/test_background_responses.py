@@ -14,10 +14,10 @@ import pytest
 
 from appliance.controller.batches import background_responses
 from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.context import tasks
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
-from runtime import background_tasks
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_responses import answer, copy, name, send
@@ -47,6 +47,10 @@ async def ended(control: Control, response_id: str) -> Any:
         while (found := await control.sdk.responses.retrieve(response_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.002)
     return found
+
+
+def unfinished(control: Control) -> list[str]:
+    return control.db.column("SELECT id FROM responses WHERE status IN ('queued', 'in_progress')")
 
 
 async def asked(control: Control, given: Any = "1+1?", model: str = "starter", **fields: Any) -> Any:
@@ -127,8 +131,7 @@ async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control
 @pytest.mark.parametrize("broken", ["begin", "end"])
 async def test_what_a_full_disk_does_not_take_is_written_later(control: Control, monkeypatch, broken: str):
     """It was in progress for a day, and had a place at an engine all the time: a few, and nobody's were begun."""
-    monkeypatch.setattr(background_responses, "ROOM_EVERY_S", 0.01)
-    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
     scripted(control, *[EngineAnswer(200, answer(number, "2", model="starter"), "v1") for number in range(3)])
     failed, left = list[str](), [sqlite3.OperationalError("database or disk is full")] * 3
 
@@ -166,12 +169,12 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
     for _ in range(2):
         assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
     await asyncio.wait_for(stopped.wait(), 60)
-    assert not list(responses.unfinished(control.db))
+    assert not unfinished(control)
     begun.clear()
     other = await asked(control, "2+2?")
     await asyncio.wait_for(begun.wait(), 60)
     await control.sdk.responses.delete(other.id)
-    assert not list(responses.unfinished(control.db))
+    assert not unfinished(control)
     with pytest.raises(openai.NotFoundError):
         await control.sdk.responses.retrieve(other.id)
 
@@ -327,16 +330,12 @@ async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     engines(control).lines = 0
     made = await asked(control)
-    await control.app.state.background.stop()
+    await control.context.tasks.stop()
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     engines(control).lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
-    again = BackgroundResponses(control.context, control.app.state.responses)
-    again.start()
-    try:
-        assert (await ended(control, made.id)).output_text == "after all"
-    finally:
-        await again.stop()
+    control.context.tasks.resume()
+    assert (await ended(control, made.id)).output_text == "after all"
 
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
@@ -352,7 +351,7 @@ async def test_background_response_ends_with_its_key(control: Control):
     key_id = control.as_key("ann")
     made = await asked(control)
     (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
-    await control.app.state.background.revoked_ended()
+    await control.context.tasks.idle("responses")
     row = responses.find(control.db, made.id)
     assert row is not None and row.status == "failed" and "was revoked" in row.response
     assert engines(control).wanted == [] == engines(control).sent
@@ -380,7 +379,7 @@ async def test_a_repeated_request_makes_one(control: Control):
         (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
         for count in (0, 1)
     ]
-    assert made[0]["id"] == made[1]["id"] and len(list(responses.unfinished(control.db))) == 1
+    assert made[0]["id"] == made[1]["id"] and len(unfinished(control)) == 1
 
 
 async def test_what_is_not_for_here(control: Control):

@@ -16,13 +16,12 @@ import pytest
 
 from appliance.controller.batches import input_lines, work
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.bus import asking
+from appliance.controller.context import tasks
 from appliance.controller.files import quarantine
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
-from runtime import background_tasks
 from tests.simulator.control_plane import SimulatedEngines, change
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -71,7 +70,7 @@ async def until(control: Control, batch_id: str, seen) -> Any:
 
 async def ended(control: Control, batch_id: str) -> Any:
     async with asyncio.timeout(60):
-        await control.app.state.batches.tasks.idle()
+        await control.context.tasks.idle("batches")
     return await control.sdk.batches.retrieve(batch_id)
 
 
@@ -308,6 +307,7 @@ async def test_an_expired_batch_says_which_lines_were_not_run(control: Control):
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)
     batches.update(control.db, batch_id, expires_s=time.time() - 1)
+    control.context.tasks.changed("batches", batch_id)
     batch = await ended(control, batch_id)
     assert batch.status == "expired" and batch.expired_at
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
@@ -347,7 +347,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     batch_id = await begun(control, [line(n) for n in range(9)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 5)
     # As kill -9 leaves it: the row in progress, answers on disk, the last of them torn.
-    await control.app.state.batches.tasks.stop()
+    await control.context.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
     engines(control).rule = None
@@ -355,11 +355,8 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
     quarantine.sweep(control.context)
-    runner = BatchRunner(control.context)
-    runner.start()
-    async with asyncio.timeout(60):
-        await runner.tasks.idle()
-    batch = await control.sdk.batches.retrieve(batch_id)
+    control.context.tasks.resume()
+    batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9
     assert (batch.usage.total_tokens, len(engines(control).sent) - sent_before) == (45, 4)
     rows = await content(control, batch.output_file_id)
@@ -371,7 +368,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda b: b.status == "in_progress")
-    await control.app.state.batches.tasks.stop()
+    await control.context.tasks.stop()
     answers = Answers(control.context.batches_dir, batch_id).open()
     answers.append(
         [
@@ -385,12 +382,65 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     )
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
-    runner = BatchRunner(control.context)
-    runner.start()
-    async with asyncio.timeout(60):
-        await runner.tasks.idle()
-    batch = await control.sdk.batches.retrieve(batch_id)
+    control.context.tasks.resume()
+    batch = await ended(control, batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
+
+
+async def test_batch_resumed_under_stricter_check_fails_with_its_answers(control: Control):
+    await _hang_after(control, 1)
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 1)
+    await control.context.tasks.stop()
+    change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 2}))
+    control.context.tasks.resume()
+    batch = await ended(control, batch_id)
+    assert (batch.status, batch.errors.data[0].code, batch.errors.data[0].line) == ("failed", "too_many_requests", 3)
+    assert len(await content(control, batch.output_file_id)) == 1
+
+
+async def test_failed_batch_keeps_its_answers(control: Control):
+    may_fail = asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> None:
+        if body.get("user") == "bug":
+            await may_fail.wait()
+            raise RecursionError
+
+    engines(control).rule = rule
+    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
+    batch_id = await begun(control, [line(0), line(1), line(2, body=odd)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
+    may_fail.set()
+    batch = await ended(control, batch_id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+    assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
+
+
+async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(control: Control, monkeypatch):
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.0)
+    real, full = batches.update, [True]
+
+    def update(*arguments: Any, **changes: Any) -> None:
+        if full and changes.get("status") == "completed":
+            full.clear()
+            raise sqlite3.OperationalError("database or disk is full")
+        real(*arguments, **changes)
+
+    monkeypatch.setattr(batches, "update", update)
+    batch = await ended(control, await begun(control, [line(0)]))
+    assert batch.status == "completed" and not full
+    names = {path.name for path in control.context.files_dir.iterdir()}
+    assert names == {batch.input_file_id, batch.output_file_id}
+
+
+async def test_answers_that_a_thread_has_written_count_before_more_are_asked(control: Control):
+    key_id = control.as_key("ann", bounds={"file_bytes": 1000})
+    batch = work.BatchWork(control.context, "batch_1")
+    batch._owner = "ann"
+    assert batch._no_room(key_id) == ""
+    batch.answers.bytes = 1001
+    assert "1001 of at most 1000 bytes" in batch._no_room(key_id)
 
 
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
@@ -438,7 +488,7 @@ def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch)
 
 async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypatch):
     """It had failed, for ever, and what engines had computed was thrown away."""
-    monkeypatch.setattr(work, "ROOM_EVERY_S", 0.0)
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.0)
     real, full = Answers.append, [True, True]
 
     def append(answers, lines):
@@ -487,7 +537,7 @@ async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks
     await ended(control, second)
     asked = [body["messages"][0]["content"] for body in engine.sent]
     assert asked.index("103+1?") < 12 and engine.most_at_once == 2
-    await asyncio.wait_for(control.app.state.batches.tasks.idle(), 60)
+    await asyncio.wait_for(control.context.tasks.idle("batches"), 60)
     assert len(engine.sent) == 44 and engine.most_at_once == 2
 
 
@@ -500,7 +550,7 @@ async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_o
             raise RecursionError
 
     engines(control).rule = rule
-    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
     control.as_key("ann")
     odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
     first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
@@ -512,7 +562,7 @@ async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_o
 
 async def test_a_line_that_cannot_be_written_for_an_engine_leaves_its_place_to_others(control: Control, monkeypatch):
     monkeypatch.setattr(input_lines, "is_deeper", lambda value, levels: False, raising=False)
-    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
     control.as_key("ann")
     odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": deep(300)}
     first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
@@ -531,23 +581,20 @@ async def test_a_retried_create_makes_one_batch(control: Control):
     assert len(engines(control).sent) == 1
 
 
-async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(control: Control, monkeypatch):
-    """On a full disk it used to stay "in_progress" until the controller was started anew."""
-    real, full = batches.update, [True]
+async def test_batch_resumes_once_its_end_can_be_stored(control: Control, monkeypatch):
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
+    real, full = batches.update, [True, True]
 
     def update(*arguments: Any, **changes: Any) -> None:
-        if full and changes.get("status") in ("finalizing", "failed"):
-            if changes["status"] == "failed":
-                full.clear()
+        if full and changes.get("status") == "finalizing":
+            full.pop()
             raise sqlite3.OperationalError("database or disk is full")
         real(*arguments, **changes)
 
     monkeypatch.setattr(batches, "update", update)
-    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
-    batch_id = await begun(control, [line(n) for n in range(3)])
-    batch = await ended(control, batch_id)
+    batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
     assert not full and batch.status == "completed" and batch.request_counts.completed == 3
-    assert len(await content(control, batch.output_file_id)) == 3 and control.context.background.degraded() == []
+    assert len(await content(control, batch.output_file_id)) == 3 and len(engines(control).sent) == 3
 
 
 async def test_the_errors_of_a_batch_are_short_whatever_its_lines_name(control: Control):

@@ -10,7 +10,7 @@ import pytest
 from openai import NotFoundError
 
 from appliance.controller.data_checks import data_work
-from appliance.store.objects import files, models
+from appliance.store.objects import files, models, tasks
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control
 
@@ -29,13 +29,19 @@ async def asked(control: Control, path: str, body: dict | None = None) -> dict:
     return answer.json()
 
 
-async def test_every_upload_of_training_data_is_checked_after_it(control: Control):
+@pytest.fixture
+def checks(control: Control, monkeypatch: pytest.MonkeyPatch) -> data_work.DataWork:
+    """Uploads are checked."""
+    monkeypatch.setattr(data_work, "AT_ONCE", 1)
+    return data_work.DataWork(control.context)
+
+
+async def test_every_upload_of_training_data_is_checked_after_it(control: Control, checks: data_work.DataWork):
     made = await control.upload(TWICE)
     shown = await asked(control, f"/v1/files/{made}")
     assert shown["check"] == {"status": "waiting"}
     assert (await control.http.get(f"/v1/files/{made}/check")).status_code == 409
-    work = data_work.DataWork(control.context)
-    await work.look()
+    await control.context.tasks.idle("data_checks")
     shown = await asked(control, f"/v1/files/{made}")
     assert shown["check"] == {"status": "done", "found": {"duplicates": 1, "personal_data": 2}}
     report = await asked(control, f"/v1/files/{made}/check")
@@ -49,7 +55,7 @@ async def test_what_is_no_training_data_or_cannot_be_trained_on_is_not_checked(c
     bad = await control.upload(b"{no json\n")
     for one in (other, bad):
         assert "check" not in await asked(control, f"/v1/files/{one}")
-    assert files.unchecked(control.db) is None
+    assert tasks.list_all(control.db) == []
 
 
 @pytest.mark.usefixtures("checked_here")
@@ -58,7 +64,6 @@ async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
     report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
     assert report["checks"]["contaminated"]["count"] == 1
     assert await asked(control, f"/v1/files/{made}/check") == report
-    assert files.unchecked(control.db).id == valid  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -133,33 +138,28 @@ async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch:
     assert begun[0].returncode == -signal.SIGKILL
 
 
-async def test_the_smallest_upload_is_checked_first(control: Control):
-    await control.upload(TWICE * 50)
-    small = await control.upload(TWICE)
-    assert files.unchecked(control.db).id == small  # type: ignore[union-attr]
+async def test_owners_take_turns(control: Control, checks: data_work.DataWork, monkeypatch: pytest.MonkeyPatch):
+    made, checked, may_go_on = dict[str, str](), list[str](), asyncio.Event()
 
+    async def process(request: dict[str, Any]) -> dict[str, Any]:
+        await may_go_on.wait()
+        checked.append(made[request["name"]])
+        return {}
 
-async def test_owners_take_turns(control: Control, monkeypatch: pytest.MonkeyPatch):
-    made: dict[str, str] = {}
+    monkeypatch.setattr(checks, "_process", process)
     for owner in ("ann", "bob"):
         control.as_key(owner)
         for number in range(2):
             made[await control.upload(TWICE * (number + 1))] = f"{owner}{number}"
-    work, checked = data_work.DataWork(control.context), list[str]()
-
-    async def process(request: dict[str, Any]) -> dict[str, Any]:
-        checked.append(made[request["name"]])
-        return {}
-
-    monkeypatch.setattr(work, "_process", process)
-    await work.look()
+    may_go_on.set()
+    await control.context.tasks.idle("data_checks")
     assert checked == ["ann0", "bob0", "ann1", "bob1"]
 
 
-async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control):
+async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_work.DataWork):
     made = await control.upload(TWICE)
     (control.context.files_dir / made).unlink()
-    await data_work.DataWork(control.context).look()
+    await control.context.tasks.idle("data_checks")
     row = files.find(control.db, made, viewer=None, now_s=0)
     assert row is not None and row.check_status == "failed"
     assert str(control.context.files_dir) not in json.dumps(row.data_check)

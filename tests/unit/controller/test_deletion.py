@@ -77,15 +77,15 @@ async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
     key_id = control.as_key("carol", owner="carol", bounds={"evals": 1, "eval_bytes": 10 * ITEM_BYTES})
     eval_id = await made(control)
     fill(control.db, eval_id, runs=3, items=7, key_id=key_id, owner="carol")
-    may_go_on, delete_rows = threading.Event(), evals.delete_rows
+    may_go_on, delete_rows = threading.Event(), evals.delete
 
-    def delete(db: Database) -> None:
+    def delete(db: Database, deleted: str) -> None:
         assert may_go_on.wait(60)
-        delete_rows(db)
+        delete_rows(db, deleted)
 
-    monkeypatch.setattr(evals, "delete_rows", delete)
+    monkeypatch.setattr(evals, "delete", delete)
     task = asyncio.create_task(control.sdk.evals.delete(eval_id))
-    while not rows(control.db, "eval_deletions"):
+    while not rows(control.db, "tasks"):
         await asyncio.wait([task], timeout=0.001)
     assert rows(control.db, "eval_items") > 15
     assert await control.sdk.evals.list() and (await control.sdk.evals.list()).data == []
@@ -103,17 +103,20 @@ async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
         await control.sdk.evals.runs.create(again, data_source=given(("a", "a")))
     may_go_on.set()
     assert (await task).deleted
-    await control.app.state.evaluations.tasks.idle()  # it is answered after five seconds, while the deletion goes on
-    assert rows(control.db, "eval_items") == rows(control.db, "eval_deletions") == 0
+    await control.context.tasks.idle(
+        "eval_runs", "eval_deletions"
+    )  # it is answered after five seconds, while the deletion goes on
+    assert rows(control.db, "eval_items") == rows(control.db, "tasks") == 0
     run = await ended(control, again, given(("a", "a")))
     assert run.status == "completed"
 
 
 async def test_a_deletion_goes_on_after_a_restart(control: Control):
     fill(control.db, "eval_1", runs=1, items=3)
-    evals.delete(control.db, ["eval_1"])
-    control.app.state.evaluations.start()
-    await control.app.state.evaluations.tasks.idle()
+    await control.context.tasks.stop()
+    control.context.tasks.start(evals.DELETIONS, "eval_1", None)
+    control.context.tasks.resume()
+    await control.context.tasks.idle("eval_runs", "eval_deletions")
     assert rows(control.db, "eval_items") == rows(control.db, "evals") == 0
 
 
@@ -122,7 +125,7 @@ async def test_a_run_that_is_deleted_under_way_ends(control: Control):
     eval_id = await made(control, CHECK)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b")))
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
-    await control.app.state.evaluations.tasks.idle()
+    await control.context.tasks.idle("eval_runs", "eval_deletions")
     assert rows(control.db, "eval_runs") == rows(control.db, "eval_items") == 0
     assert control.context.background.degraded() == []
 
@@ -138,26 +141,3 @@ async def test_runs_that_hold_nothing_count_what_they_were_asked_with(control: C
     assert holdings.eval_runs(control.db, key_id)[1] >= len(file_id)
     kept = evals.find_run(control.db, (await ended(control, eval_id, given(("a" * 1000, "a")))).id)
     assert kept is not None and 1000 < kept.bytes - requests.ROW_BYTES < 2500
-
-
-async def test_of_what_goes_with_an_eval_no_run_is_read_or_ended_first(control: Control, monkeypatch):
-    """The items of 32 that waited, a megabyte each, were read and written twice, all of them in one turn of the loop:
-    4.4 s."""
-    runner, running = control.app.state.evaluations, asyncio.Event()
-
-    async def never(run_id: str) -> None:
-        running.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(runner, "_judged", never)
-    eval_id = await made(control)
-    for _ in range(3):
-        await control.sdk.evals.runs.create(eval_id, name="n", data_source=given(("4", "4")))
-    await asyncio.wait_for(running.wait(), 60)
-    read, find = list[str](), evals.find_run
-    monkeypatch.setattr(
-        evals, "find_run", lambda db, run_id, **more: (read.append(run_id), find(db, run_id, **more))[1]
-    )
-    assert (await control.sdk.evals.delete(eval_id)).deleted
-    await runner.tasks.idle()
-    assert not read and not runner._runs and rows(control.db, "eval_runs") == 0

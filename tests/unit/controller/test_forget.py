@@ -13,7 +13,7 @@ from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.objects import batches, jobs, models, responses
+from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
@@ -216,10 +216,7 @@ async def test_a_model_that_another_uses_is_named_before_anything_is_changed(con
     models.update(control.db, ann.model, owner=NAME)
     await ann.post(f"/v1/models/{ann.model}/share", json={"owners": [OTHER]})
     job = (await ben.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ben.file}))["id"]
-    async with asyncio.timeout(60):
-        # What is answered meanwhile would be written.
-        while list(responses.unfinished(control.db)) or batches.list_unfinished(control.db):
-            await asyncio.sleep(0.001)
+    await control.context.tasks.idle("responses", "batches", "validations")  # what ends meanwhile would be written
     before = written(control)
     refused = await ask(control, 409, cancel=True, models=True)
     assert refused["error"]["code"] == "model_in_use" and job in refused["error"]["message"]

@@ -11,7 +11,7 @@ import pytest
 from appliance.controller.gates import not_worse, threshold
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import evals, jobs, models
+from appliance.store.objects import jobs, models, tasks
 from appliance.store.records import audit, deployments
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_evals import CHECK
@@ -61,7 +61,7 @@ async def evaluation(control: Control, *, has_run: bool = True) -> str:
     }
     if has_run:
         await control.sdk.evals.runs.create(made.id, data_source=source)
-        await control.app.state.evaluations.tasks.idle()
+        await control.context.tasks.idle("eval_runs", "eval_deletions")
     return made.id
 
 
@@ -74,7 +74,7 @@ async def looked(control: Control, rounds: int = 3) -> None:
     """Looks at all gates, with their evaluations in between."""
     for _ in range(rounds):
         await control.app.state.gates.look()
-        await control.app.state.evaluations.tasks.idle()
+        await control.context.tasks.idle("eval_runs", "eval_deletions")
 
 
 def gate(control: Control, job_id: str) -> dict[str, Any]:
@@ -157,9 +157,8 @@ async def test_gate_after_a_restart_asks_nothing_twice_and_finds_what_answers(
     version = run(control, events, job_id)
     await control.app.state.gates.look()
     (run_id,) = gate(control, job_id)["runs"].values()
-    control.app.state.evaluations.let_go(run_id)
-    await control.app.state.evaluations.tasks.idle()
-    control.app.state.evaluations.start()
+    await control.context.tasks.stop()
+    control.context.tasks.resume()
     await looked(control)
     assert len(answers.asked) == ITEMS and active(control) == version
     # The controller ended between the switch and its record.
@@ -185,7 +184,11 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     await looked(control)
     for job_id in (failed, cancelled, deleted):
         assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("undecided", False)
-    assert active(control) is None and jobs.gated(control.db) == [] and evals.unfinished_ids(control.db) == []
+    assert (
+        active(control) is None
+        and jobs.gated(control.db) == []
+        and "eval_runs" not in {one.kind for one in tasks.list_all(control.db)}
+    )
 
 
 async def test_epochs_of_a_gated_job_do_not_answer(control: Control, events: JobEvents, answers: Answers):

@@ -12,6 +12,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
@@ -580,16 +581,19 @@ async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(c
     job_id = await control.job()
     # As a controller that was killed between creation and validation left it.
     control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL WHERE id = ?", [job_id])
+    await control.context.tasks.stop()
+    control.context.tasks.start(VALIDATIONS, job_id, None)
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
-        await again.state.validation.tasks.idle()
+        await control.context.tasks.idle(VALIDATIONS)
     assert jobs.get(control.db, job_id).phase == "queued"
 
     control.db.execute("UPDATE jobs SET phase = 'validating' WHERE id = ?", [job_id])
     files.delete(control.db, jobs.get(control.db, job_id).training_file)
+    control.context.tasks.start(VALIDATIONS, job_id, None)
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
-        await again.state.validation.tasks.idle()
+        await control.context.tasks.idle(VALIDATIONS)
     row = jobs.get(control.db, job_id)
     assert row.phase == "failed" and row.error["code"] == "file_unreadable"
 

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
@@ -285,7 +286,7 @@ async def evaluated(control: Control) -> dict[str, str]:
     made = await control.sdk.evals.create(data_source_config=schema, testing_criteria=[check])
     source: Any = _RUN["data_source"]
     run = await control.sdk.evals.runs.create(made.id, data_source=source)
-    await control.app.state.evaluations.tasks.idle()
+    await control.context.tasks.idle("eval_runs", "eval_deletions")
     (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=made.id)).data
     return {"eval": made.id, "eval run": run.id, "eval item": item.id}
 
@@ -413,7 +414,7 @@ async def test_an_administrators_run_of_anothers_eval_is_the_administrators(cont
     assert [run["id"] for run in page["data"]] == [people.objects["eval run"]] and page["has_more"] is False
     assert (await call(control, people.bob, "GET", f"{runs}/{made}")).status_code == 404
     assert made in [run["id"] for run in (await call(control, ADMIN, "GET", runs)).json()["data"]]
-    await control.app.state.evaluations.tasks.idle()
+    await control.context.tasks.idle("eval_runs", "eval_deletions")
 
 
 async def test_an_admin_sees_all_and_whose_it_is(control: Control, people: People):
@@ -500,7 +501,7 @@ async def test_a_job_ends_with_the_sharing_of_its_model(control: Control, people
     await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
     resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{waiting}/resume")
     assert (resumed.status_code, resumed.json()["error"]["code"]) == (404, "model_not_found")
-    control.app.state.validation.start(late)
+    control.context.tasks.start(VALIDATIONS, late, None)
     await control.settle()
     ended = jobs.get(control.db, late)
     assert ended.phase == "failed" and "not shared with the job's owner" in ended.error["message"]

@@ -110,7 +110,7 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
     keep_house(control.context, later_s)
     assert (control.context.files_dir / given).exists()
     await control.http.post(f"/v1/batches/{batch}/cancel", headers=ADMIN)
-    await control.app.state.batches.tasks.idle()
+    await control.context.tasks.idle("batches")
     keep_house(control.context, later_s)
     assert not (control.context.files_dir / given).exists()
 

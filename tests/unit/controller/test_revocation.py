@@ -14,7 +14,6 @@ import pytest
 from fastapi import Request
 
 from appliance.controller.admin.owners.keys import KeyEnds
-from appliance.controller.batches.background_responses import KEY_ENDED
 from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt
@@ -22,7 +21,7 @@ from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs import pauses
-from appliance.store.objects import batches, jobs, responses
+from appliance.store.objects import batches, jobs, responses, tasks
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
@@ -144,42 +143,16 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
         await at_engine.wait()
     stopped = (await revoke(control, key_id))["stopped"]["responses"]
     assert sorted(stopped) == sorted([flying.id, waiting.id])
+    await control.context.tasks.idle("responses")
     answers.set()
     control.as_key("desktop", owner="alice")
     for response_id in stopped:
         found = await control.sdk.responses.retrieve(response_id)
         assert found.status == "failed" and found.error is not None
-        assert found.error.message == KEY_ENDED.format("was revoked") and found.error.code == "invalid_prompt"
-    assert not list(responses.unfinished(control.db)) and len(engines(control).sent) == 1
-
-
-async def test_gateways_hear_of_a_revocation_before_what_the_key_has_asked_fails_one_by_one(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """Two hundred responses of 1 MB held the loop for 4.5 s, and the key was good meanwhile."""
-    key_id, told = control.as_key("laptop", owner="alice"), list[str]()
-    engines(control).lines = 0
-    for _ in range(5):
-        await control.sdk.responses.create(model="starter", input="1", background=True)
-
-    def noted(what: str, call: Any) -> Any:
-        return lambda *given: (told.append(what), call(*given))[1]
-
-    async def others() -> None:
-        while True:
-            told.append("others")
-            await asyncio.sleep(0)
-
-    background = control.app.state.background
-    monkeypatch.setattr(background, "_fail", noted("failed", background._fail))
-    bus = control.context.bus
-    monkeypatch.setattr(bus, "keys_changed", noted("published", bus.keys_changed))
-    beside = asyncio.create_task(others())
-    assert len((await revoke(control, key_id))["stopped"]["responses"]) == 5
-    beside.cancel()
-    seen = "".join({"failed": "f", "published": "p", "others": "o"}[one] for one in told).strip("o")
-    assert seen.count("f") == 5 and seen.startswith("p") and "ff" not in seen
-    assert not list(responses.unfinished(control.db))
+        assert (
+            found.error.message == "The API key of this response was revoked." and found.error.code == "invalid_prompt"
+        )
+    assert tasks.list_all(control.db) == [] and len(engines(control).sent) == 1
 
 
 async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):
@@ -187,12 +160,14 @@ async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: C
     key_id = control.as_key("laptop", owner="alice")
     engines(control).lines = 0
     made = await control.sdk.responses.create(model="starter", input="1", background=True)
+    await control.context.tasks.stop()
     keys.revoke(control.db, key_id)
     engines(control).lines = 1
+    control.context.tasks.resume()
     async with asyncio.timeout(60):
         while (row := responses.find(control.db, made.id)) is not None and not row.finished:
             await asyncio.sleep(0.002)
-    assert row is not None and row.status == "failed" and KEY_ENDED.format("was revoked") in row.response
+    assert row is not None and row.status == "failed" and "The API key of this response was revoked." in row.response
     assert engines(control).sent == []
 
 
@@ -293,7 +268,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda batch: batch.status == "in_progress")
     begun_response = await control.sdk.responses.create(model="starter", input="1", background=True)
-    ends = KeyEnds(control.context, control.app.state.batches, control.app.state.background)
+    ends = KeyEnds(control.context)
     await ends.look()
     assert not keys.is_revoked(control.db, made["id"])
     since_s = time.time() - 1
@@ -308,7 +283,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     how = time.strftime("expired at %Y-%m-%d %H:%M UTC", time.gmtime(since_s))
     refused = await control.http.get("/v1/files")
     assert refused.status_code == 401 and f"The API key of this request {how} while it ran." in refused.text
-    await control.app.state.background.revoked_ended()
+    await control.context.tasks.idle("responses")
     ended = responses.find(control.db, begun_response.id)
     assert ended is not None and ended.status == "failed" and f"The API key of this response {how}." in ended.response
     while (batch := batches.find(control.db, batch_id, viewer=None)) is not None and batch.status != "failed":
@@ -399,7 +374,7 @@ async def test_keys_that_end_together_are_told_of_once(control: Control, monkeyp
         keys.update(control.db, made["id"], expires_s=time.time() - 1)
     published, publish = [], control.context.spending.publish_keys
     monkeypatch.setattr(control.context.spending, "publish_keys", lambda: (published.append(1), publish()))
-    await KeyEnds(control.context, control.app.state.batches, control.app.state.background).look()
+    await KeyEnds(control.context).look()
     assert len(published) == 1
     assert all(row.revoked_s for row in keys.list_all(control.db) if row.name.startswith("student"))
 

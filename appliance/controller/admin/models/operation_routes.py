@@ -5,8 +5,8 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -15,10 +15,8 @@ from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
-from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.operations import Operations
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
@@ -31,9 +29,8 @@ from appliance.controller.interfaces.errors import (
     shown,
 )
 from appliance.controller.interfaces.principal import Caller, Principal
-from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Report
-from appliance.controller.models.imported import adapter_base, register, register_adapter
-from appliance.controller.models.removal import paths_of
+from appliance.controller.models import operations
+from appliance.controller.models.imported import adapter_base
 from appliance.store.database import Database, Part
 from appliance.store.objects import models
 from appliance.store.records import operations as operation_rows
@@ -50,7 +47,7 @@ class Import(StrictBody):
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter, running: Operations) -> None:
+def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -66,23 +63,10 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         adapter = await _adapter(context, body)
-
-        async def work(report: Report) -> dict[str, Any]:
-            if adapter is not None:
-                found, base = adapter
-                made = await context.model_ops.import_adapter(body.source, found=found, base=base, report=report)
-                return await register_adapter(context, made, base, caller)
-            stats = await context.model_ops.import_model(
-                body.source, name=body.name, revision=body.revision, report=report
-            )
-            if body.origin is not None:
-                stats = replace(stats, source=body.origin)
-            return await register(context, stats, caller)
-
         told = {"source": body.source, "revision": body.revision}
-        return _start(
-            context, running, attempt, caller, "import", body.name or body.source, work, "model.import", **told
-        )
+        given = {**told, "name": body.name, "origin": body.origin, "adapter": adapter}
+        target = body.name or body.source
+        return _start(context, attempt, caller, "import", target, "model.import", told, given)
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
@@ -90,21 +74,14 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         attempt, earlier = _attempted(context, request, caller, "model.verify", row.id)
         if earlier is not None:
             return _accepted(earlier)
-        paths = await asyncio.to_thread(lambda: [paths_of(one) for one in models.list_versions(db, row.id)])
-
-        async def work(report: Report) -> dict[str, Any]:
-            return await context.model_ops.verify(row.id, paths, report)
-
-        return _start(context, running, attempt, caller, "verify", row.id, work, "model.verify")
+        return _start(context, attempt, caller, "verify", row.id, "model.verify")
 
     @router.post("/tiers/verify", status_code=202)
     async def verify_tiers(request: Request, caller: Caller) -> JSONResponse:
         attempt, earlier = _attempted(context, request, caller, "tiers.verify", "")
         if earlier is not None:
             return _accepted(earlier)
-        return _start(
-            context, running, attempt, caller, "verify", "tiers", context.model_ops.verify_tiers, "tiers.verify"
-        )
+        return _start(context, attempt, caller, "verify", operations.TIERS, "tiers.verify")
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
@@ -137,28 +114,28 @@ def _attempted(
 
 def _start(
     context: ControllerContext,
-    running: Operations,
     attempt: Attempt[OperationRow],
     caller: Principal,
     kind: str,
     target: str,
-    work: operations.Work,
     action: str,
-    **told: Any,
+    told: Mapping[str, Any] = MappingProxyType({}),
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> JSONResponse:
+    """told: for the audit log. given: what the operation begins with."""
+
     def make() -> OperationRow:
-        twin = running.running(kind, target)
+        twin = operation_rows.find_running(context.db, kind, target)
         if twin is not None:
             raise Conflict(
                 f"{kind} of {shown(target)} is already running as operation {twin.id}.",
                 param=None,
                 code="operation_running",
             )
-        return running.insert(kind, target)
+        return operations.start(context, kind, target, caller.key_id, **given)
 
     row, new = attempt.once(make)
     if new:
-        running.begin(row, work)
         record(context, caller, action, target, **told)
     return _accepted(row)
 
@@ -184,14 +161,14 @@ def _exists(name: str) -> Conflict:
     )
 
 
-async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:
+async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
     """The adapter that is to be imported, and its base; None for a whole model. Raises BadRequest, Conflict."""
     try:
         found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), param="source", code=error.code) from error
     if found is not None:
-        return found, adapter_base(context, found, body.base)
+        return {"found": found, "base": adapter_base(context, found, body.base)}
     if body.base is not None:
         raise InvalidValue(
             f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.", "base"

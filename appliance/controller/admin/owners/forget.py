@@ -20,8 +20,6 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
 from appliance.controller.admin.owners.first_key import drop_first_key
-from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
@@ -32,8 +30,8 @@ from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, 
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, jobs, responses
 from appliance.store.objects import files as file_rows
+from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
 from appliance.store.upkeep import forgotten, retention
@@ -71,15 +69,8 @@ def routes(context: ControllerContext, router: APIRouter, forgetting: Forgetting
 class Forgetting:
     """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays."""
 
-    def __init__(
-        self,
-        context: ControllerContext,
-        batch_runner: BatchRunner,
-        background: BackgroundResponses,
-        evaluations: EvalRunner,
-    ):
-        self._context, self._db = context, context.db
-        self._batch_runner, self._background, self._evaluations = batch_runner, background, evaluations
+    def __init__(self, context: ControllerContext, evaluations: EvalRunner):
+        self._context, self._db, self._evaluations = context, context.db, evaluations
 
     async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
         """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
@@ -123,19 +114,13 @@ class Forgetting:
         }
 
     async def _end_work(self, owner: str, caller: Principal) -> list[str]:
-        """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""
+        """End unfinished work and wait for it briefly; returns what has not ended by then."""
         context, db = self._context, self._db
         for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
             if (job := jobs.find(db, job_id)) is not None and not job.finished:
                 ask(context, job.id, "cancel", caller)
-        for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
-            batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
-            self._batch_runner.poke(batch_id)
-        for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
-            if (row := responses.find(db, response_id)) is not None:
-                self._background.cancel(row)
-        for run_id in evals.unfinished_ids(db, owner=owner):
-            self._evaluations.cancel(run_id)
+        for key in forgotten.keys_of(db, owner):  # which are revoked
+            context.tasks.end_key(key.id)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := await asyncio.to_thread(forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -157,7 +142,8 @@ class Forgetting:
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
-        await self._evaluations.delete(gone, within_s=None)
+        for one in gone:
+            await self._evaluations.delete(one, within_s=None)
         await asyncio.to_thread(forgotten.delete, db, owner)
 
 

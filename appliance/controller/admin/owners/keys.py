@@ -15,8 +15,6 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
 from appliance.controller.admin.owners.first_key import drop_first_key
-from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, part
@@ -36,7 +34,7 @@ from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
-from appliance.store.objects import batches, models
+from appliance.store.objects import models
 from appliance.store.records import keys, session_keys, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
@@ -100,10 +98,10 @@ class KeyCreate(KeyLimits):
 
 
 class KeyEnds:
-    """What ends with a key: its background responses and batches fail, its jobs are paused."""
+    """What ends with a key: its tasks fail, its jobs are paused."""
 
-    def __init__(self, context: ControllerContext, runner: BatchRunner, background: BackgroundResponses):
-        self._context, self._runner, self._background = context, runner, background
+    def __init__(self, context: ControllerContext):
+        self._context = context
 
     def revoke(self, caller: Principal, key_id: str) -> dict[str, list[str]]:
         """Returns what was stopped, nothing of a key that was revoked before."""
@@ -128,25 +126,23 @@ class KeyEnds:
 
     def _stop(self, caller: Principal, key_id: str, action: str) -> dict[str, list[str]]:
         context = self._context
-        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
+        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
         with context.db.transaction():
             fresh = not keys.is_revoked(context.db, key_id)
             row = keys.revoke(context.db, key_id)
             if fresh:
                 stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
-                stopped["batches"] = [batch.id for batch in batches.list_unfinished(context.db, key_id=row.id)]
-                stopped["responses"] = self._background.revoke(row.id)
+                stopped |= context.tasks.of_key(row.id)
             record(
                 context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
             )
-        for batch_id in stopped["batches"]:
-            self._runner.poke(batch_id)  # it checks itself that its key is revoked
+        context.tasks.end_key(key_id)
         context.asking.end_key(key_id)
         drop_first_key(context, row)
         return stopped
 
 
-def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, background: BackgroundResponses) -> None:
+def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -204,13 +200,12 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
-        """Stops the key's work: fails its background responses and batches, pauses its jobs. Revoking it again has no
-        further effect, and says so."""
+        """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
+        Revoking it again has no further effect, and says so."""
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
         stopped = ends.revoke(caller, before.id)
-        await background.revoked_ended()
         row = keys.find(db, before.id) or before
         return (
             views.key(row)

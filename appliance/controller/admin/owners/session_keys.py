@@ -54,6 +54,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if row is None or not row.session or row.id != key_id:
             raise NotFound(f"No key of a command with the id {shown(key_id)}.", param="key_id", code="key_not_found")
         keys.revoke(db, row.id)
+        context.tasks.end_key(row.id)
         context.publish_keys()
         return {"id": row.id, "deleted": True}
 

@@ -1,0 +1,217 @@
+"""Work that outlives its request: a row of the table `tasks` and a coroutine on the controller's loop.
+
+A kind's `run` continues its object from whatever state rows and files have. So kill -9 may come at any point (the next
+start runs it again), and to cancel or delete an object is to change its row and call `changed`. `run` returns once the
+object has ended; an exception, and the end of the object's key, end the object by the kind's `fail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from appliance.store.database import Database
+from appliance.store.objects import tasks
+from appliance.store.records import keys
+from appliance.store.rows import TaskRow
+from runtime.background_tasks import first_words
+
+log = logging.getLogger("appliance.controller")
+
+T = TypeVar("T")
+ROOM_EVERY_S = 2.0
+"""How often a full disk is tried again."""
+KEY_ENDED, INTERNAL_ERROR = "invalid_api_key", "internal_error"
+"""Codes of tasks whose key has ended, and that met a bug."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class TaskFailed(Exception):
+    """The object of a task cannot be completed."""
+
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of task.
+
+    Args:
+        name: the plural by which the API calls its objects.
+        run: continues an object until it has ended. Raises TaskFailed; any other exception is a bug.
+        fail: ends an object that has not ended. A full disk repeats it.
+        noun: what people call the object; empty: it does not end with its key.
+        at_once, per_owner: how many run at the same time; owners take turns.
+    """
+
+    name: str
+    run: Callable[[TaskRow], Awaitable[None]]
+    fail: Callable[[TaskRow, TaskFailed], Awaitable[None]]
+    noun: str = ""
+    at_once: int = 1000
+    per_owner: int = 1000
+
+
+async def until_room(write: Callable[[], Awaitable[T]]) -> T:
+    """What `write` returns; it is repeated while the disk is full, so that no computed answer is discarded."""
+    while True:
+        try:
+            return await write()
+        except (OSError, sqlite3.OperationalError) as error:
+            if not is_full(error):
+                raise
+            log.warning("a task waits for room on the disk: %s", error)
+        await asyncio.sleep(ROOM_EVERY_S)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error says that the disk is full."""
+    return isinstance(error, sqlite3.OperationalError) or (isinstance(error, OSError) and error.errno in _FULL)
+
+
+class Tasks:
+    """Starts, resumes and ends tasks. `start`, `changed` and `end_key` may be called from any thread."""
+
+    def __init__(self, db: Database):
+        self._db = db
+        self._kinds: dict[str, Kind] = {}
+        self._places: dict[str, asyncio.Semaphore] = {}  # by kind
+        self._places_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._waiting: set[tuple[str, str]] = set()
+        self._live: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._again: set[tuple[str, str]] = set()  # live ones that were cancelled to begin again
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, kind: Kind) -> None:
+        self._kinds[kind.name], self._places[kind.name] = kind, asyncio.Semaphore(kind.at_once)
+
+    def resume(self) -> None:
+        """Run what earlier processes have left, and from now on what is started."""
+        self._loop = asyncio.get_running_loop()
+        for row in tasks.list_all(self._db):
+            self._begin(row.kind, row.id)
+
+    def start(self, kind: str, object_id: str, key_id: str | None, **cursor: Any) -> None:
+        """Call it in the transaction that makes the object. cursor: what the object's row does not say. A task that is
+        there already stays as it is."""
+        tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), cursor))
+        self._soon(self._begin, kind, object_id)
+
+    def changed(self, kind: str, object_id: str) -> None:
+        """The object was cancelled, deleted or failed: stop what is done for it and look at its row."""
+        self._soon(self._begin, kind, object_id)
+
+    def of_key(self, key_id: str) -> dict[str, list[str]]:
+        """Ids of unfinished objects that end with this key, by kind."""
+        rows = [row for row in tasks.list_all(self._db, key_id=key_id) if self._kinds[row.kind].noun]
+        return {kind: [row.id for row in rows if row.kind == kind] for kind in dict.fromkeys(row.kind for row in rows)}
+
+    def end_key(self, key_id: str) -> None:
+        """The key was revoked or has expired: fail its unfinished objects."""
+        for kind, ids in self.of_key(key_id).items():
+            for object_id in ids:
+                self.changed(kind, object_id)
+
+    def waits(self, kind: str, object_id: str) -> bool:
+        """Whether the task waits for its turn."""
+        return (kind, object_id) in self._waiting
+
+    async def ended(self, kind: str, object_id: str, within_s: float | None = None) -> None:
+        """Returns when nothing is done for the object any more, or after this time."""
+        await asyncio.sleep(0)  # it may have been started just now
+        if (running := self._live.get((kind, object_id))) is not None:
+            await asyncio.wait([running], timeout=within_s)
+
+    async def idle(self, *kinds: str) -> None:
+        """Returns when no task of these kinds runs."""
+        await asyncio.sleep(0)  # one that was just started
+        while running := [task for (kind, _), task in self._live.items() if kind in kinds]:
+            await asyncio.wait(running)
+
+    async def stop(self) -> None:
+        """Cancel all coroutines; the next start resumes them."""
+        self._loop, running = None, list(self._live.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _soon(self, call: Callable[..., None], *given: str) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call, *given)
+
+    def _begin(self, kind: str, object_id: str) -> None:
+        name = kind, object_id
+        if name not in self._live:
+            task = self._live[name] = asyncio.create_task(self._run(kind, object_id), name=f"{kind} {object_id}")
+            task.add_done_callback(lambda _: self._ended(name))
+        elif name not in self._again:
+            self._again.add(name)
+            self._live[name].cancel()
+
+    def _ended(self, name: tuple[str, str]) -> None:
+        del self._live[name]
+        if name in self._again:
+            self._again.discard(name)
+            if self._loop is not None:
+                self._begin(*name)
+
+    async def _run(self, name: str, object_id: str) -> None:
+        try:
+            with self._db.transaction():  # a thread that has just started it commits first
+                row = tasks.find(self._db, name, object_id)
+            if row is not None:
+                await self._work(self._kinds[name], row)
+        except Exception as error:  # noqa: BLE001 - its row stays, and the next start tries again
+            log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
+
+    async def _work(self, kind: Kind, row: TaskRow) -> None:
+        failed = self._ended_key(kind, row)
+        while failed is None:
+            try:
+                async with self._turn(kind, row):
+                    await kind.run(row)
+                break
+            except TaskFailed as error:
+                failed = error
+            except Exception as error:  # noqa: BLE001 - logged, and its object says so
+                if is_full(error):
+                    log.warning("%s waits for room on the disk: %s", row.id, error)
+                    await asyncio.sleep(ROOM_EVERY_S)
+                    continue
+                log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
+                failed = TaskFailed(INTERNAL_ERROR, first_words(error))
+        if failed is not None:
+            await until_room(partial(kind.fail, row, failed))
+
+        async def delete() -> None:
+            tasks.delete(self._db, row.kind, row.id)
+
+        await until_room(delete)
+
+    @asynccontextmanager
+    async def _turn(self, kind: Kind, row: TaskRow) -> AsyncIterator[None]:
+        """An owner waits for a place among all with `per_owner` tasks at most, so owners take turns."""
+        owner, name = keys.owner_of(self._db, row.key_id or ""), (row.kind, row.id)
+        own = self._places_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
+        self._waiting.add(name)
+        try:
+            async with own, self._places[kind.name]:
+                self._waiting.discard(name)
+                yield
+        finally:
+            self._waiting.discard(name)
+
+    def _ended_key(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
+        how = keys.how_ended(self._db, row.key_id) if kind.noun else ""
+        return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.") if how else None

@@ -1,0 +1,157 @@
+"""Tasks: resumed after a restart, begun again, bounded, ended by their key and by bugs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sqlite3
+import time
+
+import pytest
+
+from appliance.controller.context import tasks
+from appliance.controller.context.tasks import Kind, TaskFailed, Tasks
+from appliance.store.database import Database
+from appliance.store.objects import tasks as rows
+from appliance.store.records import keys
+from appliance.store.rows import TaskRow
+
+
+class Work:
+    """A kind whose objects wait at `may_end`; what each call did, in order."""
+
+    def __init__(self, db: Database, **bounds: int):
+        self.tasks, self.log = Tasks(db), list[str]()
+        self.may_end, self.error = asyncio.Event(), None
+        self.tasks.add(Kind("things", self.run, self.fail, "thing", **bounds))
+        self.tasks.resume()
+
+    async def run(self, task: TaskRow) -> None:
+        self.log.append(f"run {task.id}")
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        self.log.append(f"end {task.id}")
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        self.log.append(f"fail {task.id} {error.code}")
+
+    async def until(self, number: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.log) < number:
+                await asyncio.sleep(0)
+
+    async def end(self) -> list[str]:
+        self.may_end.set()
+        await self.tasks.idle("things")
+        return self.log
+
+
+async def test_task_resumes_after_restart_with_its_cursor(db: Database):
+    before = Work(db)
+    before.tasks.start("things", "a", None, size=7)
+    await before.until(1)
+    await before.tasks.stop()
+    row = rows.find(db, "things", "a")
+    assert row is not None and row.cursor == {"size": 7}
+    after = Work(db)
+    assert await after.end() == ["run a", "end a"] and rows.list_all(db) == []
+
+
+async def test_task_of_rolled_back_object_does_not_run(db: Database):
+    work = Work(db)
+    with pytest.raises(ZeroDivisionError), db.transaction():
+        work.tasks.start("things", "a", None)
+        raise ZeroDivisionError
+    assert await work.end() == []
+
+
+async def test_task_started_on_thread_runs_once_its_transaction_commits(db: Database):
+    work = Work(db)
+
+    def make() -> None:
+        with db.transaction():
+            work.tasks.start("things", "a", None)
+            while not work.tasks._live:
+                time.sleep(0)
+
+    await asyncio.to_thread(make)
+    assert await work.end() == ["run a", "end a"]
+
+
+async def test_changed_object_is_run_again_after_its_coroutine_has_ended(db: Database):
+    work, ended = Work(db), list[str]()
+
+    async def run(task: TaskRow) -> None:
+        work.log.append(f"run {task.id}")
+        try:
+            await work.may_end.wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(task.id)
+            assert len(ended) == len(work.log)
+
+    work.tasks.add(Kind("things", run, work.fail, "thing"))
+    work.tasks.start("things", "a", None)
+    await work.until(1)
+    for _ in range(3):
+        work.tasks.changed("things", "a")
+    await work.until(2)
+    assert await work.end() == ["run a", "run a"]
+
+
+async def test_key_end_fails_its_tasks_alone(db: Database):
+    key, other = (keys.create(db, name, ["inference"])[0] for name in ("ann", "bob"))
+    work = Work(db, per_owner=1)
+    for object_id, key_id in (("a", key.id), ("waits", key.id), ("b", other.id)):
+        work.tasks.start("things", object_id, key_id)
+    await work.until(2)
+    assert work.tasks.waits("things", "waits") and not work.tasks.waits("things", "a")
+    assert work.tasks.of_key(key.id) == {"things": ["a", "waits"]}
+    keys.revoke(db, key.id)
+    work.tasks.end_key(key.id)
+    await work.until(4)
+    assert set(work.log[2:]) == {"fail a invalid_api_key", "fail waits invalid_api_key"}
+    assert (await work.end())[4:] == ["end b"]
+
+
+async def test_task_of_ended_key_fails_at_restart(db: Database):
+    key, _ = keys.create(db, "ann", ["inference"])
+    work = Work(db)
+    await work.tasks.stop()
+    work.tasks.start("things", "a", key.id)
+    keys.revoke(db, key.id)
+    work.tasks.resume()
+    assert await work.end() == ["fail a invalid_api_key"]
+
+
+async def test_bug_fails_its_object_by_name_and_is_logged(db: Database, caplog: pytest.LogCaptureFixture):
+    work = Work(db)
+    work.error = ZeroDivisionError("odd")
+    work.tasks.start("things", "a", None)
+    assert await work.end() == ["run a", "fail a internal_error"] and rows.list_all(db) == []
+    assert "ZeroDivisionError: odd" in caplog.text
+
+
+@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "x"), sqlite3.OperationalError("database or disk is full")])
+async def test_full_disk_repeats_the_work(db: Database, monkeypatch: pytest.MonkeyPatch, full: Exception):
+    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.001)
+    work = Work(db)
+    work.error = full
+    work.tasks.start("things", "a", None)
+    work.may_end.set()
+    await work.until(2)
+    work.error = None
+    assert (await work.end())[-1] == "end a"
+
+
+async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
+    ann, bob = (keys.create(db, name, ["inference"])[0].id for name in ("ann", "bob"))
+    work = Work(db, at_once=2, per_owner=1)
+    for object_id, key_id in (("a1", ann), ("a2", ann), ("b1", bob), ("b2", bob)):
+        work.tasks.start("things", object_id, key_id)
+    await work.until(2)
+    assert work.log == ["run a1", "run b1"]
+    assert sorted(await work.end()) == sorted(
+        f"{what} {one}" for what in ("run", "end") for one in ("a1", "a2", "b1", "b2")
+    )
