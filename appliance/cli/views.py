@@ -588,9 +588,11 @@ def key_revoked(answer: Row) -> str:
     for kind, one, more in (
         ("jobs", "job is paused", "jobs are paused (`appliance job resume` lets one go on)"),
         ("batches", "batch ends", "batches end"),
-        ("responses", "response in background failed", "responses in background failed"),
+        ("responses", "response in background fails", "responses in background fail"),
+        ("eval_runs", "run of an eval fails", "runs of evals fail"),
+        ("operations", "operation on models fails", "operations on models fail"),
     ):
-        if count := len(answer["stopped"][kind]):
+        if count := len(answer["stopped"].get(kind, ())):
             texts.append(f"{count} {one if count == 1 else more}")
     if "admin" in answer["scopes"] and not answer["admin_keys"]:
         texts.append("no key of scope admin is left: until one is made, only commands on the box itself administer it")

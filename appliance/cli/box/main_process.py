@@ -16,7 +16,8 @@ from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.paths import UnsafeFolder, check_closed
+from appliance.paths import BoxPaths, UnsafeFolder, check_closed
+from runtime.replace_file import replace_file
 
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
