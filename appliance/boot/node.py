@@ -84,7 +84,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     environment = ray_head.box_environment(paths, timeout_s, joinable=True)
     os.environ.update(environment)
     # Ray reads how to authenticate when it is imported: if it was imported above, it would not show the token.
-    from appliance.wiring.node_config import node_config_of
+    from appliance.node_config import node_config_of
     from scheduler.ray.nodes import announced_from, emptied
 
     node_config = node_config_of(config, paths, devices)
