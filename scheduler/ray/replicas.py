@@ -61,6 +61,9 @@ class Routing(Protocol):
 
     def is_open(self, replica_id: str) -> bool: ...
 
+    def version(self, replica_id: str) -> str:
+        """What gateways are told that an open replica serves; "" of any other."""
+
     def avoid(self, replica_id: str, avoided: bool) -> None:
         """Prefer other replicas of its models, because its engine gives no sign of life; False ends that."""
 
@@ -371,8 +374,10 @@ class Replicas:
             self._routing.avoid(replica_id, replica_id in self._hanging)
         if state not in ("dead", "starting"):  # whoever starts it hears of its end
             self._watch(replica_id, replica)
-        if state == "ready":
-            state = "open" if self._routing.is_open(replica_id) else "ready"
+        if state == "ready" and (routed := self._routing.version(replica_id)):
+            state = "open"
+            if routed != status["version"]:  # a swap whose step was over before the engine was done
+                await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         seen = ReplicaView(replica_id, status["model"], status["version"], state, devices, settings=status["settings"])
         self._seen[replica_id] = seen

@@ -127,6 +127,9 @@ class Table:
     async def drain(self, replica_id):
         self.sockets.pop(replica_id, None)
 
+    def version(self, replica_id):
+        return ""
+
     def is_open(self, replica_id):
         return replica_id in self.sockets
 

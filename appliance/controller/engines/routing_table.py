@@ -105,6 +105,11 @@ class BusRouting:
         served = self._replicas.get(replica_id)
         return served is not None and served.state == "open"
 
+    def version(self, replica_id: str) -> str:
+        """What gateways are told that an open replica serves; "" of any other."""
+        served = self._replicas.get(replica_id)
+        return served.version if served is not None and served.state == "open" else ""
+
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""
         return {
@@ -275,8 +280,10 @@ class BusRouting:
                 "next_try_s": trouble.not_before_s,
                 "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
             }
-        if row.adapter or row.pins:
-            table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
+        if row.adapter:
+            table_row["adapter"] = row.adapter.engine_name
+        elif row.pins:
+            table_row["pins"] = row.pins
         if row.canary:
             table_row["canary"] = {
                 "name": row.canary.name,

@@ -137,9 +137,10 @@ class Request:
     once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. prompt_tokens:
     estimated; charged: tokens taken from its key's allowance and counted against its quota while it is open; tokens:
     its cost as the engine reported it. counted: as open, streams: as a stream. rate_headers: about
-    its key's allowance; more_headers: of its API; ignored: name the parts of it that an
-    engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
-    session: the login of the page that it came by, empty for a key. span: OpenTelemetry's, if traces are exported.
+    its key's allowance; more_headers: of its API; ignored: name the parts of it that an engine does not get. head_only:
+    its answer has no body. refused_model: the model it named, once known to exist. session: the login of the page that
+    it came by, empty for a key. broke_off: an error followed its answer's head. span: OpenTelemetry's, if traces are
+    exported.
     """
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None) -> None:
@@ -159,7 +160,7 @@ class Request:
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
-        self.head_only = self.counted = self.streams = False
+        self.head_only = self.counted = self.streams = self.broke_off = False
         self.tokens = Tokens()
         self.span: Any = None
 

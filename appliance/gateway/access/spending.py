@@ -96,7 +96,9 @@ class Spending:
 
     def too_many_at_once(self, what: str, limit: int) -> HttpError:
         self._events["concurrency_limited"] += 1
-        return errors.over_limit(f"Your API keys have {limit} {what} open, the most at once. Please retry.", what, 1)
+        return errors.over_limit(
+            f"Your API keys have {limit} {what} open, the most at once. Please retry.", "requests", 1
+        )
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
@@ -133,7 +135,7 @@ class Spending:
         self._correct(request, 0, tokens.total - request.charged)
         used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
         sums = self._sums[caller.id, request.model, request.model_version]
-        sums.update(requests=1, errors=int(request.status >= 500), **used)
+        sums.update(requests=1, errors=int(request.status >= 500 or request.broke_off), **used)
 
     def gave_way(self, request: Request) -> None:
         """Give back what a request of class batch has spent that comes again."""

@@ -67,7 +67,8 @@ class Model(Struct, frozen=True):
 
     hold_s: how long its requests may wait for a replica to wake. max_model_len: context of its engines in tokens;
     slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
-    empty where they are its own. adapter: the name by which they know it, empty where they serve the model itself.
+    empty where they are its own. adapter: the name by which they know an adapter; pins:
+    the model that they serve under this further name, such as `m@v1` of `m`.
     owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False for one
     that is known to have no chat template.
     """
@@ -81,6 +82,7 @@ class Model(Struct, frozen=True):
     slots: Limit | None = None
     host: Text = ""
     adapter: Text = ""
+    pins: Text = ""
     canary: Canary | None = None
     trouble: Trouble | None = None
     owners: frozenset[str] | int | None = None

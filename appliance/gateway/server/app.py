@@ -153,13 +153,13 @@ class App:
 
     def _of_id(self, key_id: str) -> Caller:
         caller = self._state.spending.callers.get(key_id) if key_id else THE_BOX
-        if caller is None or (caller.expires_s is not None and caller.expires_s <= time.time()):
+        if caller is None or caller.has_expired(time.time()):
             raise errors.invalid_key()
         return caller
 
     def _of_login(self, request: Request, digest: str) -> Caller:
         found = self._state.sessions.get(digest)
-        if found is None or found[0].until_s <= time.time():
+        if found is None or found[0].until_s <= time.time() or found[1].has_expired(time.time()):
             raise errors.session_ended()
         login, caller = found
         request.session = login.id

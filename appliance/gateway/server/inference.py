@@ -208,13 +208,17 @@ class Inference:
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
         attempt = self.failures + 1
+        model, version = state.router.models.get(self.row), request.model_version
+        pinned_version = version if model is not None and self.row == f"{model.pins}@{version}" else ""
         with self._span("attempt", replica=request.replica, version=request.model_version, attempt=attempt) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
                 named = response.headers.get("x-appliance-model-version")
+                # The engine knows the version of its first token; the table may lag behind a swap.
+                if named not in (None, pinned_version) and pinned_version:
+                    raise self._moved(f"`{self.row}` is served no more.")
                 if named is not None and not self._may_be_adapter():
-                    # The engine knows the version of its first token; the table may lag behind a swap.
                     request.model_version = named
                 if response.status >= 400:
                     raise await self._refusal(response, session)
@@ -226,7 +230,7 @@ class Inference:
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which this row's engines know the model."""
         body, model = self.body, self.state.router.models.get(self.row)
-        name = model.adapter if model is not None and model.adapter else self.row
+        name = self.row if model is None else model.adapter or model.pins or self.row
         if name != self.model:
             body = with_model(body, name)
         if self.request.route.task == "embed":  # for which vLLM reads no header
@@ -335,9 +339,7 @@ class Inference:
         body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route.name, "input"))
         if status == 404:
-            # The engine has just swapped to another model, or an adapter is gone; the next table tells.
-            retry_s = self.state.config.holds.retry_after_s
-            return AttemptFailed(Failure.MOVED, errors.unavailable(error.message, "model_not_ready", retry_s))
+            return self._moved(error.message)
         if status >= 500 and not await is_alive(session):
             return AttemptFailed(Failure.DIED)
         return error
@@ -346,6 +348,11 @@ class Inference:
         """Whether the engine died of the error in this event."""
         error = event_error(event)
         return error is not None and error.status >= 500 and not await is_alive(session)
+
+    def _moved(self, message: str) -> AttemptFailed:
+        """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
+        retry_s = self.state.config.holds.retry_after_s
+        return AttemptFailed(Failure.MOVED, errors.unavailable(message, "model_not_ready", retry_s))
 
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepare the next attempt. Raises HttpError where there is none."""

@@ -146,7 +146,7 @@ def test_the_share_is_met_over_many_conversations(share: float) -> None:
 
 
 async def test_a_version_by_its_name(box: Box) -> None:
-    box.models["m@v1"] = {**box.models["m"], "adapter": "m"}
+    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
     box.models["m"]["canary"] = None
     box.apply()
     ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
@@ -165,7 +165,7 @@ async def test_a_version_by_its_name(box: Box) -> None:
 
 
 async def test_a_version_by_its_name_for_keys_with_a_list(box: Box) -> None:
-    box.models["m@v1"] = {**box.models["m"], "adapter": "m"}
+    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
     ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
     box.limit(models=["m"])
     assert (await box.ask("POST", "/v1/chat/completions", ask)).status == 200
@@ -175,7 +175,7 @@ async def test_a_version_by_its_name_for_keys_with_a_list(box: Box) -> None:
 
 
 async def test_a_version_that_goes_while_a_request_for_it_is_held(box: Box) -> None:
-    box.models["m@v1"] = {**box.models["m"], "adapter": "m", "replicas": []}
+    box.models["m@v1"] = {**box.models["m"], "pins": "m", "replicas": []}
     box.apply()
     call = asyncio.ensure_future(
         box.ask("POST", "/v1/chat/completions", {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]})

@@ -51,6 +51,12 @@ async def test_it_is_its_key_with_the_keys_scopes(read_box: Box) -> None:
     assert refused.status == 403 and refused.error["code"] == "insufficient_permissions"
 
 
+async def test_it_ends_with_its_key(read_box: Box) -> None:
+    """While the controller was away a login outlived the key that it is of."""
+    read_box.limit(KEY, expires_s=time.time() - 1)
+    assert (await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status == 401
+
+
 async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
     box = await start_box()
     await box.engine("e0")

@@ -260,3 +260,18 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
     assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
     box.state.metrics.forget_models([])
     assert "m" not in box.state.metrics.rows
+
+
+async def test_a_version_by_its_name_is_answered_by_that_version_or_not_at_all(box: Box) -> None:
+    """The table still had `m@v1` when the engine served v2 already: v2's answer was called v1's."""
+
+    async def swapped(request: UpstreamRequest, reply: Reply) -> None:
+        del box.models["m@v1"]
+        box.apply()
+        await reply.json({"ok": 1}, headers="x-appliance-model-version: v2\r\n")
+
+    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
+    box.apply()
+    box.engines["e0"].script = swapped
+    response = await box.ask("POST", "/v1/chat/completions", chat("m@v1"))
+    assert (response.status, response.error["code"]) == (404, "model_version_not_served")

@@ -39,6 +39,7 @@ class Supervisor:
                 "settings": "",
                 "devices": [self.index],
                 "rss_bytes": 7,
+                "address": "/r",
             }
 
         return SimpleNamespace(remote=remote)
@@ -55,7 +56,7 @@ async def two(monkeypatch):
     monkeypatch.setattr(replicas, "find_actor", actors.get)
     monkeypatch.setattr(replicas, "LOOK_S", 0.02)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
-    nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(is_open=lambda replica_id: True)
+    nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(version=lambda replica_id: "v1")
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
     yield found, list(actors.values())
     for watcher in found._watchers.values():
@@ -70,6 +71,18 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
     after = {replica.id: replica for replica in await found.observe()}
     assert after["r1"] == before["r1"] and not after["r0"].answered and after["r0"].devices == ("n0/0",)
     assert await found.resident_bytes() == {"r1": 7}, "who asks for memory does not wait for it either"
+
+
+async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
+    """The step of its swap was over before the engine was done."""
+    found, told = two[0], []
+
+    async def opened(*of: str) -> None:
+        told.append(of)
+
+    found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
+    assert {replica.state for replica in await found.observe()} == {"open"}
+    assert told == [("r0", "m", "v1", "/r")]
 
 
 async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):

@@ -164,7 +164,7 @@ async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
     champion, challenger = bus.table["starter@champion"], bus.table["starter@challenger"]
     assert (champion["version"], [one["id"] for one in champion["replicas"]]) == ("v1", ["r1"])
     assert (challenger["version"], [one["id"] for one in challenger["replicas"]]) == ("v2", ["r2"])
-    assert (champion["adapter"], challenger["adapter"]) == ("starter", "starter@v2"), "the names of their engines"
+    assert (champion["pins"], challenger["pins"]) == ("starter", "starter@v2"), "the names of their engines"
     assert "canary" not in champion and routing.host("starter@challenger") == "starter@v2"
     assert resolve(db, "starter@challenger").version.version == "v2"
     assert resolve(db, "starter@champion").version.version == "v1"
@@ -196,7 +196,7 @@ async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, b
 async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
     routing.refresh()
     asleep = bus.table["starter@v1"]
-    assert (asleep["replicas"], asleep["hold_s"], asleep["adapter"]) == ([], 60.0, "starter"), "woken like its model"
+    assert (asleep["replicas"], asleep["hold_s"], asleep["pins"]) == ([], 60.0, "starter"), "woken like its model"
     await routing.open("r1", "starter", "v1", SOCKET)
     assert [replica["id"] for replica in bus.table["starter@v1"]["replicas"]] == ["r1"]
     models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
