@@ -24,11 +24,12 @@ from typing import Any
 import openai
 
 from appliance.demo.load_generator import Load
-from appliance.demo.main import MADE_HERE, REAL, DemoBox, _demo_data, _run
+from appliance.demo.main import REAL, DemoBox
 from benchmarks._models import SIZES
 from runtime.devices.kinds import present
 
 MB = 1e6
+DEMO_DATA = Path(__file__).resolve().parents[2] / "appliance" / "demo_data"
 PARTS = ("modes", "full", "swap", "kill", "owners", "methods", "quantised", "energy", "doctor")
 FULL = {"full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
 
@@ -69,7 +70,7 @@ def main() -> int:
     finally:
         run.found["steps"] = run.steps()
         options.results.write_text(json.dumps(run.found, indent=1) + "\n")
-        run.box.down()
+        run.box.appliance("down", check=False)
     return bool(failed)
 
 
@@ -117,9 +118,14 @@ class Run:
         self.timed("an answer of an engine that is awake", lambda: self._capital(REAL.model))
         self.holders("with an engine")
 
+    def _begun(self, lesson: Any, epochs: int, **changes: Any) -> Any:
+        rows = (DEMO_DATA / lesson.file).read_bytes().split(b"\n")[: lesson.examples]
+        file = self.box.client.files.create(file=(lesson.file, b"\n".join(rows)), purpose="fine-tune")
+        return self.box.train(lesson, file.id, n_epochs=epochs, **changes)
+
     def train(self, name: str, lesson: Any, epochs: int, changes: dict[str, Any]) -> str:
         client = self.box.client
-        job = self.box.create_job(lesson, self.box.upload(lesson), epochs, suffix=name.lower(), **changes)
+        job = self._begun(lesson, epochs, **changes)
         began_s = time.monotonic()
         while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in ("succeeded", "failed", "cancelled"):
             time.sleep(0.2)
@@ -142,7 +148,7 @@ class Run:
         self.say(f"{name}: losses", losses[:: max(1, len(losses) // 8)])
 
     def full(self) -> None:
-        lesson = replace(REAL, files={"train": MADE_HERE.files["train"]}, hyperparameters={})
+        lesson = replace(REAL, file="gsm8k_train.jsonl", examples=600, hyperparameters={})
         self.full_model = self.train("full", lesson, 2, FULL)
 
     def swap(self, tuned: str) -> None:
@@ -159,7 +165,7 @@ class Run:
         self.holders("with two engines")
 
     def modes(self, tuned: str) -> None:
-        job = self.box.create_job(REAL, self.box.upload(REAL), 50, suffix="background")
+        job = self._begun(REAL, 50)
         self.box.admin("mode", "set", "serve", "--wait")
         with Load(self.box.url, self.box.key, tuned) as load:
             _wait(lambda: load.finished >= 4)
@@ -205,7 +211,9 @@ class Run:
 
     def methods(self, model: str) -> None:
         """A short job of each other method, its answers sampled by the rank."""
-        lines = [json.loads(line)["messages"] for line in _demo_data("gsm8k_train.jsonl")[:64]]
+        lines = [
+            json.loads(line)["messages"] for line in (DEMO_DATA / "gsm8k_train.jsonl").read_text().split("\n")[:64]
+        ]
         pairs = [
             {
                 "input": {"messages": asked[:-1]},
@@ -272,8 +280,8 @@ class Run:
         self.say("energy by job and model", self.box.admin("power", "--since", "1h"))
 
     def doctor(self) -> None:
-        told = _run("appliance", "doctor", "--all", "--data-dir", str(self.box.data_dir), check=False, capture=True)
-        self.say("doctor", told.stdout)
+        told = self.box.appliance("doctor", "--all", check=False, capture=True)
+        self.say("doctor", told)
 
     def steps(self) -> list[dict[str, Any]]:
         told = self.box.admin("mode", "history", "--limit", "1000")["data"]

@@ -88,6 +88,7 @@ def join(session: Session, args: Namespace) -> None:
     settings = resolved(None, data_dir=args.data_dir, devices=devices_of(args.devices))
     paths = BoxPaths.of(Path(settings.box.data_dir))
     paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace_file(paths.config_file, settings.model_dump_json().encode())
-    process = python("appliance.boot.node", "--config", str(paths.config_file))
+    config_file = paths.data_dir / "node.json"  # not a box's: one may run here by mistake
+    replace_file(config_file, settings.model_dump_json().encode())
+    process = python("appliance.boot.node", "--config", str(config_file))
     os.execv(sys.executable, [*process, "--invitation", str(args.file.resolve())])

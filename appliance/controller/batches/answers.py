@@ -50,10 +50,10 @@ class Answers:
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Skips lines that exist already. Raises
         OSError; no partial line remains then, and the caller may pass the same lines again."""
-        new = {line["custom_id"]: line for line in lines if not self.has(digest_of(line["custom_id"]))}
         with self._lock:
             if self._output < 0:
                 return  # the controller is ending: these lines are asked again
+            new = {line["custom_id"]: line for line in lines if not self.has(digest_of(line["custom_id"]))}
             for handle, good in ((self._output, True), (self._error, False)):
                 mine = [line for line in new.values() if _is_good(line) is good]
                 if mine:

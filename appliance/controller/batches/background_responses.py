@@ -98,8 +98,10 @@ class BackgroundResponses:
             before = [item async for turn in self._stored.items(earlier, viewer) for item in turn.items]
         # An older box has kept the input in the request, too.
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
-        if row.status == "queued":
-            self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
+        with self._db.transaction():
+            now = responses.find(self._db, response_id)  # it may have been cancelled meanwhile
+            if now is not None and now.status == "queued":
+                self._set(now, {**orjson.loads(now.response), "status": "in_progress"}, status="in_progress")
         return objects.engine_body(request, None if before is None else before + items_of(request["input"]))
 
     async def _take(self, response_id: str, answer: EngineAnswer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -35,6 +36,8 @@ from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, FileRow, ModelRow, TaskRow
 from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
+
+log = logging.getLogger("appliance.controller")
 
 BATCHES = "batches"
 AT_ONCE = 256
@@ -70,8 +73,15 @@ class Batches:
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
         """Fail the batch, with files of the lines that were answered."""
         refused = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+        errors = error.errors if isinstance(error, _Refused) else refused
         async with self._opened(task) as work:
-            await work.end("failed", errors=error.errors if isinstance(error, _Refused) else refused)
+            try:
+                await work.end("failed", errors=errors)
+            except (OSError, ValueError) as second:  # of the files of its answers
+                if is_full(second):
+                    raise
+                log.error("the answers of %s cannot be read or kept: %s", task.id, second)
+                batches.update(self._context.db, task.id, status="failed", failed_s=time.time(), errors=errors)
 
     def progress(self, row: BatchRow) -> tuple[int, int, str | None]:
         """(completed, failed, why it makes no progress now or None)."""
@@ -120,8 +130,9 @@ class BatchWork:
             batches.update(self._db, self._id, total=len(lines))
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             raise _Refused(lines.errors)
-        if row.status == "validating":
-            batches.update(self._db, self._id, status="in_progress", in_progress_s=time.time(), model=lines.model)
+        if row.status == "validating" and not self._in_progress(lines.model):
+            await self.run()  # it was cancelled while its file was read
+            return
         await self._open()
         end = "completed"
         with self._context.asking.wanted(lines.model or ""), open(path, "rb") as source:
@@ -132,6 +143,15 @@ class BatchWork:
                 end = "expired"
                 await self._expire(source)
         await self.end(end)
+
+    def _in_progress(self, model: str | None) -> bool:
+        """Whether it still was in validation, and is in progress now."""
+        with self._db.transaction():
+            row = batches.find(self._db, self._id, viewer=None)
+            if row is None or row.status != "validating":
+                return False
+            batches.update(self._db, self._id, status="in_progress", in_progress_s=time.time(), model=model)
+            return True
 
     def close(self) -> None:
         self.answers.close()

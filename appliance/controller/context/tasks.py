@@ -8,6 +8,7 @@ object has ended; an exception, and the end of the object's key, end the object 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import sqlite3
@@ -33,6 +34,7 @@ ROOM_EVERY_S = 2.0
 KEY_ENDED, INTERNAL_ERROR = "invalid_api_key", "internal_error"
 """Codes of tasks whose key has ended, and that met a bug."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_OR_BUSY = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
 
 
 class TaskFailed(Exception):
@@ -76,8 +78,10 @@ async def until_room(write: Callable[[], Awaitable[T]]) -> T:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error says that the disk is full."""
-    return isinstance(error, sqlite3.OperationalError) or (isinstance(error, OSError) and error.errno in _FULL)
+    """Whether an error says that the disk is full, or that others have held the database for long."""
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", None) in _FULL_OR_BUSY
+    return isinstance(error, OSError) and error.errno in _FULL
 
 
 class Tasks:
@@ -106,7 +110,7 @@ class Tasks:
         """Call it in the transaction that makes the object. cursor: what the object's row does not say. A task that is
         there already stays as it is."""
         tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), cursor))
-        self._soon(self._begin, kind, object_id)
+        self._soon(self._begin, kind, object_id, False)
 
     def changed(self, kind: str, object_id: str) -> None:
         """The object was cancelled, deleted or failed: stop what is done for it and look at its row."""
@@ -130,8 +134,10 @@ class Tasks:
     async def ended(self, kind: str, object_id: str, within_s: float | None = None) -> None:
         """Returns when nothing is done for the object any more, or after this time."""
         await asyncio.sleep(0)  # it may have been started just now
-        if (running := self._live.get((kind, object_id))) is not None:
-            await asyncio.wait([running], timeout=within_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while (running := self._live.get((kind, object_id))) is not None:  # a cancelled one begins again
+                    await asyncio.wait([running])
 
     async def idle(self, *kinds: str) -> None:
         """Returns when no task of these kinds runs."""
@@ -146,16 +152,17 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _soon(self, call: Callable[..., None], *given: str) -> None:
+    def _soon(self, call: Callable[..., None], *given: Any) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call, *given)
 
-    def _begin(self, kind: str, object_id: str) -> None:
+    def _begin(self, kind: str, object_id: str, again: bool = True) -> None:
+        """again: a live one is cancelled and begins anew."""
         name = kind, object_id
         if name not in self._live:
             task = self._live[name] = asyncio.create_task(self._run(kind, object_id), name=f"{kind} {object_id}")
             task.add_done_callback(lambda _: self._ended(name))
-        elif name not in self._again:
+        elif again and name not in self._again:
             self._again.add(name)
             self._live[name].cancel()
 

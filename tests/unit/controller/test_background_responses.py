@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.conftest import ADMIN, Control, disk_full
 from tests.unit.controller.test_responses import answer, copy, name, send
 
 WHO = "key_test"
@@ -133,7 +132,7 @@ async def test_what_a_full_disk_does_not_take_is_written_later(control: Control,
     """It was in progress for a day, and had a place at an engine all the time: a few, and nobody's were begun."""
     monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
     scripted(control, *[EngineAnswer(200, answer(number, "2", model="starter"), "v1") for number in range(3)])
-    failed, left = list[str](), [sqlite3.OperationalError("database or disk is full")] * 3
+    failed, left = list[str](), [disk_full()] * 3
 
     def failing(name: str, of: Any, when: Any) -> Any:
         real = getattr(of, name)

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import resource
-import sqlite3
 import time
 from typing import Any
 
@@ -23,7 +22,7 @@ from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedEngines, change
-from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, disk_full, insert_model
 
 URL = "/v1/chat/completions"
 
@@ -424,7 +423,7 @@ async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(co
     def update(*arguments: Any, **changes: Any) -> None:
         if full and changes.get("status") == "completed":
             full.clear()
-            raise sqlite3.OperationalError("database or disk is full")
+            raise disk_full()
         real(*arguments, **changes)
 
     monkeypatch.setattr(batches, "update", update)
@@ -588,7 +587,7 @@ async def test_batch_resumes_once_its_end_can_be_stored(control: Control, monkey
     def update(*arguments: Any, **changes: Any) -> None:
         if full and changes.get("status") == "finalizing":
             full.pop()
-            raise sqlite3.OperationalError("database or disk is full")
+            raise disk_full()
         real(*arguments, **changes)
 
     monkeypatch.setattr(batches, "update", update)

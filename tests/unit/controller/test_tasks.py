@@ -15,6 +15,7 @@ from appliance.store.database import Database
 from appliance.store.objects import tasks as rows
 from appliance.store.records import keys
 from appliance.store.rows import TaskRow
+from tests.unit.controller.conftest import disk_full
 
 
 class Work:
@@ -133,7 +134,7 @@ async def test_bug_fails_its_object_by_name_and_is_logged(db: Database, caplog: 
     assert "ZeroDivisionError: odd" in caplog.text
 
 
-@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "x"), sqlite3.OperationalError("database or disk is full")])
+@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "x"), disk_full()])
 async def test_full_disk_repeats_the_work(db: Database, monkeypatch: pytest.MonkeyPatch, full: Exception):
     monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.001)
     work = Work(db)
@@ -155,3 +156,27 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     assert sorted(await work.end()) == sorted(
         f"{what} {one}" for what in ("run", "end") for one in ("a1", "a2", "b1", "b2")
     )
+
+
+async def test_an_error_of_the_database_that_is_no_full_disk_is_a_bug(db: Database):
+    """A statement that SQLite refuses was repeated for ever."""
+    work = Work(db)
+    work.error = sqlite3.OperationalError("no such column: x")
+    work.tasks.start("things", "a", None)
+    assert await work.end() == ["run a", "fail a internal_error"]
+
+
+async def test_a_second_start_leaves_a_live_task_alone_and_ended_waits_for_what_began_again(db: Database):
+    work = Work(db)
+    work.tasks.start("things", "a", None)
+    await work.until(1)
+    work.tasks.start("things", "a", None)
+    await asyncio.sleep(0)
+    assert work.log == ["run a"]
+    work.tasks.changed("things", "a")
+    waiting = asyncio.create_task(work.tasks.ended("things", "a"))
+    await work.until(2)
+    assert not waiting.done()
+    work.may_end.set()
+    await asyncio.wait_for(waiting, 5)
+    assert work.log == ["run a", "run a", "end a"]
