@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import resource
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -605,3 +607,35 @@ async def test_the_errors_of_a_batch_are_short_whatever_its_lines_name(control: 
     lines = input_lines.Lines()
     lines.add_error("x", "y" * 10_000)
     assert len(lines.errors[0]["message"]) < 600
+
+
+def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_path: Path, monkeypatch):
+    """A batch that ended while a thread wrote stored what was ready once more."""
+    store, writing, go_on = Answers(tmp_path, "batch_1").open(), threading.Event(), threading.Event()
+    response = {"status_code": 200, "request_id": "req_1", "body": {}}
+    lines = [{"id": "batch_req_1", "custom_id": "a", "error": None, "response": response}]
+    real = os.fsync
+
+    def slowly(handle: int) -> None:
+        writing.set()
+        assert go_on.wait(30)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    both = [threading.Thread(target=store.append, args=(lines,)) for _ in range(2)]
+    both[0].start()
+    assert writing.wait(30)
+    both[1].start()
+    go_on.set()
+    for thread in both:
+        thread.join()
+    assert store.completed == 1 and store.output_path.read_bytes().count(b"\n") == 1
+
+
+async def test_a_batch_whose_answers_cannot_be_read_fails(control: Control, monkeypatch):
+    def unreadable(self: Answers) -> Answers:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(Answers, "open", unreadable)
+    batch = await ended(control, await begun(control, [line(0)]))
+    assert batch.status == "failed" and batch.errors.data[0].code == "file_unreadable"
