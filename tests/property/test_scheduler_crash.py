@@ -212,7 +212,8 @@ class _JournalOf(MemoryJournal):
 
     def _check_undone(self, handover_id: int) -> None:
         """What a chain took that did not come to its end is given back, not left for later rounds to find."""
-        world, record = self._effects_of_life.world, self.get(handover_id)
+        world = self._effects_of_life.world
+        record = next(one for one in self.since(handover_id - 1) if one.id == handover_id)
         short = {s.chain for s in record.steps if s.undoes is None and s.state != "done"}
         taken = {s.target for s in record.steps if s.verb == "acquire" and s.chain in short}
         assert taken.isdisjoint(world.leases), f"{record} is undone and left a lease"

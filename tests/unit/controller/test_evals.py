@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.evals import requests, run_items, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import given as given_
@@ -819,7 +820,6 @@ def test_what_is_asked_for_an_item_is_bounded() -> None:
 
 DEAR = {
     "a long line": b'{"item": {"answer": "' + b"x" * (1 << 20) + b'"}}',
-    "many values": b'{"item": {"answer": "", "x": [' + b"[]," * 20_000 + b"1]}}",
     "deep": b'{"item": {"answer": "", "x": ' + b"[" * 200 + b"]" * 200 + b"}}",
     "no text": b'{"item": {"answer": "\xff"}}',
     "empty lines": b"\n" * 20_002,
@@ -830,7 +830,7 @@ DEAR = {
 @pytest.mark.parametrize("line", DEAR.values(), ids=DEAR)
 def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
     (tmp_path / "f").write_bytes(line)
-    with pytest.raises(run_items.RunFailed):
+    with pytest.raises(TaskFailed):
         list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
 
 
@@ -1061,6 +1061,6 @@ async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db
 
 @pytest.mark.parametrize("line", [b"[1]", b'"a"', b"null", b"1"])
 def test_a_line_that_is_no_object_is_told_with_its_number(line: bytes) -> None:
-    with pytest.raises(run_items.RunFailed) as told:
+    with pytest.raises(TaskFailed) as told:
         run_items._entry(3, line)
     assert "Line 3 is not" in str(told.value)

@@ -15,7 +15,7 @@ from tests.unit.controller.test_admin import ask, ended
 @pytest.fixture
 def roomy(control: Control) -> Control:
     """Engines take adapters, and the starter's files are on disk."""
-    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    control.context.sizes.adapter_rank_limit = lambda row: 32
     models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
     return control
 

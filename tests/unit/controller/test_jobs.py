@@ -774,7 +774,7 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
 
 
 async def test_no_engine_samples_answers_of_a_form(control: Control):
-    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    control.context.sizes.adapter_rank_limit = lambda row: 32
     by_engine = {"rollouts": "engine", "lora_rank": 8}
     block = {"grader": GRADER, "response_format": form({}), "hyperparameters": by_engine}
     with pytest.raises(openai.BadRequestError, match="needs 'rollouts' to be 'ranks'") as refused:

@@ -11,7 +11,7 @@ from appliance.controller.access.model_access import allowed_models
 from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
-from appliance.store.upkeep import forgotten, retention
+from appliance.store.upkeep import forgotten
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
@@ -196,7 +196,7 @@ async def test_versions_of_a_model_are_alike(control: Control, events: JobEvents
 
 
 async def test_adapters_and_whole_weights_do_not_replace_each_other(control: Control, events: JobEvents):
-    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    control.context.sizes.adapter_rank_limit = lambda row: 32
     adapter = {"adapter": {"base": "starter", "base_version": "v1", "rank": 8}}
     first = await control.job(hyperparameters={"lora_rank": 8}, extra_body={"publish_as": "fraud"})
     early = await made(control, hyperparameters={"full": True})
@@ -227,18 +227,6 @@ async def test_who_is_forgotten_takes_along_a_model_with_one_version_of_theirs(c
     assert forgotten.models_made(control.db, "nobody") == []
     jobs.update(control.db, second, owner="bob", key_id=None)
     assert forgotten.models_made(control.db, "bob") == ["fraud"]
-
-
-async def test_jobs_go_with_their_versions_and_not_with_the_model(control: Control, events: JobEvents):
-    run(control, events, await made(control))
-    second, failed = await made(control), await made(control)
-    v2 = run(control, events, second)
-    events.failed(failed, "training_failed", "x")
-    owner = jobs.get(control.db, failed).owner
-    assert retention.jobs_beyond(control.db, owner, 0) == [failed]
-    run(control, events, await made(control))
-    models.delete_version(control.db, "fraud", v2)
-    assert set(retention.jobs_beyond(control.db, owner, 0)) == {failed, second}
 
 
 async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):

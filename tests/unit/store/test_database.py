@@ -108,7 +108,7 @@ def test_pages_put_together_are_the_whole_list_in_order(db: Database, descending
         files.insert(db, file(number))
     found, after = [], None
     while True:
-        page = files.page(db, viewer=None, now_s=0, purpose=None, after=after, limit=limit, descending=descending)
+        page = files.page(db, viewer=None, purpose=None, after=after, limit=limit, descending=descending)
         found += [row.id for row in page.data]
         if not page.has_more:
             break
@@ -119,7 +119,7 @@ def test_pages_put_together_are_the_whole_list_in_order(db: Database, descending
 
 def test_a_page_of_nothing_still_says_that_more_follow(db: Database):
     files.insert(db, file(1))
-    page = files.page(db, viewer=None, now_s=0, purpose=None, after=None, limit=0, descending=True)
+    page = files.page(db, viewer=None, purpose=None, after=None, limit=0, descending=True)
     assert (page.data, page.has_more) == ([], True)
 
 
@@ -127,10 +127,10 @@ def test_a_cursor_is_a_position_whatever_the_filter_but_must_exist(db: Database)
     files.insert(db, file(1, "batch"))
     files.insert(db, file(2, "vision"))
     files.insert(db, file(3, "batch"))
-    page = files.page(db, viewer=None, now_s=0, purpose="batch", after="file-2", limit=10, descending=True)
+    page = files.page(db, viewer=None, purpose="batch", after="file-2", limit=10, descending=True)
     assert [row.id for row in page.data] == ["file-1"]
     with pytest.raises(UnknownCursor, match="file-9"):
-        files.page(db, viewer=None, now_s=0, purpose=None, after="file-9", limit=10, descending=True)
+        files.page(db, viewer=None, purpose=None, after="file-9", limit=10, descending=True)
 
 
 def test_a_deleted_last_row_does_not_give_its_place_to_a_new_one(db: Database):
@@ -146,7 +146,7 @@ def test_expired_files_are_invisible_before_they_are_swept(db: Database):
     files.insert(db, file(1, expires_s=100.0))
     assert files.find(db, "file-1", viewer=None, now_s=99.0) is not None
     assert files.find(db, "file-1", viewer=None, now_s=100.0) is None
-    assert files.page(db, viewer=None, now_s=100.0, purpose=None, after=None, limit=9, descending=True).data == []
+    assert files.page(db, viewer=None, purpose=None, after=None, limit=9, descending=True).data == []
     assert files.expired(db, now_s=100.0) == ["file-1"]
 
 
