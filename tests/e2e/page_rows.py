@@ -22,6 +22,6 @@ def insert_jobs(db: Database, count: int, first: int = 0) -> None:
                 created_s=1e9 + number,
                 phase="cancelled",
                 finished_s=1e9 + number,
-                resolved={"publish": "end"},
+                resolved={"publish": "end", "n_epochs": 1, "batch_size": 1, "options": {}},
             ),
         )

@@ -215,7 +215,8 @@ async def shapes_of_other_apis(socket_path, sdk):
         )
         # The answer begun goes on: neither its turn is closed nor another one opened.
         assert counted[0] < counted[1] <= counted[0] + 4
-        tool = {"name": "weather", "input_schema": {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}}
+        schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
+        tool = {"name": "weather", "input_schema": schema, "strict": True}
         called = {
             "tools": [tool],
             "tool_choice": {"type": "tool", "name": "weather"},

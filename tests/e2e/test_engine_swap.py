@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.devices.kinds import HOST
-from serve.core.errors import NotReloadable, ReloadFailed, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
+from serve.core.errors import EngineFailed, NotReloadable, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
 from tests.e2e import quantised
 from tests.e2e.engine_support import client, edit_config, greedy, rewrite
 from weights.format.errors import VersionLeased
@@ -177,7 +177,7 @@ async def test_swap_of_a_version_that_fails_its_check_ends_the_engine(engine_box
         rewrite(a, bad, lambda tensors: {name: torch.full_like(t, float("nan")) for name, t in tensors.items()})
     else:
         bad = stored(engine_box, "tampered", b, {"fingerprint": {"prompt": [1, 2], "token": 3, "logprob": -0.5}}).path
-    with pytest.raises(VersionBroken if fault == "nan" else ReloadFailed, match="finite|as recorded"):
+    with pytest.raises(VersionBroken if fault == "nan" else EngineFailed, match="finite|as recorded"):
         await replica.swap("starter", "bad", str(bad))
     ended = await replica.wait_dead()
     assert "swap failed" in ended["exit"] and not Path(f"/proc/{pid}").exists()

@@ -35,7 +35,7 @@ export function AddModel({ empty, onDone }) {
         <button class="main" disabled=${importing.busy}>${t("add.import")}</button>
         ${empty ? null : html`<button type="button" onClick=${() => setOpen(false)}>${t("cancel")}</button>`}
       </div>
-      <${Failure} error=${importing.error} /><${Failure} error=${making.error} />
+      <${Failure} error=${importing.error} />
     </form>` : null}
     ${shown.map((one) => html`<${Under} key=${one.id} one=${one} />`)}
   </${Card}>`;
