@@ -589,14 +589,11 @@ def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit) -> None:
         page.get_by_text("There is no model to train yet").wait_for()
         page.get_by_role("main").get_by_role("link", name="Models").click()
         page.get_by_text("This box has no model yet").wait_for()
-        page.get_by_role("button", name="Make the starter model").click()
-        page.get_by_role("link", name="starter").wait_for()
         source, name = (page.get_by_role("textbox", name=re.compile(label)) for label in ("^From", "^Name"))
         source.fill("/models/tiny")
         name.fill("tiny")
         page.get_by_role("button", name="Import").click()
         page.get_by_role("link", name="tiny").wait_for()
-        assert page.get_by_role("button", name="Make the starter model").count() == 0
         page.close()
 
 
