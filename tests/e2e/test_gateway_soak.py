@@ -75,8 +75,8 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 async def test_two_thousand_streams_over_a_mode_switch(front: Front) -> None:
     """200 streams run when the engine is drained; 2000 more come before it is back. All finish, none is cut short. What
     the heap has grown by for so many at once serves the next as many."""
-    await drained_and_held(front, growth_bytes=160 * MIB)
-    await drained_and_held(front, growth_bytes=16 * MIB)
+    await drained_and_held(front, growth_bytes=96 * MIB)
+    await drained_and_held(front, growth_bytes=32 * MIB)
 
 
 async def drained_and_held(front: Front, *, growth_bytes: int) -> None:
