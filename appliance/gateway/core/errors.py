@@ -18,6 +18,7 @@ from runtime.moments import minute
 from runtime.pydantic_words import words_of_check
 
 MAX_RETRY_AFTER_S = 120
+GIVES_WAY: Final = "batch_gives_way"
 ENGINE_FAILED: Final = "engine_failed"
 ENGINES_DIED: Final = "engines_died"
 """Two engines ended while they had one request, which is sent to no other."""
@@ -115,7 +116,7 @@ def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
 
 
 def batch_gives_way() -> HttpError:
-    return unavailable("Requests of class batch give way: no engine has room for this one.", "batch_gives_way", 1)
+    return unavailable("Requests of class batch give way: no engine has room for this one.", GIVES_WAY, 1)
 
 
 def engine_failed(status: int = 502) -> HttpError:

@@ -142,7 +142,7 @@ class Exchange:
         request = self.request
         if self.finished:
             return
-        request.broke_off = self.head_sent and error.status >= 500
+        request.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
