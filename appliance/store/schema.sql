@@ -176,7 +176,6 @@ CREATE TABLE idempotency (
 );
 CREATE UNIQUE INDEX idempotency_keyed ON idempotency (key_id, route, idempotency_key) WHERE idempotency_key IS NOT NULL;
 CREATE INDEX idempotency_body ON idempotency (key_id, route, body_sha256, seq);
-CREATE INDEX idempotency_newest ON idempotency (key_id, route, created_s);
 CREATE INDEX idempotency_time ON idempotency (created_s);
 CREATE INDEX idempotency_keyless ON idempotency (created_s) WHERE idempotency_key IS NULL;
 

@@ -14,11 +14,23 @@ from collections import deque
 
 from benchmarks.simulator.engine import Engine, EngineModel, Served
 from benchmarks.simulator.trace import Requests
-from scheduler.core.routing_rules import PENDING_TO_TOTAL, is_sooner_there
+from scheduler.core.routing_rules import PENDING_TO_TOTAL
 
 
 def _weight(engine: Engine) -> int:
     return engine.pending_tokens + engine.tokens // PENDING_TO_TOTAL
+
+
+def is_sooner_there(
+    prompt_tokens: int, *, pending: tuple[int, int], inflight: tuple[int, int], stuck: bool = False
+) -> bool:
+    """Whether a request without a first token is served sooner by an engine that has just opened than where it waits.
+
+    pending, inflight: prompt tokens without a first token, and requests: (here, there), itself here. stuck: no prompt
+    is being computed here, because the cache has no room for the first that waits.
+    """
+    here, there = pending
+    return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])
 
 
 class Cluster:

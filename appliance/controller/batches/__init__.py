@@ -1,5 +1,5 @@
 """Batches and background responses: checked line by line, asked through the gateway, completed exactly once.
 
 Never: Chooses an engine or counts a cost (the gateway does).
-Begin with runner.py, then work.py.
+Begin with work.py.
 """

@@ -1,5 +1,5 @@
-"""The controller's settings, errors, principals and the ports to the rest of the box.
+"""The controller's settings, errors, principals and records.
 
 Never: Imports another package of the controller.
-Begin with ports.py.
+Begin with principal.py.
 """

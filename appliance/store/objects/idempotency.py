@@ -37,12 +37,6 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
     return newest if newest is not None and newest.created_s >= since_s else None
 
 
-def any_since(db: Database, key_id: str, route: str, since_s: float) -> bool:
-    """Whether this key has made anything by this route since then."""
-    found = "SELECT 1 FROM idempotency WHERE key_id = ? AND route = ? AND created_s >= ? LIMIT 1"
-    return db.value(found, [key_id, route, since_s]) is not None
-
-
 def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:
     """What these requests made has gone, or came to nothing."""
     where = "key_id = ? AND route = ? AND resource_id = ?"
