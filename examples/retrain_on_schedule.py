@@ -42,9 +42,9 @@ def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, po
 
 
 def wait(client: OpenAI, job: FineTuningJob, poll_s: float) -> FineTuningJob:
-    """The job once it has ended and its gate has decided."""
+    """The job once it has ended, its gate has decided, and a version that passed answers (`activated`)."""
     while job.status not in ("failed", "cancelled"):
-        if job.status == "succeeded" and job.model_extra["gate"]["verdict"]:
+        if job.status == "succeeded" and job.model_extra["gate"]["activated"] is not None:
             break
         time.sleep(poll_s)
         job = client.fine_tuning.jobs.retrieve(job.id)
