@@ -82,7 +82,7 @@ class Load:
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once.
 
-    model: the row it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
+    model: the name it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
     where the smallest is next: a request stands there as if it had come a millisecond later for each token that its
     owner already has on the replica, so that one owner's many do not keep others from an engine whose memory is full.
     pending: its prompt tokens until its first token.
@@ -118,11 +118,11 @@ class Router:
         kept = {name: load for name, load in self.loads.items() if load.inflight}
         self.loads = kept | {replica.id: self.loads.get(replica.id) or Load() for replica in replicas}
 
-    def choose(self, rows: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
-        """Place a request on a replica of the first of these rows that has room; None if none can take it now.
+    def choose(self, names: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
+        """Place a request on a replica of the first of these models that has room; None if none can take it now.
 
         avoid: replicas that take it only if no other can."""
-        for model in (self.models[row] for row in rows if row in self.models):
+        for model in (self.models[name] for name in names if name in self.models):
             usable = [
                 (replica.avoid or replica.id in avoid, replica, load)
                 for replica in model.replicas
@@ -156,7 +156,7 @@ class Router:
         return load.sequences < (slots if model.slots is None else slots + slots // 4)
 
     def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
-        """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
+        """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
 
         It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
         canary = self.models[name].canary

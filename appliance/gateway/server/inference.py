@@ -72,12 +72,9 @@ class Inference:
             checked.tokens,
             checked.prompt_tokens,
             sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else checked.sequences,
-            beginning=zlib.crc32(checked.prefix(), zlib.crc32(salt.encode())),
+            beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        canary = state.router.models[self.model].canary
-        self.conversation = None if canary is None else zlib.crc32(checked.conversation())
-        checked.forget_prompt()
         self.failures = 0
         self.avoided: set[str] = set()
         self.died_on: set[str] = set()
@@ -131,9 +128,9 @@ class Inference:
         what the canary has no room for."""
         if self.continues:
             return (self.exchange.routed_model,)
-        if self.failures or self.conversation is None:
+        if self.failures:
             return (self.model,)
-        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.conversation)
+        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
