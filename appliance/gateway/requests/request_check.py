@@ -1,8 +1,7 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. meant.py makes of it what the client means; where that is another body, the engine gets that one, and else the
-client's bytes.
+UTF-8. normalize.py makes of it what engines read.
 """
 
 from __future__ import annotations
@@ -42,12 +41,13 @@ class Checked:
     prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
     form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
     prompt_tokens: estimated; tokens: with the completion. sequences: an engine's slots that it takes. asks_usage: the
-    client wants its stream's usage as an event. rewritten: the body as an engine reads it, if that is another one;
-    ignored: headers that name what is left out of it. text_length: of its longest prompt, in characters, bytes or
-    tokens. cut: an engine shortens a prompt that is too long.
+    client wants its stream's usage as an event. data: the body as an engine reads it; ignored: headers that name what
+    is left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut: an engine shortens a
+    prompt that is too long.
     """
 
     model: str
+    data: dict[str, Any]
     stream: bool
     prefix: int
     conversation: int
@@ -57,11 +57,9 @@ class Checked:
     asks_usage: bool
     text_length: int
     cut: bool
-    cache_salt: str
     ignored: Pairs
     continuation: Continuation | None
     transcript: Transcript | None
-    rewritten: bytes = b""
 
 
 def _opening(prompt: Any) -> list[str]:
@@ -149,6 +147,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     named = [str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")]
     return Checked(
         model=data["model"],
+        data=data,
         stream=stream,
         prefix=_hash("\n".join(opening)[:PREFIX_CHARS]),
         conversation=_hash(*named, opening[-1]),
@@ -158,11 +157,9 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
         text_length=text_length,
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
-        cache_salt=data.get("cache_salt", ""),
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
-        rewritten=b"" if data == given else orjson.dumps(data),
     )
 
 
@@ -189,12 +186,6 @@ def check_length(checked: Checked, context: int) -> None:
         )
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """A checked body with `model` as its model. It appends a second key: both parsers take the last, and the client's
-    other bytes stay unchanged."""
-    return b'%b,"model":%b}' % (body.rstrip()[:-1], orjson.dumps(model))
-
-
-def with_fields(body: bytes, fields: bytes) -> bytes:
-    """A checked body with more fields, each as `,"name":value`; of equal names the engine takes the last."""
-    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
+def with_fields(body: bytes, **fields: Any) -> bytes:
+    """A JSON object with more fields; of equal names engines take the last."""
+    return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:])

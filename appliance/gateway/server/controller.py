@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -24,7 +24,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import read_up_to
-from appliance.gateway.requests.request_check import Checked, check_body
+from appliance.gateway.requests.request_check import Checked, check_object
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.state import State
 
@@ -176,8 +176,11 @@ class Controller:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return b""
 
-    async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
-        """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
+    async def with_previous(self, request: Request, data: dict[str, Any], checked: Checked) -> Checked:
+        """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
+
+        data: its body, as it came.
+        """
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
@@ -185,10 +188,10 @@ class Controller:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
-        whole = joined(body, earlier) if len(earlier) <= limit else earlier
-        if len(whole) > limit:
+        nbytes = request.body_bytes + len(earlier)
+        if nbytes > limit:
             raise errors.body_too_large(limit, close=False)  # the client's own body was not
-        state.take_body(request, len(whole) - len(body))
-        again = check_body(request.route, whole, state.limits)
+        state.take_body(request, len(earlier))
+        again = check_object(request.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
-        return whole, again
+        return again

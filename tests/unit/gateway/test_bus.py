@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import ValidationError
 
-from appliance.gateway.bus import COUNTED, BusClient
+from appliance.gateway.gateway import COUNTED, BusClient
 from appliance.gateway.server.reports import load_report
 from tests.unit.gateway.tables import parse_table
 

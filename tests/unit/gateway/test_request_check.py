@@ -12,7 +12,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.fields import NOT_FOR_TEMPLATES
-from appliance.gateway.requests.request_check import Checked, check_body, check_length, with_model
+from appliance.gateway.requests.request_check import Checked, check_body, check_length
 from tests.e2e.request_fuzz import REQUESTS, changed, places
 
 from .conftest import Box, chat
@@ -227,12 +227,6 @@ def test_turns_of_a_conversation_begin_alike_without_a_system_prompt_and_behind_
     long = {"role": "system", "content": "s" * 100_000}
     assert checked(long, first).conversation == checked(long, first, answer, more).conversation
     assert checked(long, first).conversation != checked(long, more).conversation
-
-
-@pytest.mark.parametrize("body", [b'{"model": "a", "n": 1}', b'{"n":1,"model":"a"} \n', b'{"model":"x","model":"a"}'])
-def test_the_adapters_name_replaces_the_model_and_nothing_else(body):
-    changed = orjson.loads(with_model(body, 'ft:"a@step-2'))
-    assert changed == orjson.loads(body) | {"model": 'ft:"a@step-2'}
 
 
 @pytest.mark.parametrize(
