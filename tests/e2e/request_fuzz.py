@@ -449,7 +449,8 @@ def said(status: int, body: bytes) -> str | None:
         if failed < 0:
             return None
         body = body[failed + 6 :].split(b"\n", 1)[0]
-        status = errors.event_code(orjson.loads(body)) or 500
+        code = orjson.loads(body)["error"].get("code")
+        status = code if isinstance(code, int) else 500
     error = errors.from_upstream(status, body)
     if status >= 500 or INNER.search(error.message) or len(error.message) > 2500:
         return f"{status}: {error.message[:300]}"

@@ -192,19 +192,6 @@ async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: St
     assert load_report(box.state)["replicas"]["old"]["inflight"] == 0
 
 
-async def test_model_deleted_while_its_requests_wait(start_box: Start) -> None:
-    box = await start_box()
-    box.serve("m")
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.state.holds.count == 1)
-    del box.models["m"]
-    box.apply()
-    response = await wire.response()
-    assert response.status == 404 and response.error["code"] == "model_not_found"
-    assert box.state.holds.count == 0
-
-
 async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: Box) -> None:
     box.engines["e0"].script = sends(chat_events("a")[0], ends=False)
     wires = {}
