@@ -8,6 +8,9 @@ import json
 import time
 from typing import Any
 
+import pytest
+
+from appliance.gateway.routing.router import Router
 from appliance.gateway.server.reports import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes
@@ -245,3 +248,15 @@ async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Sta
     await box.gateway.stop(0.02)
     assert b'"code":"shutting_down"' in await stream.eof()
     assert (await held.response()).status == 503
+
+
+async def test_attempts_that_reach_no_engine_end_with_the_holds_deadline(
+    start_box: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of a lost node: while one took its time to connect, the other's pause was over."""
+    monkeypatch.setattr(Router, "fail", lambda *_: None)
+    box = await start_box(holds={"hold_s": 0.05})
+    box.serve("m", "e0", "e1")
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert (response.status, response.error["code"]) == (503, "model_not_ready")
+    assert not box.state.router.loads["e0"].inflight and not box.state.holds.count
