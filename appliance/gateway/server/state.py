@@ -21,16 +21,16 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import AccessLog, Metrics
 from appliance.gateway.routing.router import Choice, Holds, Router
 from appliance.gateway.routing.table import Caller, Login, Model
+from appliance.gateway.server.upstreams import Sessions
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
-    from appliance.gateway.http.certificates import Certificate
     from appliance.gateway.observe.tracing import Tracing
+    from appliance.gateway.server.certificates import Certificate
 
 log = logging.getLogger("appliance.gateway")
 
