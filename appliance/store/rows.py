@@ -426,16 +426,6 @@ class TaskRow:
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyRow:
-    """See scheduler.autoscale.standby. arguments: of the learner that the state belongs to. saved_s: Unix time."""
-
-    model: str
-    saved_s: float
-    arguments: list[float] = json_column(default_factory=list)
-    state: dict[str, Any] = json_column(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class WindowRow:
     """A mode window, see scheduler.loop.mode_schedule. serving_floor None: the box's own."""
 

@@ -396,12 +396,6 @@ CREATE TABLE eval_items (
 CREATE INDEX eval_items_of ON eval_items (run_id, status, seq);
 CREATE INDEX eval_items_in_order ON eval_items (run_id, seq, status);
 
--- Learned traffic of a model. arguments: of the learner; one with other arguments ignores it.
-CREATE TABLE standby (
-    model TEXT PRIMARY KEY REFERENCES deployments (model) ON DELETE CASCADE, arguments TEXT NOT NULL,
-    state TEXT NOT NULL, saved_s REAL NOT NULL
-);
-
 -- judge: {"grader"} or {"teacher"}, up to megabytes, so not in the job's row. taught_by: versions of the teacher, in
 -- order.
 CREATE TABLE job_judges (
