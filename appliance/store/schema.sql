@@ -13,8 +13,7 @@ CREATE TABLE keys (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE,
     prefix TEXT NOT NULL, scopes TEXT NOT NULL, created_s REAL NOT NULL, revoked_s REAL, owner TEXT NOT NULL DEFAULT '',
     models TEXT, requests_per_minute INTEGER, tokens_per_minute INTEGER, tokens_per_day INTEGER,
-    tokens_per_month INTEGER, max_priority INTEGER NOT NULL DEFAULT 0, max_non_preemptible INTEGER NOT NULL DEFAULT 0,
-    max_deadlines INTEGER NOT NULL DEFAULT 0, max_held INTEGER NOT NULL DEFAULT 16, bounds TEXT,
+    tokens_per_month INTEGER, max_priority INTEGER NOT NULL DEFAULT 0, bounds TEXT,
     session INTEGER NOT NULL DEFAULT 0, subject TEXT NOT NULL DEFAULT '', expires_s REAL
 );
 CREATE UNIQUE INDEX keys_live_name ON keys (name) WHERE revoked_s IS NULL;
