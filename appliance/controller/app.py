@@ -74,7 +74,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         quarantine.sweep(context)
         context.tasks.resume()
-        context.publish_keys()
+        context.spending.publish_keys()
         tasks = context.background
         kept = (
             tasks.keep_every(

@@ -255,7 +255,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes), bus),
+        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes)),
         scheduler=scheduler,
         routing=routing,
         sizes=sizes,
@@ -397,8 +397,7 @@ async def _profile_jobs(context: ControllerContext) -> None:
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    table = {"table of models"} if context.bus.is_table_too_long else set()
-    context.bus.set_degraded(sorted({*context.background.names(), *others, *table}))
+    context.bus.set_degraded(sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

@@ -412,13 +412,14 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Work on the object `id`. key_id: with which the object was made; None for the box itself."""
+    """Work on the object `id`. key_id: with which the object was made; None for the box itself. arguments: what the
+    object's row does not say."""
 
     kind: str
     id: str
     key_id: str | None
     created_s: float
-    cursor: dict[str, Any] = json_column(default_factory=dict)
+    arguments: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,10 +193,10 @@ CREATE TABLE operations (
 CREATE INDEX operations_ended ON operations (ended_s) WHERE state != 'running';
 CREATE INDEX operations_going ON operations (seq) WHERE state = 'running';
 
--- Work that outlives its request and a restart, until its object has ended. id: of the object. cursor: JSON, what the
+-- Work that outlives its request and a restart, until its object has ended. id: of the object. arguments: JSON, what the
 -- object's row does not say.
 CREATE TABLE tasks (
-    kind TEXT NOT NULL, id TEXT NOT NULL, key_id TEXT, created_s REAL NOT NULL, cursor TEXT NOT NULL,
+    kind TEXT NOT NULL, id TEXT NOT NULL, key_id TEXT, created_s REAL NOT NULL, arguments TEXT NOT NULL,
     PRIMARY KEY (kind, id)
 ) WITHOUT ROWID;
 CREATE INDEX tasks_of_key ON tasks (key_id);

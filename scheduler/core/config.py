@@ -88,10 +88,9 @@ class SchedulerConfig(BaseModel):
     """Ranks or engines that die on one device before it is cordoned; 0: no cordon for this reason."""
     death_window_s: Seconds = 600.0
     """Period within which they must have died."""
-    device_retry_first_s: Seconds = 60.0
-    """A device cordoned for deaths, heat or silence is tried again after this time; each further cordon doubles it."""
-    device_retry_longest_s: Seconds = 900.0
-    """The longest such wait. Broken hardware waits for `appliance gpu undrain`."""
+    device_retry_s: Seconds = 900.0
+    """A device cordoned for deaths, heat or silence is tried again after this time. Broken hardware waits for
+    `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""
     device_check_s: Seconds = 5.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from appliance.controller.access.disk import Disk
-from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
 from appliance.controller.interfaces.principal import ADMIN, Principal
@@ -29,10 +28,8 @@ class _Limited(NamedTuple):
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
-        """bus: for the length of the gateways' table."""
-        self._db, self._config, self.disk, self._bus = db, config, disk, bus
-        self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
+        self._db, self._config, self.disk = db, config, disk
 
     def bounds(self, key_id: str) -> OwnerBounds:
         """The limits of this key: the box's own, unless the key overrides them."""
@@ -83,9 +80,8 @@ class Quotas:
             self._eval_bytes(of, holdings.eval_runs(self._db, row.id)[1])
 
     def check_job(self, caller: Principal) -> None:
-        """Checks one more job, and the model that it will make beside those that there are."""
+        """Checks one more job, and the model that it will make."""
         self.disk.check()
-        self.check_names(caller)
         if (of := self._of(caller)) is None:
             return
         unfinished, (made, size) = holdings.jobs(self._db, of.key_id), holdings.models(self._db, of.key_id)
@@ -119,48 +115,6 @@ class Quotas:
                 retry=True,
             )
 
-    def check_names(self, caller: Principal) -> None:
-        """More names that can be called, or more owners who may call them: the gateways get all in one table, and a
-        table longer than they read would keep revoked keys alive.
-
-        Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
-        together fill it at most once more."""
-        of, table, full = self._of(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
-        if of is None or table.table_bytes <= full:
-            return
-        part = full // max(1, keys.count_owners(self._db))
-        used = table.bytes_of(of.owner, holdings.names(self._db, of.owner))
-        if used > part:
-            raise LimitReached(
-                f"The gateways' table is full, and your models and checkpoints take {used} bytes of it, more than your "
-                f"part of {part}. Delete models that you do not need.",
-                param="models",
-            )
-
-    # --- answers of batches
-
-    def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
-        """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
-        has ended, and they are files."""
-        self._answers.pop(batch_id, None)
-        if beyond:
-            self._answers[batch_id] = owner, beyond
-
-    def no_room_for_answers(self, key_id: str | None) -> str:
-        """Why batches of this key have to wait before more of their lines are answered; empty if they need not."""
-        if self.disk.room_bytes() <= 0:
-            return "the disk of the box is short of space"
-        row = keys.find(self._db, key_id) if key_id is not None else None
-        if row is None or ADMIN in row.scopes or not self._beyond(row.owner):
-            return ""
-        used, limit = self._used(row.id, row.owner), self.bounds(row.id).file_bytes
-        if used <= limit:
-            return ""
-        return f"files of its owner's keys have {used} of at most {limit} bytes, the answers so far included"
-
-    def _beyond(self, owner: str) -> int:
-        return sum(size for whose, size in self._answers.values() if whose == owner)
-
     # --- sums
 
     def _of(self, caller: Principal) -> _Limited | None:
@@ -180,7 +134,8 @@ class Quotas:
         return holdings.files(self._db, of.key_id)[0] + holdings.uploads(self._db, of.key_id)[0]
 
     def _bytes(self, of: _Limited, more: int) -> None:
-        used, limit = self._used(of.key_id, of.owner), of.bounds.file_bytes
+        there, coming = holdings.files(self._db, of.key_id)[1], holdings.uploads(self._db, of.key_id)[1]
+        used, limit = there + 2 * coming, of.bounds.file_bytes
         if used + more > limit:
             raise _full(
                 "file_bytes",
@@ -188,19 +143,12 @@ class Quotas:
                 "do not fit. Delete files first.",
             )
 
-    def _used(self, key_id: str, owner: str) -> int:
-        """Bytes of files."""
-        there, coming = holdings.files(self._db, key_id)[1], holdings.uploads(self._db, key_id)[1]
-        return there + 2 * coming + self._beyond(owner)
-
     def _eval_bytes(self, of: _Limited, size: int) -> None:
         if size >= of.bounds.eval_bytes:
             held = f"Your evals and their runs hold {size} of at most {of.bounds.eval_bytes} bytes."
             raise _full("eval_bytes", f"{held} Delete one first.")
 
 
-# Running jobs may still publish: the rest has room for their models.
-_SHARE_OF_LINE = 4
 _ASK = "An admin can give a key a higher bound `{}`."
 _WAIT = "Wait for one to end or cancel one."
 _KINDS = {

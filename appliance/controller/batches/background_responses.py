@@ -46,7 +46,7 @@ class BackgroundResponses:
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
-            self._context.tasks.changed(RESPONSES, row.id)
+            self._context.tasks.restart(RESPONSES, row.id)
         return responses.find(self._db, row.id) or row
 
     async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:

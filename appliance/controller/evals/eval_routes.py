@@ -155,7 +155,7 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
         if model is not None:
             check_may_ask(db, caller, model, param="data_source.model")
         check_judges(context, of, caller)
-        await check_new_run(context, hosts, of, body.data_source, model, caller)
+        await check_new_run(context, hosts, of, body.data_source, caller)
         data_source = checked_source(body.data_source)
 
         def make() -> EvalRunRow:

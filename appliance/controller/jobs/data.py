@@ -91,7 +91,7 @@ class EqualRows(NamedTuple):
         return found
 
 
-def compare_rows(training: Path, validation: Path | None) -> EqualRows:
+def compare_rows(training: Path, validation: Path | None = None) -> EqualRows:
     """Read both files. Raises OSError."""
     hashes = list(_hashes(training))
     trained = set(hashes)

@@ -20,10 +20,10 @@ from appliance.controller.http.audited import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
-from appliance.controller.jobs import settings
-from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.jobs import devices, settings
 from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
+from appliance.controller.jobs.settings import box_facts, shape_of
 from appliance.controller.models import capacity
 from appliance.store.objects import job_records
 from runtime.devices.published import accelerator_called
@@ -96,7 +96,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     dataset = typical(body.examples, method)
     if body.training_file is not None:
         dataset = await _counted(context, base, body.training_file, method, caller)
-    wish = settings.Wish(max_devices=body.devices)
+    wish = devices.Wish(max_devices=body.devices)
     try:
         chosen = settings.choose_on_box(context, base, method, body.hyperparameters, dataset, wish)
     except InvalidHyperparameter as error:

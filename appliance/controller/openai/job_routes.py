@@ -58,8 +58,7 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     @router.get("")
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
         page = jobs.page(db, viewer=caller.viewer, **_metadata_filter(request), **part)
-        page, judges = job_records.page_with_judges(db, page, _JUDGED)
-        return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
+        return list_object(page, view)
 
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:

@@ -99,8 +99,6 @@ def _share(context: ControllerContext, name: str, body: Share, caller: Principal
     _refuse_unless_own(model, caller, "share")
     if not body.owners and not body.everybody:
         raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-    if not body.stop:
-        context.quotas.check_names(caller)
     change = models.unshare if body.stop else models.share
     with db.transaction():
         for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:

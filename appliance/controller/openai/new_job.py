@@ -101,7 +101,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     nodes = node_sizes.known(context)
     devices.check_room(body.min_devices, body.allowed_sizes, nodes)
     asked_sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    wish = settings.Wish(body.min_devices, body.max_devices, asked_sizes)
+    wish = devices.Wish(body.min_devices, body.max_devices, asked_sizes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)

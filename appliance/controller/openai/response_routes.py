@@ -97,7 +97,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.viewer)
         stored.delete(row.id)
-        context.tasks.changed(RESPONSES, row.id)
+        context.tasks.restart(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")

@@ -14,7 +14,7 @@ from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.controller.scheduling.policies import Policies, Unload
 from appliance.models.opening import Opening
@@ -298,7 +298,7 @@ class JobRuns:
             self._gone += removal.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
-            activate(self._db, row, version)
+            serve_if_allowed(self._db, row, version)
         self._changed()
 
     def _changed(self) -> None:

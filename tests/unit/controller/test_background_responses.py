@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -195,44 +193,6 @@ async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted
     assert responses.totals(control.db) == (0, 0)
 
 
-async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Control):
-    engines(control).lines = 0
-    scripted(control)
-    control.as_key("ann")
-    for number in range(20):
-        await asked(control, f"ann {number}")
-    control.as_key("ben")
-    made = await asked(control, "ben")
-    engines(control).lines = 1
-    await ended(control, made.id)
-    assert len(engines(control).sent) < 6
-
-
-async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
-    engine = engines(control)
-    engine.lines, engine.hosts, held = 0, {"starter@v1": "starter"}, asyncio.Event()
-
-    async def rule(_: dict[str, Any]) -> EngineAnswer:
-        await held.wait()
-        return EngineAnswer(200, answer(1, "2"), "v1")
-
-    engine.rule = rule
-    control.as_key("ann")
-    for number in range(8):
-        await asked(control, f"ann {number}", model=("starter@v1", "starter")[number % 2])
-    control.as_key("ben")
-    made = await asked(control, "ben")
-    await asyncio.sleep(0)
-    engine.lines = 2
-    async with asyncio.timeout(60):
-        while len(engine.sent) < 2:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.02)
-    assert {body["input"][0]["content"] for body in engine.sent} == {"ann 0", "ben"} and engine.most_at_once == 2
-    held.set()
-    await ended(control, made.id)
-
-
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
@@ -252,24 +212,6 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
     again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
-
-
-async def test_nothing_of_what_is_followed_is_read_parsed_or_written_on_the_loop(control: Control, monkeypatch):
-    """Two hundred who followed an answer of 0.4 MB with many values heard of its end in one turn of the loop, and held
-    it for 1.1 s."""
-    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
-    made = await ended(control, (await asked(control)).id)
-    row, seen = responses.find(control.db, made.id), list[int]()
-
-    def noted(call: Any) -> Any:
-        return lambda *given: (seen.append(threading.get_ident()), call(*given))[1]
-
-    json_of = SimpleNamespace(loads=noted(background_responses.orjson.loads), dumps=noted(objects.orjson.dumps))
-    monkeypatch.setattr(background_responses, "orjson", json_of)
-    monkeypatch.setattr(objects, "orjson", json_of)
-    monkeypatch.setattr(responses, "find", noted(responses.find))
-    told = [event async for event in control.app.state.background.follow(row.id, -1, WHO)]
-    assert len(told) == 10 and len(seen) > 10 and threading.get_ident() not in seen
 
 
 async def test_who_follows_misses_no_end_that_comes_while_a_thread_is_at_it(control: Control, monkeypatch):

@@ -7,7 +7,6 @@ import csv
 import errno
 import io
 import os
-import threading
 from typing import Any
 
 import openai
@@ -398,35 +397,6 @@ async def test_a_rank_that_holds_up_the_others_is_named_with_its_device(control:
     events.ingest(job_id, {"event": "straggler", "step": 20, "rank": 1, "seconds": 0.8, "usual_s": 0.5})
     said = (await control.messages(job_id))[-1]
     assert said.startswith("Rank 1 on n0/5 holds up the others: it computes 0.8 s of a step by itself, they 0.5 s")
-
-
-async def test_the_table_of_a_long_jobs_steps_is_made_beside_the_loop(
-    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
-):
-    """Of 100,000 steps it held the loop for a second, when the job had succeeded."""
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, metrics(1, 2.0))
-    events.ingest(job_id, published(1))
-    read_on, written_on = set[int](), set[int]()
-    list_metrics, write = job_records.list_metrics, results.write
-
-    def listed(*asked: Any, **named: Any) -> Any:
-        read_on.add(threading.get_ident())
-        return list_metrics(*asked, **named)
-
-    def written(*asked: Any) -> Any:
-        written_on.add(threading.get_ident())
-        return write(*asked)
-
-    monkeypatch.setattr(job_records, "list_metrics", listed)
-    monkeypatch.setattr(results, "write", written)
-    await events.will_succeed(job_id)
-    await events.will_succeed(job_id)  # its end is told again after a restart
-    events.succeeded(job_id)
-    assert read_on and written_on and threading.get_ident() not in read_on | written_on
-    assert (await table_of(control, job_id))[0]["train_loss"] == "2.0"
-    assert [path.name for path in control.context.files_dir.iterdir() if path.name.startswith(".")] == []
 
 
 async def test_a_full_disk_costs_the_table_and_not_the_success(

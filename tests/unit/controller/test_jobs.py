@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
-from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import change, grading_of
@@ -405,43 +403,6 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
     assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
 
 
-async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
-    file_id = await control.upload()
-
-    async def create(retry: int) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=file_id, extra_headers={"x-stainless-retry-count": str(retry)}
-        )
-        return made.id
-
-    assert len(set(await asyncio.gather(create(0), create(1), create(2)))) == 1
-
-
-async def test_an_idempotency_key_decides_alone(control: Control):
-    file_id = await control.upload()
-
-    async def create(key: str, **fields: Any) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=file_id, extra_headers={"Idempotency-Key": key}, **fields
-        )
-        return made.id
-
-    assert await create("one") == await create("one") != await create("two")
-    answer = await control.http.post(
-        "/v1/fine_tuning/jobs",
-        json={"model": "starter", "training_file": file_id, "seed": 3},
-        headers={"Idempotency-Key": "one"},
-    )
-    assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
-    assert answer.json()["error"]["code"] == "idempotency_key_reused"
-    long = await control.http.post(
-        "/v1/fine_tuning/jobs",
-        json={"model": "starter", "training_file": file_id},
-        headers={"Idempotency-Key": "k" * 256},
-    )
-    assert long.status_code == 400
-
-
 async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control):
     job_id = await control.job()
     api = control.sdk.fine_tuning.jobs
@@ -659,7 +620,6 @@ GRADER: Any = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-PROMPT = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
 
 
 def prompts(count: int = 12) -> bytes:
@@ -860,27 +820,6 @@ async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
     assert metrics.message == "Step 1/4: mean reward=0.2500" and metrics.data["timing"]["step"]["sampling"] == 1.0
     assert validation.message == "Step 1/4: validation mean reward=0.5000"
     assert validation.data["valid_mean_reward"] == 0.5 and metrics.data["train_mean_reward"] == 0.25
-
-
-async def test_a_list_ends_where_graders_are_too_much_for_a_page(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """A hundred of 2 MiB were read, and written, in one go: 2 s of the controller's loop."""
-    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "{{sample.output_text}}"}
-    method = {"hyperparameters": {"max_completion_tokens": 16}, "grader": grader | {"reference": "x" * 3000}}
-    asked = {"type": "reinforcement", "reinforcement": method}
-    file_id = await control.upload(prompts())
-    made = []
-    for _ in range(3):
-        body = {"model": "starter", "training_file": file_id, "method": asked}
-        made.append((await control.http.post("/v1/fine_tuning/jobs", json=body)).json()["id"])
-    plain = await control.job()
-    monkeypatch.setattr(database, "PAGE_BYTES", 8000)
-    first = (await control.http.get("/v1/fine_tuning/jobs")).json()
-    assert [one["id"] for one in first["data"]] == [plain, *made[:0:-1]] and first["has_more"]
-    assert first["data"][1]["method"]["reinforcement"]["grader"]["reference"] == "x" * 3000
-    rest = (await control.http.get("/v1/fine_tuning/jobs", params={"after": first["last_id"]})).json()
-    assert [one["id"] for one in rest["data"]] == made[:1] and not rest["has_more"]
-    monkeypatch.setattr(database, "PAGE_BYTES", 10)
-    assert len((await control.http.get("/v1/fine_tuning/jobs")).json()["data"]) == 1
 
 
 async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):

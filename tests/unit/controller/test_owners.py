@@ -286,7 +286,7 @@ async def evaluated(control: Control) -> dict[str, str]:
     made = await control.sdk.evals.create(data_source_config=schema, testing_criteria=[check])
     source: Any = _RUN["data_source"]
     run = await control.sdk.evals.runs.create(made.id, data_source=source)
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=made.id)).data
     return {"eval": made.id, "eval run": run.id, "eval item": item.id}
 
@@ -414,7 +414,7 @@ async def test_an_administrators_run_of_anothers_eval_is_the_administrators(cont
     assert [run["id"] for run in page["data"]] == [people.objects["eval run"]] and page["has_more"] is False
     assert (await call(control, people.bob, "GET", f"{runs}/{made}")).status_code == 404
     assert made in [run["id"] for run in (await call(control, ADMIN, "GET", runs)).json()["data"]]
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
 
 
 async def test_an_admin_sees_all_and_whose_it_is(control: Control, people: People):
@@ -684,7 +684,7 @@ async def test_nobody_makes_the_gateways_table_longer_and_longer_by_jobs_that_ma
         await control.sdk.fine_tuning.jobs.cancel(made.id)
     kept = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
     await control.settle()
-    control.context.publish_keys()
+    control.context.spending.publish_keys()
     (row,) = [row for row in control.gateway_keys.values() if "models" in row]
     output = control.db.execute("SELECT output_model FROM jobs WHERE id = ?", [kept.id]).fetchone()[0]
     assert row["models"] == sorted([output, "starter"])

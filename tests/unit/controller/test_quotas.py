@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from appliance.controller.app import create_app, keep_house
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.database import Database
 from appliance.store.objects import models, responses
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, ResponseRow, VersionRow
-from tests.simulator.control_plane import SimulatedEngines, simulated_context
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from tests.simulator.control_plane import simulated_context
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from tests.unit.controller.test_batches import engines
 
 BOUNDS = {
@@ -353,102 +352,6 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
     assert refused_as(answers[-1], 413, "file_bytes")
 
 
-async def batch_of(control: Control, who: dict[str, str], lines: int, answer: int) -> dict[str, Any]:
-    """One whose every line is answered with so many bytes, four at once."""
-    engines = control.context.sampling_engines
-    assert isinstance(engines, SimulatedEngines)
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        return EngineAnswer(200, {"text": "x" * answer})
-
-    engines.rule = rule
-    asked = [LINE.replace(b'"1"', b'"%d"' % number) for number in range(lines)]
-    made = await file(control, who, b"".join(asked), "batch")
-    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    found = await control.http.post("/v1/batches", headers=who, json=batch)
-    assert found.status_code == 200, found.text
-    return found.json()
-
-
-async def until(control: Control, who: dict[str, str], batch_id: str, seen: Callable[[dict[str, Any]], Any]) -> Any:
-    async with asyncio.timeout(60):
-        while True:
-            batch = (await control.http.get(f"/v1/batches/{batch_id}", headers=who)).json()
-            if found := seen(batch):
-                return found
-            await asyncio.sleep(0.01)
-
-
-async def test_answers_of_a_batch_past_their_owners_bound_wait_for_room(control: Control, db: Database) -> None:
-    """Lines of 100 bytes may have answers of megabytes: only as many as three times the input were ever counted."""
-    ann, ben = caller(db, "ann", bounds={"files": 10}), caller(db, "ben")
-    kept = (await file(control, ann, b"x" * 5_000)).json()["id"]
-    made = await batch_of(control, ann, 12, 1_000)
-    why = await until(control, ann, made["id"], lambda batch: batch["waiting_for"])
-    assert why == f"files of its owner's keys have {why.split()[6]} of at most 10000 bytes, the answers so far included"
-    assert 10_000 < int(why.split()[6]) < 10_000 + 5 * 1_200, "what was at engines is written"
-    assert refused(await file(control, ann, b"x"), 413, "file_bytes")
-    assert (await file(control, ben, b"x")).status_code == 200
-    assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
-    control.db.execute("UPDATE keys SET bounds = ? WHERE owner = 'ann'", ['{"file_bytes": 100000}'])
-    await until(control, ann, made["id"], lambda batch: batch["status"] == "completed")
-    assert not control.context.quotas._answers
-
-
-async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Database) -> None:
-    ann = caller(db, "ann")
-    free = [100 * GIB]
-    control.context.quotas.disk = Disk(Path("/"), None, lambda _: volume(100 * GIB, free[0])(Path("/")))
-    engines = control.context.sampling_engines
-    assert isinstance(engines, SimulatedEngines)
-    engines.lines = 0
-    made = await batch_of(control, ann, 3, 10)
-    free[0], engines.lines = GIB, 4
-    why = await until(control, ann, made["id"], lambda batch: "disk" in (batch["waiting_for"] or "") and batch)
-    assert why["waiting_for"] == "the disk of the box is short of space" and not engines.sent
-    free[0] = 100 * GIB
-    await until(control, ann, made["id"], lambda batch: batch["status"] == "completed")
-
-
 def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
     error = answer.json().get("error", {})
     return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound)
-
-
-async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_path: Path, db: Database):
-    """The quarter of the line that names may take was everybody's, and one owner could use it up for all."""
-    context = simulated_context(tmp_path, db, bus_line_bytes=1 << 20, disk_floor_bytes=0)
-    bus = context.bus
-    people = {}
-    for name in ("bob", "ann", "carl", "dora"):
-        row, _ = keys.create(db, name, ["inference", "fine_tuning"])
-        people[name] = Principal(row.id, frozenset(row.scopes), "req_1", name)
-    table: dict[str, Any] = {}
-
-    def add(owner: str, number: int) -> None:
-        for n in range(len(table), len(table) + number):
-            insert_model(db, f"ft:{owner}:{n}", kind="fine-tuned", base="starter", owner=owner)
-            table[f"ft:{owner}:{n}"] = {"version": "v" * 980, "replicas": [], "owners": [owner, "o" * 20]}
-        bus.set_models(dict(table))
-
-    def refused(owner: str) -> str:
-        try:
-            context.quotas.check_names(people[owner])
-        except ApiError as error:
-            assert (error.status_code, error.code) == (429, "limit_reached")
-            return error.message
-        return ""
-
-    add("bob", 240)
-    assert not refused("bob"), "the quarter is nobody's before it is full"
-    add("bob", 20)
-    assert bus.table_bytes > 1 << 18
-    assert "your part of 65536" in refused("bob") and not refused("ann")
-    add("ann", 55)
-    assert not refused("ann")
-    add("ann", 15)
-    assert refused("ann") and not refused("carl")
-    # The names on the lists of an owner's keys stand in the table too.
-    bus.keys_changed({"ab": {"owner": "carl", "models": ["m" * 200] * 400}})
-    assert refused("carl") and not refused("dora")
-    context.quotas.check_names(Principal(None, frozenset({"admin"}), "req_1", ""))

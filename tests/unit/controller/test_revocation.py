@@ -229,7 +229,7 @@ async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(co
 async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog: pytest.LogCaptureFixture):
     """From before the door was watched: such a name froze the tables of all gateways, revocations included."""
     odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
-    control.context.publish_keys()
+    control.context.spending.publish_keys()
     assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
 
 

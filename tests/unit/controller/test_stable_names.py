@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from appliance.controller.access.model_access import allowed_models
-from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
 from appliance.store.upkeep import forgotten
@@ -115,7 +115,7 @@ async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Co
         events.ingest(job_id, published(control, job_id, step))
     row = jobs.get(control.db, job_id)
     versions = [version.version for version in models.list_versions(control.db, "fraud")]
-    assert [activate(control.db, row, version) for version in versions] == [True, True]
+    assert [serve_if_allowed(control.db, row, version) for version in versions] == [True, True]
     assert active(control) == versions[1] and deployments.find(control.db, "fraud") is not None
 
 

@@ -7,7 +7,7 @@ import pytest
 from appliance.controller.access.naming import resolve
 from appliance.controller.bus.load import Load, ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.jobs.fit import shape_of
+from appliance.controller.jobs.settings import shape_of
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, model_settings
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow

@@ -59,8 +59,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
         version = body.version if body else None
         stored_model(db, name)
         carried = Carried(request, caller, "models.rollback", [name, version])
-        if version is None and canaries.find_running(db, name) is not None:
-            return await compared.roll_back(name, caller, carried=carried)
+        if version is None and (canary := canaries.find_running(db, name)) is not None:
+            ended = {"model": name, "from": canary.version, "to": canary.before, "swap": {}}
+            if (deed := carried.before(lambda: Deed.of(**ended))) is not None:
+                return deed
+            return await compared.roll_back(name, caller, judged=canary)
         async with activations.lock(name):
             row = stored_model(db, name)
             before = row.active_version

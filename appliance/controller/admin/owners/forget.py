@@ -91,7 +91,7 @@ class Forgetting:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
         for row in forgotten.keys_of(db, owner):
             drop_first_key(context, keys.revoke(db, row.id))
-        context.publish_keys()
+        context.spending.publish_keys()
         if left := await self._end_work(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
             return {"owner": owner, "done": False, "waits_for": left, **there}
@@ -100,7 +100,7 @@ class Forgetting:
         await self._delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         await asyncio.to_thread(forgotten.rename, db, owner, pseudonym)
-        context.publish_keys()
+        context.spending.publish_keys()
         counted = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
         record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
         await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
@@ -143,7 +143,7 @@ class Forgetting:
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         for one in gone:
-            await self._evaluations.delete(one, within_s=None)
+            await self._evaluations.delete(one)
         await asyncio.to_thread(forgotten.delete, db, owner)
 
 

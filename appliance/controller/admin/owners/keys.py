@@ -117,7 +117,7 @@ class KeyEnds:
                 self._tell(f"{len(ended)} keys have expired")
 
     def _tell(self, what: str) -> None:
-        self._context.publish_keys()
+        self._context.spending.publish_keys()
         self._context.scheduler.nudge(what)
 
     def _stop(self, caller: Principal, key_id: str, action: str) -> dict[str, list[str]]:
@@ -164,13 +164,13 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
         row, key = _make(context, caller, body)
-        context.publish_keys()
+        context.spending.publish_keys()
         return views.key(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
         row, paused = _limit(context, caller, id_or_name, body)
-        context.publish_keys()
+        context.spending.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
         return views.key(row)
@@ -191,7 +191,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
         with db.transaction():
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
-        context.publish_keys()
+        context.spending.publish_keys()
         return views.key(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")

@@ -62,7 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
         if until_s - row.until_s >= MOVED_BY_S:
             page_sessions.seen(db, row.id, now_s, until_s)
-            context.publish_keys()
+            context.spending.publish_keys()
         return logins.shown(context, page_sessions.find(db, row.id) or row)
 
     @router.delete("/sessions/{session_id}")
@@ -73,7 +73,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         # At once, however many were begun: the next beginning waits for it.
         page_sessions.end(db, row.id)
         record(context, caller, "session.end", row.id)
-        context.publish_keys()
+        context.spending.publish_keys()
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
         return {"id": row.id, "object": "session", "deleted": True}
@@ -82,7 +82,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
     if page_sessions.forget_ended(context.db, now_s):
-        context.publish_keys()
+        context.spending.publish_keys()
 
 
 def _unknown(session_id: str) -> NotFound:

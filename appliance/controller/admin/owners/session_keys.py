@@ -44,7 +44,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 headers={"retry-after": "10"},
             )
         row, key = keys.create(db, f"session-{time.time_ns():x}", [INFERENCE], session_keys.OWNER, session=1)
-        context.publish_keys()
+        context.spending.publish_keys()
         return {"id": row.id, "key": key}
 
     @router.delete("/session-keys/{key_id}")
@@ -55,14 +55,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise NotFound(f"No key of a command with the id {shown(key_id)}.", param="key_id", code="key_not_found")
         keys.revoke(db, row.id)
         context.tasks.end_key(row.id)
-        context.publish_keys()
+        context.spending.publish_keys()
         return {"id": row.id, "deleted": True}
 
 
 def revoke_old(context: ControllerContext, now_s: float) -> None:
     """Revoke keys whose command was killed."""
     if session_keys.revoke_before(context.db, now_s - KEPT_S):
-        context.publish_keys()
+        context.spending.publish_keys()
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
