@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from runtime.devices import kinds
-from tests.tools import code_map
 
 ROOT = Path(__file__).parents[2]
 BELOW = {
@@ -620,10 +619,6 @@ def test_every_task_is_kept_or_somebody_hears_of_its_exception():
     begun = {task for path in files() for task in tasks_begun(path)}
     assert begun - TASKS.keys() == set(), "keep it (background_tasks), or say in TASKS who hears of its exception"
     assert TASKS.keys() - begun == set(), "these begin no task any more"
-
-
-def test_the_map_of_the_code_is_not_stale():
-    assert code_map.TARGET.read_text() == code_map.drawn(), "run `make map`"
 
 
 def test_routes_are_imported_by_the_app_alone():
