@@ -145,7 +145,7 @@ WITHOUT_TORCH = (
     "train/control/group.py",
     "train/control/rank_host.py",
     "train/shapes/preferences.py",
-    "train/graders/host.py",
+    "train/graders/hosts.py",
     "train/methods/dpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
