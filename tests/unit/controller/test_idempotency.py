@@ -187,7 +187,7 @@ BOUNDS: dict[str, dict[str, int] | str] = {
     "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
     # Each where it says so.
     "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
-    "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",
+    "/v1/models/{name:path}/share": "one row for each owner; 100 of them in one request",
     "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
     "/admin/v1/mode/schedule": "MAX_WINDOWS of the box; only admins ask: test_admin_mode.py",
     "/admin/v1/session-keys": "MAX_LIVE of the box; only on the machine itself: session_keys.py",

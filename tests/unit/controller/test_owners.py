@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
-from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -570,20 +569,6 @@ async def test_what_a_job_made_stays_its_owners_when_the_sharing_of_its_model_en
 async def test_what_cannot_be_shared_with_is_refused(control: Control, people: People, body: dict[str, Any]):
     answer = await call(control, people.bob, "POST", f"/v1/models/{people.objects['model']}/share", json=body)
     assert answer.status_code == 400
-
-
-async def test_nobody_makes_the_gateways_table_longer_and_longer_by_sharing(
-    control: Control, people: People, monkeypatch: pytest.MonkeyPatch
-):
-    """A table over the bus's limit reaches no gateway, and no revocation after it does."""
-    monkeypatch.setattr(model_routes, "MAX_SHARED_WITH", 3)
-    path = f"/v1/models/{people.objects['model']}/share"
-    assert (await call(control, people.bob, "POST", path, json={"owners": ["a", "b"]})).status_code == 200
-    more = await call(control, people.bob, "POST", path, json={"owners": ["c", "d"]})
-    assert (more.status_code, more.json()["error"]["code"]) == (400, "too_many_owners")
-    again = await call(control, people.bob, "POST", path, json={"owners": ["b", "c"]})
-    assert again.json()["shared_with"] == ["a", "b", "c"], "the refused ones are not in it"
-    assert (await call(control, people.bob, "POST", path, json={"owners": ["a"], "stop": True})).status_code == 200
 
 
 async def test_a_model_that_was_brought_in_is_everybodys_until_an_admin_says_no(control: Control, people: People):
