@@ -13,7 +13,7 @@ import openai
 import pytest
 from fastapi import Request
 
-from appliance.controller.admin.owners.keys import KeyEnds
+from appliance.controller.admin.owners.key_ends import end_expired
 from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt
@@ -240,13 +240,6 @@ async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(co
     assert answer.status_code == 400, answer.text
 
 
-async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog: pytest.LogCaptureFixture):
-    """From before the door was watched: such a name froze the tables of all gateways, revocations included."""
-    odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
-    control.context.publish_keys()
-    assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
-
-
 async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_since_when(control: Control):
     until_s = time.time() + 3600
     made = (
@@ -268,12 +261,11 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda batch: batch.status == "in_progress")
     begun_response = await control.sdk.responses.create(model="starter", input="1", background=True)
-    ends = KeyEnds(control.context)
-    await ends.look()
+    await end_expired(control.context)
     assert not keys.is_revoked(control.db, made["id"])
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
-    await ends.look()
+    await end_expired(control.context)
     assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {
         "id": made["id"],
         "expires_s": since_s,
@@ -291,7 +283,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     assert f"The API key of this batch {how}." in repr(batch)
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     assert (rows[0]["action"], rows[0]["key_id"], rows[0]["target"]) == ("key.expire", None, made["id"])
-    await ends.look()
+    await end_expired(control.context)
     assert len((await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]) == len(rows)
 
 
@@ -374,7 +366,7 @@ async def test_keys_that_end_together_are_told_of_once(control: Control, monkeyp
         keys.update(control.db, made["id"], expires_s=time.time() - 1)
     published, publish = [], control.context.spending.publish_keys
     monkeypatch.setattr(control.context.spending, "publish_keys", lambda: (published.append(1), publish()))
-    await KeyEnds(control.context).look()
+    await end_expired(control.context)
     assert len(published) == 1
     assert all(row.revoked_s for row in keys.list_all(control.db) if row.name.startswith("student"))
 
