@@ -14,7 +14,7 @@ from appliance.controller.files.storage import FILES
 from appliance.controller.http import views
 from appliance.controller.http.idempotency import may_have_come
 from appliance.controller.http.paging import part
-from appliance.controller.http.strict_json import FORM_BYTES
+from appliance.controller.http.routers import FORM_BYTES
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.ids import new_id
