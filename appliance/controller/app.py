@@ -29,6 +29,7 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
+from appliance.controller.http.paging import RECENT
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
@@ -121,6 +122,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
+    job_routes.reads(context, admin, "/jobs", RECENT, sees_all=True)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
