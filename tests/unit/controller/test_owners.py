@@ -660,21 +660,6 @@ async def test_read_lists_models_and_changes_or_reads_nothing_else(control: Cont
             assert (answer.status_code != 403) == open_, (method, path, answer.text)
 
 
-async def test_nobody_makes_the_gateways_table_longer_and_longer_by_jobs_that_make_nothing(control: Control):
-    """Of a key with a list of models, the table has the names that its owner's jobs make: 600 in a minute."""
-    control.as_key("listed", models=["starter"])
-    file_id = await control.upload()
-    for _ in range(5):
-        made = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
-        await control.sdk.fine_tuning.jobs.cancel(made.id)
-    kept = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
-    await control.settle()
-    control.context.publish_keys()
-    (row,) = [row for row in control.gateway_keys.values() if "models" in row]
-    output = control.db.execute("SELECT output_model FROM jobs WHERE id = ?", [kept.id]).fetchone()[0]
-    assert row["models"] == sorted([output, "starter"])
-
-
 @pytest.mark.parametrize(
     "body", [{"name": "小王"}, {"name": "wang", "owner": "二组"}, {"name": ""}, {"name": "x" * 65}]
 )

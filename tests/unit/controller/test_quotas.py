@@ -149,12 +149,6 @@ async def test_uploads_batches_jobs_and_background_are_bounded(control: Control)
     assert refused(await control.http.post("/v1/responses", headers=ben, json=large), 429, "responses_bytes")
 
 
-async def test_a_key_may_have_bounds_of_its_own(control: Control):
-    ann = caller(control.db, "ann", bounds={"uploads": 3})
-    assert [(await upload(control, ann, 1)).status_code for _ in range(3)] == [200, 200, 200]
-    assert (await upload(control, ann, 1)).status_code == 429
-
-
 async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control):
     made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"uploads": 1, "files": 0}})
     assert made.status_code == 200 and made.json()["bounds"] == {"uploads": 1, "files": 0}
