@@ -15,7 +15,7 @@ from appliance.controller import retention
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
+from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions, session_keys, usage
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
@@ -29,6 +29,7 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
+from appliance.controller.http.paging import RECENT
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
@@ -65,7 +66,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     activations = Activations(context)
     compared, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    key_ends = keys.KeyEnds(context)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
     gates = Gates(context, activations)
@@ -80,7 +80,9 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s
             ),
-            tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
+            tasks.keep_every(
+                "keys that expire", partial(key_ends.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True
+            ),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
@@ -111,9 +113,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for part_of_it in (box, mode, queue, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
-    forgetting = forget.Forgetting(context, evaluations)
-    forget.routes(context, admin, forgetting)
-    keys.routes(context, admin, key_ends)
+    forget.routes(context, admin, evaluations)
+    keys.routes(context, admin)
     session_keys.routes(context, admin)
     page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)
@@ -121,6 +122,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
+    job_routes.reads(context, admin, "/jobs", RECENT, sees_all=True)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),

@@ -255,7 +255,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes), bus),
+        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes)),
         scheduler=scheduler,
         routing=routing,
         sizes=sizes,

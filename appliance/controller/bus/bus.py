@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Bus:
         self._generation = first_generation
         self._models: dict[str, Any] = {}
         self._models_sent: dict[str, Any] = {}
-        self.table_bytes, self.is_table_too_long = 0, False
+        self.is_table_too_long = False
         self._keys: dict[str, Any] = {}
         self._degraded: list[str] = []
         self._line = b""
@@ -145,16 +145,6 @@ class Bus:
             for told in self.on_table:
                 told()
         return self._generation
-
-    def bytes_of(self, owner: str, names: Collection[str]) -> int:
-        """How much of the table an owner takes by these names of models and checkpoints: their rows, those of their
-        versions, whom they are shared with, and the lists of the owner's keys."""
-        mine = set(names)
-        rows = {name: row for name, row in self._models.items() if name in mine or name.partition("@")[0] in mine}
-        audiences = {tuple(row.get("owners") or ()) for row in rows.values()}
-        lists = [key.get("models") for key in self._keys.values() if key.get("owner") == owner]
-        alone = {name: row | {"owners": None} for name, row in rows.items()}
-        return len(orjson.dumps([alone, list(audiences), lists]))
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
@@ -377,7 +367,6 @@ class Bus:
 
     def _encode(self) -> None:
         line = self._encoded(self._models)
-        self.table_bytes = len(line)
         self.is_table_too_long = len(line) > self._config.bus_line_bytes
         if self.is_table_too_long:
             # A gateway reads no longer line. Keys that were revoked must reach it all the same.

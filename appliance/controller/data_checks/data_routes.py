@@ -91,8 +91,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         if (earlier := carried.before(lambda: Deed.of(ids=ids))) is not None:
             return _earlier(context, earlier["ids"], caller)
         try:
-            context.quotas.disk.check(source.bytes)
-            context.quotas.check_file(caller, source.bytes)
+            context.quotas.check(caller, "files", source.bytes)
             with storage.growing(context, *ids) as places:
                 rows = await _prepared(context, work, source, body, ids, places, caller)
                 with context.db.transaction():

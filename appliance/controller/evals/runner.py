@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter
 
-from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.model_access import caller_of, viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.evals import requests
@@ -134,7 +134,7 @@ class EvalRunner:
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
         try:
-            self._context.quotas.check_eval_goes_on(row.key_id)
+            self._context.quotas.check(caller_of(self._db, row.key_id), "eval_items")
         except ApiError as error:
             raise TaskFailed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:

@@ -5,8 +5,7 @@ an Idempotency-Key decides if there is one; otherwise a retry finds the newest r
 same body within a time window, and a first attempt always makes a new one.
 
 Every POST that makes something goes through `once`, and so does every POST that would change something a second time
-(a model goes back one version): what the latter makes is a Deed. A test lists the POSTs that need neither, with the
-reason; a route that nobody has judged fails it.
+(a model goes back one version): what the latter makes is a Deed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
-            context.quotas.check_background(caller, row.bytes)
+            context.quotas.check(caller, "background", row.bytes)
             responses.insert(context.db, row)
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from appliance.controller.admin.owners import session_keys
 from appliance.controller.http.audited import READS, is_unaudited
 from appliance.controller.http.peers import FromBox
-from appliance.controller.http.strict_json import StrictRoute
+from appliance.controller.http.routers import StrictRoute
 from appliance.controller.responses.completions import completion_row
 from appliance.store.objects import responses
 from appliance.store.records import audit, keys, usage

@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
-from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -572,20 +571,6 @@ async def test_what_cannot_be_shared_with_is_refused(control: Control, people: P
     assert answer.status_code == 400
 
 
-async def test_nobody_makes_the_gateways_table_longer_and_longer_by_sharing(
-    control: Control, people: People, monkeypatch: pytest.MonkeyPatch
-):
-    """A table over the bus's limit reaches no gateway, and no revocation after it does."""
-    monkeypatch.setattr(model_routes, "MAX_SHARED_WITH", 3)
-    path = f"/v1/models/{people.objects['model']}/share"
-    assert (await call(control, people.bob, "POST", path, json={"owners": ["a", "b"]})).status_code == 200
-    more = await call(control, people.bob, "POST", path, json={"owners": ["c", "d"]})
-    assert (more.status_code, more.json()["error"]["code"]) == (400, "too_many_owners")
-    again = await call(control, people.bob, "POST", path, json={"owners": ["b", "c"]})
-    assert again.json()["shared_with"] == ["a", "b", "c"], "the refused ones are not in it"
-    assert (await call(control, people.bob, "POST", path, json={"owners": ["a"], "stop": True})).status_code == 200
-
-
 async def test_a_model_that_was_brought_in_is_everybodys_until_an_admin_says_no(control: Control, people: People):
     share = "/v1/models/starter/share"
     assert (await call(control, people.alice, "POST", share, json={"everybody": True})).status_code == 403
@@ -673,21 +658,6 @@ async def test_read_lists_models_and_changes_or_reads_nothing_else(control: Cont
             answer = await call(control, headers(row), method, filled(path))
             open_ = method == "GET" and path.startswith("/v1/models")
             assert (answer.status_code != 403) == open_, (method, path, answer.text)
-
-
-async def test_nobody_makes_the_gateways_table_longer_and_longer_by_jobs_that_make_nothing(control: Control):
-    """Of a key with a list of models, the table has the names that its owner's jobs make: 600 in a minute."""
-    control.as_key("listed", models=["starter"])
-    file_id = await control.upload()
-    for _ in range(5):
-        made = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
-        await control.sdk.fine_tuning.jobs.cancel(made.id)
-    kept = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
-    await control.settle()
-    control.context.publish_keys()
-    (row,) = [row for row in control.gateway_keys.values() if "models" in row]
-    output = control.db.execute("SELECT output_model FROM jobs WHERE id = ?", [kept.id]).fetchone()[0]
-    assert row["models"] == sorted([output, "starter"])
 
 
 @pytest.mark.parametrize(
