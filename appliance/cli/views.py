@@ -557,16 +557,8 @@ def key_limits(key: Row) -> str:
         for name in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
         if key.get(name) is not None
     ]
-    shown += [
-        f"{key[name]} {what}"
-        for name, what, usual in (
-            ("max_priority", "priority", 0),
-            ("max_non_preemptible", "non-preemptible", 0),
-            ("max_deadlines", "deadlines", 0),
-            ("max_held", "held", 16),
-        )
-        if key.get(name, usual) != usual
-    ]
+    if key.get("max_priority"):
+        shown.append(f"{key['max_priority']} priority")
     if key.get("models") is not None:
         shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")
     return "; ".join(shown) or "none"

@@ -219,7 +219,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         BoxSize(floor, len(home), config.serve.max_replicas),
         routing,
         Wishes(db, bus, routing, asking, sampling_engines, floor),
-        DemandLearning(routing.traffic, config.scheduler, len(home), db=db),
+        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         job_memory,
     )

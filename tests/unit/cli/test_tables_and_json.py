@@ -411,9 +411,6 @@ LIMITS = (
     "tokens_per_day",
     "tokens_per_month",
     "max_priority",
-    "max_non_preemptible",
-    "max_deadlines",
-    "max_held",
     "bounds",
     "expires_s",
 )
@@ -434,8 +431,8 @@ def test_limits_of_keys_and_what_was_spent(box):
     assert "60 requests/min; only starter" in box.run("key", "list").stdout
     changed = box.run("key", "limit", "trial", "--tokens-per-day", "100000", "--lift", "models").stdout
     assert "trial: 60 requests/min; 100,000 tokens/day" in changed
-    raised = box.run("key", "limit", "trial", "--max-priority", "5", "--max-deadlines", "2").stdout
-    assert "; 5 priority; 2 deadlines" in raised
+    raised = box.run("key", "limit", "trial", "--max-priority", "5").stdout
+    assert "; 5 priority" in raised
     assert "priority" not in box.run("key", "limit", "trial", "--lift", "max_priority").stdout
     assert box.run("key", "limit", "trial", "--lift", "patience").exit_code == 2
     assert "tokens/day" not in box.run("key", "limit", "trial", "--tokens-per-day", "none").stdout
