@@ -36,6 +36,7 @@ from train.plan.errors import RankFailed, TrainError
 
 log = logging.getLogger(__name__)
 
+REPLICA, RANK = "replica:", "rank:"  # how names of actors begin; a replica's id or a device's follows
 UNNAMED_TIMEOUT_S = 30.0
 # After PROVE_EVERY_S without an answer a supervisor is pinged, and has HUNG_S to reply. A supervisor that is stopped
 # (SIGSTOP) or gets no CPU is not dead yet; killing it would kill its engine or rank.

@@ -20,6 +20,7 @@ from scheduler.handover.effects import Detail, Event, ReplicaDied
 from scheduler.ray.actors import (
     ANSWER_S,
     LOOK_S,
+    REPLICA,
     UNNAMED_TIMEOUT_S,
     Supervisor,
     actor_names,
@@ -40,7 +41,6 @@ from serve.engine.replica import Replica
 
 log = logging.getLogger(__name__)
 
-ACTOR = "replica:"
 STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not stop in time
 
 
@@ -107,7 +107,7 @@ class Replicas:
         self._hanging: set[str] = set()
         self._died_loading: set[str] = set()  # models of which the last load while an engine ran ended it
 
-    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
+    async def start_replica(self, plan: ReplicaPlan) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
         path, copied_bytes = await self._version_path("start_replica", plan.id, plan.model, plan.version, node_config)
         try:
@@ -118,7 +118,7 @@ class Replicas:
             if replica is None:
                 actor = self._nodes.here(
                     Replica,
-                    ACTOR + plan.id,
+                    REPLICA + plan.id,
                     node_config,
                     node_config.warm_socket("serve"),
                     str(node_config.log_dir),
@@ -146,8 +146,8 @@ class Replicas:
         if watcher is not None:
             watcher.cancel()
         replica = self._replicas.pop(replica_id, None)
-        if replica is None and (actor := find_actor(ACTOR + replica_id)) is not None:
-            replica = Supervisor(actor, ACTOR + replica_id)
+        if replica is None and (actor := find_actor(REPLICA + replica_id)) is not None:
+            replica = Supervisor(actor, REPLICA + replica_id)
         if replica is None:
             return None
         try:
@@ -158,7 +158,7 @@ class Replicas:
         replica.kill()  # its lifeline then kills the rest of the engine
         replica.end("the replica was stopped")
         try:
-            await until_unnamed(ACTOR + replica_id)
+            await until_unnamed(REPLICA + replica_id)
         except TimeoutError as error:
             reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
             raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
@@ -193,7 +193,7 @@ class Replicas:
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
-    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
         try:
             detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
@@ -314,7 +314,7 @@ class Replicas:
         return None if known is None or known.over else known
 
     def _take_in(self, replica_id: str, actor: Any) -> Supervisor:
-        found = self._replicas[replica_id] = Supervisor(actor, ACTOR + replica_id)
+        found = self._replicas[replica_id] = Supervisor(actor, REPLICA + replica_id)
         return found
 
     def _watch(self, replica_id: str, replica: Supervisor) -> None:
@@ -342,7 +342,7 @@ class Replicas:
 
     async def observe(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
-        names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
         found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
 
@@ -352,7 +352,7 @@ class Replicas:
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
         replica = self._living(replica_id)
         if replica is None:
-            actor = find_actor(ACTOR + replica_id)
+            actor = find_actor(REPLICA + replica_id)
             if actor is None:
                 return None
             replica = self._take_in(replica_id, actor)

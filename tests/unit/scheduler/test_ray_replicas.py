@@ -13,7 +13,7 @@ from runtime.processes.kernel import life
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import replicas
-from scheduler.ray.replicas import ACTOR, Replicas
+from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineFailed, VersionUnreadable
 from serve.core.sizing import NotServable
@@ -47,7 +47,7 @@ class Supervisor:
 
 @pytest.fixture
 async def two(monkeypatch):
-    actors = {f"{ACTOR}r{n}": Supervisor(n) for n in range(2)}
+    actors = {f"{REPLICA}r{n}": Supervisor(n) for n in range(2)}
 
     async def names() -> list[str]:
         return list(actors)
@@ -118,7 +118,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
     monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
-    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"), "lease")
+    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"))
     supervisors[0].stopped = True
     after = {replica.id: replica for replica in await found.observe()}
     assert not after["r0"].answered and after["r1"].answered
