@@ -1,4 +1,4 @@
-"""Moves devices between holders: moves, their steps with their undo, the journal, and the interface of the verbs with side effects.
+"""Moves devices between holders: which holders move, the steps and their undo, the journal, the verbs' interface.
 
 Never: Decides who should hold a device; the caller passes the wanted allocation.
 Begin with handover.py, then moves.py.

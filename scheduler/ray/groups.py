@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import node_of
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
-from scheduler.ray.actors import ANSWER_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
+from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.remote_jobs import ResultTransfer, outfit
@@ -239,9 +240,12 @@ class Groups:
         while True:
             host = self._host(device_id)
             try:
-                await host.call_idle("status")
+                async with asyncio.timeout(IDLE_HUNG_S if host.answered else None):
+                    await host.call("status")
                 self._seen.add(device_id)
                 return host
+            except TimeoutError:
+                host.kill(f"it did not answer for {IDLE_HUNG_S:.0f} s and was killed")
             except SupervisorDied as error:
                 host.end(str(error))
                 if time.monotonic() > until_s:
@@ -384,12 +388,8 @@ class _Host:
         self._supervisor = supervisor
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*arguments: Any, **named: Any) -> Any:
-            try:
-                return await self._supervisor.call(method, *arguments, **named)
-            except SupervisorDied:
-                if method == "kill":
-                    return None
-                raise
+        return partial(self._supervisor.call, method)
 
-        return call
+    async def kill(self) -> None:
+        with contextlib.suppress(SupervisorDied):
+            await self._supervisor.call("kill")

@@ -223,11 +223,11 @@ class Nodes:
         return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
-        """Raises LookupError when the device or its node is gone."""
+        """Raises EffectFailed when the device or its node is gone."""
         known = self._known.get(device_id.partition("/")[0])
         found = next((d for d in known.config.devices if d.id == device_id), None) if known else None
         if found is None:
-            raise LookupError(f"device {device_id} is gone")
+            raise EffectFailed("use", device_id, f"device {device_id} is gone", "outside")
         return found
 
     def config(self, name: str) -> NodeConfig | None:
@@ -237,10 +237,7 @@ class Nodes:
 
     def config_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
         """The one node that has all these devices. Raises EffectFailed for this verb and target."""
-        try:
-            nodes = {self.device(device_id).node for device_id in device_ids}
-        except LookupError as error:
-            raise EffectFailed(verb, target, str(error)) from error
+        nodes = {self.device(device_id).node for device_id in device_ids}
         if len(nodes) != 1:
             raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
         return self._known[nodes.pop()].config

@@ -79,7 +79,7 @@ class RankHost:
         self.died.set()
 
     async def do_life(self) -> dict[str, Any]:
-        return {"pid": 1, "kernel": "another"}
+        return {}
 
     async def do_status(self) -> dict[str, Any]:
         return self.reported
@@ -286,7 +286,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
 
 
 async def test_a_stopped_supervisor_without_a_rank_is_replaced_soon(box, monkeypatch):
-    monkeypatch.setattr(actors, "IDLE_HUNG_S", 0.05)
+    monkeypatch.setattr(groups, "IDLE_HUNG_S", 0.05)
     await box.groups.start_group(*START)
     await box.groups.stop_group("j")
     monkeypatch.setattr(actors.ray, "kill", lambda actor: box.alive.pop(f"{RANK}n0/1"))
