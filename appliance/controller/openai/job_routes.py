@@ -47,7 +47,7 @@ def reads(context: ControllerContext, router: APIRouter, path: str, paged: Any, 
         return JOBS.known(db, job_id, caller.seeing_all() if sees_all else caller)
 
     @router.get(path)
-    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, paged]) -> dict[str, Any]:
+    def list_jobs(request: Request, caller: Caller, part: Part = paged) -> dict[str, Any]:
         viewer = None if sees_all else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
         page, judges = job_records.page_with_judges(db, page, _JUDGED)
