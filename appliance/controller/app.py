@@ -46,7 +46,6 @@ from appliance.controller.openai import (
     checkpoint_permissions,
     completion_routes,
     job_routes,
-    method_routes,
     model_routes,
     response_routes,
 )
@@ -140,7 +139,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         response_routes.internal_routes(stored),
         completion_routes.routes(context, stored),
         job_routes.routes(context, graders),
-        method_routes.routes(),
+        job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),
         checkpoint_permissions.routes(context),
