@@ -146,11 +146,6 @@ class Carried(Attempt[Deed]):
         super().__init__(request, caller, route, body, Deed)
         self._deed: Deed | None = None
 
-    def done(self) -> dict[str, Any] | None:
-        """What an earlier attempt has changed, as `earlier` says."""
-        deed = self.earlier()
-        return None if deed is None else deed.told
-
     def before(self, make: Callable[[], Deed]) -> dict[str, Any] | None:
         """What an earlier attempt has changed. None: there was none, and this one is to do what `make` says. Ask while
         nothing else can change the same."""

@@ -6,6 +6,7 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,8 +17,9 @@ from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
 from appliance.controller.http.paging import MOST, list_object, part
+from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
@@ -47,7 +49,7 @@ def reads(context: ControllerContext, router: APIRouter, path: str, paged: Any, 
         return JOBS.known(db, job_id, caller.seeing_all() if sees_all else caller)
 
     @router.get(path)
-    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, paged]) -> dict[str, Any]:
+    def list_jobs(request: Request, caller: Caller, part: Part = paged) -> dict[str, Any]:
         viewer = None if sees_all else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
         page, judges = job_records.page_with_judges(db, page, _JUDGED)
@@ -143,3 +145,25 @@ def _metadata_filter(request: Request) -> dict[str, Any]:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
     return {"metadata": pairs, "null_metadata": null}
+
+
+def method_routes() -> APIRouter:
+    """/v1/fine_tuning/methods: the methods of training that this box has, and what each takes."""
+    router = make_router("/v1/fine_tuning/methods", FINE_TUNING)
+
+    @router.get("")
+    def list_methods() -> dict[str, Any]:
+        """`takes`: what a request says beside hyperparameters; `options`: hyperparameters of this method alone."""
+        methods = [
+            {
+                "object": "fine_tuning.method",
+                "name": method.name,
+                "summary": method.summary,
+                "takes": list(method.takes),
+                "options": [asdict(option) for option in method.options],
+            }
+            for method in METHODS.values()
+        ]
+        return {"object": "list", "data": methods, "has_more": False}
+
+    return router

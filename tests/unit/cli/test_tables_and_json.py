@@ -9,7 +9,7 @@ import time
 from datetime import datetime
 
 from appliance.controller.http import peers
-from appliance.controller.interfaces.identity import Identity
+from appliance.controller.interfaces.principal import Identity
 from appliance.store import database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys

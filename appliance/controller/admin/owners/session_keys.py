@@ -59,16 +59,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"id": row.id, "deleted": True}
 
 
-def revoke_old(context: ControllerContext, now_s: float) -> None:
-    """Revoke keys whose command was killed."""
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Revoke keys whose command was killed, and delete ended ones a day later: their usage counts as the box's."""
     old = [row for row in keys.list_live(context.db) if row.session and row.created_s < now_s - KEPT_S]
     for row in old:
         end_key(context, row.id)
     if old:
         context.publish_keys()
-
-
-def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete ended keys: their usage counts as the box's."""
     session_keys.delete_responses(context.db, now_s - KEPT_S)
     session_keys.forget(context.db, now_s - KEPT_S)
