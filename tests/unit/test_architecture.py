@@ -380,7 +380,6 @@ def test_the_command_line_is_a_thin_client():
         ),
         "box/machine": (
             *("appliance.config", "appliance.config.BoxConfig"),
-            *("runtime.replace_file", "runtime.replace_file.replace_file"),
             *(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
         ),
         "box/main_process": (
