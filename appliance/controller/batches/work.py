@@ -90,8 +90,9 @@ class Batches:
         work = self._works.get(row.id)
         if row.finished or work is None:
             return row.completed, row.failed, None
-        why = self._context.asking.why(row.key_id, row.model or "") if row.status == "in_progress" else ""
-        return work.answers.completed, work.answers.failed, why or None
+        context = self._context
+        why = context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "")
+        return work.answers.completed, work.answers.failed, (why or None) if row.status == "in_progress" else None
 
     @contextlib.asynccontextmanager
     async def _opened(self, row: BatchRow) -> AsyncIterator[BatchWork]:
@@ -212,13 +213,19 @@ class BatchWork:
             request_id = new_id("req_")
 
             async def body(line: Line = line) -> dict[str, Any]:
+                if self._context.quotas.disk.why_short():
+                    raise _NoRoom  # others may have its place
                 source.seek(line.offset)
                 asked = input_lines.parse(source.read(line.size))["body"]
                 # Nobody could look for what was stored of it.
                 return {**asked, "store": False} if url in CONVERSING else asked
 
-            while (answer := await self._context.asking.ask(asker, model, url, body, request_id)).status == 401:
-                await asyncio.sleep(LOOK_EVERY_S)  # a gateway does not know its key yet, or the key has just ended
+            while True:
+                with contextlib.suppress(_NoRoom):
+                    answer = await self._context.asking.ask(asker, model, url, body, request_id)
+                    if answer.status != 401:  # a gateway does not know its key yet, or the key has just ended
+                        break
+                await asyncio.sleep(LOOK_EVERY_S)
             response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
             await self._store({**_line(line.custom_id), "error": None, "response": response})
 
@@ -299,6 +306,10 @@ def _file_row(path: Path, filename: str, row: BatchRow) -> FileRow:
         owner=row.owner,
         expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
     )
+
+
+class _NoRoom(Exception):
+    """No answer may be stored now."""
 
 
 class _Refused(TaskFailed):

@@ -247,27 +247,6 @@ def test_events_never_change_while_a_response_goes_on():
     assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
 
 
-async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control, monkeypatch):
-    """A bound of 1 GiB took 4 of the disk, and one of 128 MiB 512 of memory."""
-
-    def stored() -> tuple[int, int]:
-        row = responses.find(control.db, made.id)
-        return row.bytes, len(f"{row.input}{row.response}{row.request or ''}".encode())
-
-    engines(control).lines = 0
-    made = await asked(control, instructions="\U0001f600" * 2500)
-    told, held = stored()
-    assert told == held > 10_000
-    await control.sdk.responses.cancel(made.id)
-    told, held = stored()
-    assert told == held
-    copy = {"key": "key_test", "previous": None, "input": "\u6f22" * 1000, "response": answer(9, "\U0001f600" * 1000)}
-    await control.app.state.responses.take([copy])
-    made = responses.find(control.db, copy["response"]["id"])
-    told, held = stored()
-    assert told == held > 7000
-
-
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     engines(control).lines = 0
     made = await asked(control)
@@ -313,16 +292,6 @@ async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control
     assert responses.totals(control.db)[1] - before > 100_000
 
 
-async def test_a_repeated_request_makes_one(control: Control):
-    engines(control).lines = 0
-    body = {"model": "starter", "input": "x", "background": True}
-    made = [
-        (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
-        for count in (0, 1)
-    ]
-    assert made[0]["id"] == made[1]["id"] and len(unfinished(control)) == 1
-
-
 async def test_what_is_not_for_here(control: Control):
     engines(control).lines = 0
     for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
@@ -330,18 +299,6 @@ async def test_what_is_not_for_here(control: Control):
         assert refused.status_code == 400 and refused.json()["error"]["message"]
     bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["code"] == "invalid_json"
-
-
-async def test_what_one_owner_asks_leaves_the_others_theirs(control: Control, monkeypatch):
-    """A thousand unfinished ones of all owners were a bound that five of them could use up together."""
-    engines(control).lines = 0
-    bounds = {"background": 2}
-    for owner in ("ann", "bob", "cid"):
-        control.as_key(f"key of {owner}", owner=owner, bounds=bounds)
-        for n in range(2):
-            await asked(control, f"{owner} {n}")
-        with pytest.raises(openai.RateLimitError, match="background"):
-            await asked(control, "one more")
 
 
 async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):

@@ -497,35 +497,6 @@ async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypat
     assert len(await content(control, batch.output_file_id)) == 3
 
 
-async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_others(control: Control, monkeypatch):
-    """It used to stay among those at engines: four such lines of one owner kept everybody's batches of the model from
-    all engines until they expired."""
-
-    async def rule(body: dict[str, Any]) -> None:
-        if body.get("user") == "bug":
-            raise RecursionError
-
-    engines(control).rule = rule
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
-    control.as_key("ann")
-    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
-    first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
-    assert first.status == "failed" and first.errors.data[0].code == "internal_error"
-    control.as_key("ben")
-    second = await ended(control, await begun(control, [line(0)]))
-    assert second.status == "completed" and second.request_counts.completed == 1
-
-
-async def test_a_retried_create_makes_one_batch(control: Control):
-    file_id = await control.upload(jsonl([line(0)]), "in.jsonl", "batch")
-    body = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
-    first = await control.http.post("/v1/batches", json=body)
-    again = await control.http.post("/v1/batches", json=body, headers={"x-stainless-retry-count": "1"})
-    assert first.json()["id"] == again.json()["id"]
-    await ended(control, first.json()["id"])
-    assert len(engines(control).sent) == 1
-
-
 def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_path: Path, monkeypatch):
     """A batch that ended while a thread wrote stored what was ready once more."""
     store, writing, go_on = Answers(tmp_path, "batch_1"), threading.Event(), threading.Event()

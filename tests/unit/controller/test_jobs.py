@@ -380,29 +380,6 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
 
 
-async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):
-    another, _ = keys.create(control.db, "another", ["fine_tuning"], "alice")
-    control.as_key("laptop", owner="alice")
-    file_id = await control.upload()
-
-    async def create(retry: int, suffix: str = "a", **headers: str) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter",
-            training_file=file_id,
-            suffix=suffix,
-            extra_headers={"x-stainless-retry-count": str(retry), **headers},
-        )
-        return made.id
-
-    first = await create(0)
-    assert await create(1) == first and await create(2) == first
-    assert await create(1, suffix="b") != first
-    second = await create(0)
-    assert second != first
-    assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
-    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
-
-
 async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control):
     job_id = await control.job()
     api = control.sdk.fine_tuning.jobs

@@ -13,8 +13,7 @@ import openai
 import pytest
 from fastapi import Request
 
-from appliance.controller.admin.owners.keys import KeyEnds
-from appliance.controller.data_checks.data_routes import keep
+from appliance.controller.admin.owners.key_ends import end_expired
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.interfaces.errors import KeyRevoked
@@ -154,22 +153,6 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
     assert tasks.list_all(control.db) == [] and len(engines(control).sent) == 1
 
 
-async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):
-    """The controller ended before it could say so: what the next one takes up of such a key fails."""
-    key_id = control.as_key("laptop", owner="alice")
-    engines(control).lines = 0
-    made = await control.sdk.responses.create(model="starter", input="1", background=True)
-    await control.context.tasks.stop()
-    keys.revoke(control.db, key_id)
-    engines(control).lines = 1
-    control.context.tasks.resume()
-    async with asyncio.timeout(60):
-        while (row := responses.find(control.db, made.id)) is not None and not row.finished:
-            await asyncio.sleep(0.002)
-    assert row is not None and row.status == "failed" and "The API key of this response was revoked." in row.response
-    assert engines(control).sent == []
-
-
 async def test_a_batch_of_a_revoked_key_stops_and_says_so(control: Control):
     key_id = control.as_key("laptop", owner="alice")
     engines(control).lines = 0
@@ -226,13 +209,6 @@ async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(co
     assert answer.status_code == 400, answer.text
 
 
-async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog: pytest.LogCaptureFixture):
-    """From before the door was watched: such a name froze the tables of all gateways, revocations included."""
-    odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
-    control.context.spending.publish_keys()
-    assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
-
-
 async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_since_when(control: Control):
     until_s = time.time() + 3600
     made = (
@@ -254,12 +230,11 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda batch: batch.status == "in_progress")
     begun_response = await control.sdk.responses.create(model="starter", input="1", background=True)
-    ends = KeyEnds(control.context)
-    await ends.look()
+    await end_expired(control.context)
     assert not keys.is_revoked(control.db, made["id"])
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
-    await ends.look()
+    await end_expired(control.context)
     assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {
         "id": made["id"],
         "expires_s": since_s,
@@ -277,7 +252,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     assert f"The API key of this batch {how}." in repr(batch)
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     assert (rows[0]["action"], rows[0]["key_id"], rows[0]["target"]) == ("key.expire", None, made["id"])
-    await ends.look()
+    await end_expired(control.context)
     assert len((await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]) == len(rows)
 
 
@@ -326,43 +301,6 @@ async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):
         attempt = Attempt(request, caller, "POST /v1/files", None, lambda _: None)
         with contextlib.nullcontext() if made else pytest.raises(KeyRevoked):
             attempt.once(lambda: row)
-
-
-async def test_nor_what_took_long(control: Control, monkeypatch):
-    """Neither a file of an upload that is completed, nor one that is prepared: both looked at the key alone."""
-    key_id = control.as_key("laptop")
-    before = keys.list_live(control.db)[-1].sha256
-    by = {"x-appliance-secret": before}
-    asked = {"bytes": 4, "filename": "a.jsonl", "mime_type": "text/jsonl", "purpose": "user_data"}
-    upload = (await control.http.post("/v1/uploads", headers=by, json=asked)).json()["id"]
-    part = await control.http.post(f"/v1/uploads/{upload}/parts", headers=by, files={"data": b"{}\n\n"})
-    described = storage.described
-
-    async def slow(*told: Any, **more: Any) -> Any:
-        keys.renew(control.db, key_id)
-        return await described(*told, **more)
-
-    monkeypatch.setattr(storage, "described", slow)
-    told = {"part_ids": [part.json()["id"]]}
-    answer = await control.http.post(f"/v1/uploads/{upload}/complete", headers=by, json=told)
-    assert answer.status_code == 401 and not control.db.column("SELECT id FROM files")
-
-    caller = Principal(key_id, frozenset({"fine_tuning"}), "req_1", "laptop", secret=before)
-    with pytest.raises(KeyRevoked):
-        keep(control.context, caller, [], [])
-
-
-async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):
-    """Each end of a course's keys wrote the table of all keys: 300 of them would have held the loop for seconds."""
-    for number in range(5):
-        body = {"name": f"student-{number}", "expires_s": time.time() + 3600}
-        made = (await control.http.post("/admin/v1/keys", headers=ADMIN, json=body)).json()
-        keys.update(control.db, made["id"], expires_s=time.time() - 1)
-    published, publish = [], control.context.spending.publish_keys
-    monkeypatch.setattr(control.context.spending, "publish_keys", lambda: (published.append(1), publish()))
-    await KeyEnds(control.context).look()
-    assert len(published) == 1
-    assert all(row.revoked_s for row in keys.list_all(control.db) if row.name.startswith("student"))
 
 
 async def test_a_keys_end_is_moved_and_lifted_and_never_past(control: Control):

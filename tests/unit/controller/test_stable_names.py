@@ -7,11 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.access.model_access import allowed_models
+from appliance.controller.access.model_access import usable_models
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
-from appliance.store.upkeep import forgotten
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
@@ -217,16 +216,7 @@ async def test_a_job_that_ended_without_a_model_lends_its_keys_nothing(control: 
     control.http.headers.update({"x-appliance-key-id": "key_test"})
     run(control, events, await made(control))
     models.share(control.db, "fraud", "*")
-    assert allowed_models(control.db, row) == ["starter"]
-
-
-async def test_who_is_forgotten_takes_along_a_model_with_one_version_of_theirs(control: Control, events: JobEvents):
-    run(control, events, await made(control))
-    second = await made(control)
-    run(control, events, second)
-    assert forgotten.models_made(control.db, "nobody") == []
-    jobs.update(control.db, second, owner="bob", key_id=None)
-    assert forgotten.models_made(control.db, "bob") == ["fraud"]
+    assert usable_models(control.db, row.id) == {"starter"}
 
 
 async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):

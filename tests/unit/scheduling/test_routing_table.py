@@ -262,16 +262,6 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     assert bus.table["ft:a:ckpt-step-1"]["owners"] is None and bus.table["starter@v1"]["owners"] == ["the box itself"]
 
 
-async def test_a_name_that_no_gateway_takes_stops_no_other(routing, bus, db, add_model, caplog):
-    add_model("modèle")
-    add_model("other", version="v\n1")
-    routing.refresh()
-    routing.refresh()
-    assert "starter" in bus.table and not [name for name in bus.table if name.startswith(("mod", "other"))]
-    said = [record.message for record in caplog.records if "cannot be called" in record.message]
-    assert len(said) == len(set(said)) == 4, "each model and its version's name, once"
-
-
 @pytest.mark.parametrize(
     "config",
     [

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, create_model
 
-from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
-from appliance.controller.admin.owners.first_key import drop_first_key
+from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, part
@@ -93,52 +92,7 @@ class KeyCreate(KeyLimits):
     owner: OwnerName | None = None
 
 
-class KeyEnds:
-    """What ends with a key: its tasks fail, its jobs are paused."""
-
-    def __init__(self, context: ControllerContext):
-        self._context = context
-
-    def revoke(self, caller: Principal, key_id: str) -> dict[str, list[str]]:
-        """Returns what was stopped, nothing of a key that was revoked before."""
-        stopped = self._stop(caller, key_id, "key.revoke")
-        self._tell(f"{key_id} was revoked")
-        return stopped
-
-    async def look(self) -> None:
-        """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
-        keys is written once for all of them: a course's three hundred end in the same second."""
-        ended = keys.list_ending(self._context.db, time.time())
-        try:
-            for row in ended:
-                self._stop(caller_of(self._context.db, None), row.id, "key.expire")
-        finally:
-            if ended:
-                self._tell(f"{len(ended)} keys have expired")
-
-    def _tell(self, what: str) -> None:
-        self._context.spending.publish_keys()
-        self._context.scheduler.nudge(what)
-
-    def _stop(self, caller: Principal, key_id: str, action: str) -> dict[str, list[str]]:
-        context = self._context
-        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
-        with context.db.transaction():
-            fresh = not keys.is_revoked(context.db, key_id)
-            row = keys.revoke(context.db, key_id)
-            if fresh:
-                stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
-                stopped |= context.tasks.of_key(row.id)
-            record(
-                context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
-            )
-        context.tasks.end_key(key_id)
-        context.asking.end_key(key_id)
-        drop_first_key(context, row)
-        return stopped
-
-
-def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None:
+def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -201,7 +155,9 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
-        stopped = ends.revoke(caller, before.id)
+        stopped = end_key(context, before.id, caller, "key.revoke")
+        context.spending.publish_keys()
+        context.scheduler.nudge(f"{before.id} was revoked")
         row = keys.find(db, before.id) or before
         return (
             views.key(row)
