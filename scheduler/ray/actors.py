@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -155,7 +156,8 @@ class Supervisor:
     def kill(self) -> None:
         """Kill its process, and with it everything on its lifeline. On this machine that works without Ray too."""
         if self._pidfd >= 0 and not self._over.done():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # reaped already, before the loop heard of its end
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         ray.kill(self.actor)
 
     def end(self, why: str) -> None:
