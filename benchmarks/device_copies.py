@@ -104,7 +104,7 @@ def measured(version: Path, device: Any, free_bytes: Callable[[], int]) -> dict[
     from serve.load.shm_source import ToLock, VersionSource
 
     kind, before = of_torch(device), free_bytes()
-    found: dict[str, Any] = {"limit_in": bytes_per_s(kind.name)}
+    found: dict[str, Any] = {"limit_in": bytes_per_s()}
     kind.synchronize(device)
 
     def fastest(copy: Callable[[], None], nbytes: int) -> float:

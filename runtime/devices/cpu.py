@@ -67,9 +67,6 @@ class Cpu(DeviceKind):
     def engine_arguments(self) -> list[str]:
         return []
 
-    def available(self) -> bool:
-        return True
-
 
 KIND = Cpu()
 

@@ -254,10 +254,6 @@ class DeviceKind(ABC):
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
 
-    @abstractmethod
-    def available(self) -> bool:
-        """Whether this process can compute on one."""
-
     def use(self, device: Any) -> None:  # noqa: B027 - nothing to do is a kind's usual answer
         """Make it the current device of this thread; a new thread starts on the first one."""
 
@@ -288,8 +284,3 @@ class DeviceKind(ABC):
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
         kernels before it and delay all after it."""
         return nullcontext()
-
-    def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float | None:
-        """Seconds of the fastest of `rounds` copies of `nbytes` page-locked bytes to the device, by its own clock.
-        None: it has no link. Raises RuntimeError without a device or free memory on it."""
-        return None

@@ -57,11 +57,6 @@ def present() -> DeviceKind:
     return next(kind for kind in hardware_first() if kind.present())
 
 
-def available() -> DeviceKind:
-    """The kind that this process can compute on."""
-    return next(kind for kind in hardware_first() if kind.available())
-
-
 def fork_environment() -> dict[str, str]:
     """Those of every kind, because a library looks for devices of each kind, whatever the machine has."""
     return {name: value for kind in KINDS.values() for name, value in kind.fork_environment().items()}

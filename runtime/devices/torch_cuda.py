@@ -66,11 +66,6 @@ class TorchCuda(DeviceKind):
         text = f"{error}: {message}"
         return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
 
-    def available(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available()
-
     def use(self, device: Any) -> None:
         import torch
 
@@ -118,21 +113,6 @@ class TorchCuda(DeviceKind):
         stream = next(_copy_streams(torch.cuda.current_device()))
         stream.wait_stream(torch.cuda.default_stream())
         return torch.cuda.stream(stream)
-
-    def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float:
-        import torch
-
-        source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
-        fastest_ms = float("inf")
-        for _ in range(rounds):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            fastest_ms = min(fastest_ms, begin.elapsed_time(end))
-        return fastest_ms / 1e3
 
 
 class RuntimePageLock:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.devices import kinds, unsupported
+from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found
 from scheduler.core.inventory import Device
 
 HOME_NODE = "n0"
-ON_CPU = "To run on logical CPU devices, set [box] devices to a number, such as 8."
 
 
 def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tuple[Device, ...]:
@@ -25,8 +24,6 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
     if setting != "auto":
         return logical_devices(int(setting), node)
     for kind in kinds.hardware_first():
-        if kind.on_host and (others := unsupported.found()):
-            raise DevicesRefused(f"{others[0].reason}. {ON_CPU}")
         if found := kind.probe():
             return _devices(kind, found, node)
     return ()

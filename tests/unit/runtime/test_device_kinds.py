@@ -71,9 +71,6 @@ class Abacus(DeviceKind):
     def library_environment(self, caches: Path):
         return {"ABACUS_CACHE": str(caches / "beads")}
 
-    def available(self):
-        return True
-
     def collectives_environment(self, interface):
         return {"BEADS_OVER": interface}
 
@@ -122,7 +119,7 @@ def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
     found = failing(told, (), 1.0, SchedulerConfig())
     assert {device: failure.reason for device, failure in found.items()} == {"n7/1": "does not answer any more (beads)"}
     assert {device.kind for device in discover_devices(3)} == {"cpu"}, "a number asks for logical devices still"
-    assert kinds.present().name == kinds.available().name == "abacus"
+    assert kinds.present().name == "abacus"
 
 
 def test_a_third_kind_is_planned_for(abacus):

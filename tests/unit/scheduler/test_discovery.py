@@ -5,9 +5,8 @@ from dataclasses import replace
 import pynvml
 import pytest
 
-from runtime.devices import kinds, unsupported
+from runtime.devices import kinds
 from runtime.devices.kind import DevicesRefused
-from runtime.devices.unsupported import Unsupported
 from scheduler.devices import discovery
 from tests.devices_support.nvml import GIB, Machine, eight_h100, four_4090
 
@@ -156,20 +155,3 @@ def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, ma
 @pytest.fixture
 def without_nvidia(monkeypatch):
     Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-
-def test_devices_that_the_box_cannot_use_are_named(without_nvidia, monkeypatch, tmp_path):
-    control = tmp_path / "davinci_manager"
-    control.touch()
-    (ascend,) = unsupported.UNSUPPORTED
-    monkeypatch.setattr(unsupported, "UNSUPPORTED", (Unsupported(ascend.title, control, ascend.missing),))
-    with pytest.raises(DevicesRefused, match=r"Ascend.*torch_npu.*vllm-ascend.*\[box\] devices"):
-        discovery.discover_devices("auto")
-    assert len(discovery.discover_devices(2)) == 2
