@@ -86,11 +86,9 @@ def reserve_snapshot(
     stale = store.find(KIND, spec.job_id, version_name(step))
     if stale:
         store.remove(stale)
-    reserved = store.reserve(
+    return store.reserve(
         layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size, name=draft
     )
-    reserved.prepare()
-    return reserved
 
 
 def begin_snapshot(

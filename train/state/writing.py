@@ -96,7 +96,6 @@ class Writing:
         self.copied()
         entered = time.perf_counter()
         if comm.get_rank() == 0:
-            self._draft.prepare()
             self._draft.wait_written()
             # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
             stored = self._draft.commit(meta=self._meta, checksums=False)
