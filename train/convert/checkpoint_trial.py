@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.processes.bounds import Bounds
-from runtime.processes.lifeline import Lifeline
 from weights.format.layout import Layout
 
 # transformers imports them for losses, generation and training: 2.5 s of CPU.
@@ -58,13 +57,6 @@ def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
     asked = json.loads(sys.stdin.readline())
     print(json.dumps(_said(**asked)), file=out)
-
-
-def forked(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """The same in a child of the warm parent of training, which has the imports. `args`: path and arch. Tells
-    {"event": "compared", "found": …}."""
-    lifeline.emit("compared", found=_said(**args))
-    return 0
 
 
 def _said(path: str, arch: str) -> dict[str, Any]:

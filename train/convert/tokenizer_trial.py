@@ -5,7 +5,7 @@ hundred letters of one take 160 GB for the letter, in an engine that has no limi
 end. So do a tokenizer.model's replacements, and the expressions that transformers puts before other vocabularies. This
 process has limits of CPU seconds and memory, and reads short texts, every sign of the basic plane, and whatever the
 tokenizer itself looks for. Who started it learns from its last line, or from its end, what came of it
-(`appliance.models.tokenizer_trial`).
+(`appliance.models.folder_trial`).
 """
 
 from __future__ import annotations
