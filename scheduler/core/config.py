@@ -25,8 +25,6 @@ class SchedulerConfig(BaseModel):
     give_backs_per_hour: int = Field(60, ge=1)
     """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
     may change; beyond it, the number stays."""
-    proved_hold_max_s: Seconds = 1800.0
-    """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it. Once a job
     has changed its size, what that took counts instead."""
