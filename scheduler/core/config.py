@@ -64,8 +64,8 @@ class SchedulerConfig(BaseModel):
     backoff_max_s: Seconds = 60.0
     """The longest such wait. Tries never end."""
     start_backoff_max_s: Seconds = 600.0
-    """The same for a model whose engines failed to start `replica_attempts` times in the same way. It is tried at once
-    when its settings or its version change."""
+    """The same for a model whose engines failed to start `replica_attempts` times by their own fault. A change of its
+    settings or version ends the wait."""
     suspend_attempts: int = Field(3, ge=1)
     """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
     job_attempts: int = Field(3, ge=1)
