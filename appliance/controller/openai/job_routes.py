@@ -16,7 +16,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
-from appliance.controller.http.paging import MOST, list_object, part
+from appliance.controller.http.paging import MOST, list_object, metadata_of, part
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -130,21 +130,13 @@ def _view(context: ControllerContext, row: JobRow) -> dict[str, Any]:
 
 def _metadata_filter(request: Request) -> dict[str, Any]:
     """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
-    pairs: dict[str, str] = {}
-    null = False
-    for name, value in request.query_params.multi_items():
-        if name == "metadata":
-            if value != "null":
-                raise InvalidValue(
-                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.", "metadata"
-                )
-            null = True
-        elif name.startswith("metadata[") and name.endswith("]"):
-            pairs[name[len("metadata[") : -1]] = value
-    if pairs and null:
+    pairs, whole = metadata_of(request), request.query_params.get("metadata")
+    if whole not in (None, "null"):
+        raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
+    if pairs and whole:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
-    return {"metadata": pairs, "null_metadata": null}
+    return {"metadata": pairs, "null_metadata": whole is not None}
 
 
 def method_routes() -> APIRouter:
