@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
+from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
@@ -107,20 +107,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for group in (
-        box,
-        mode,
-        queue,
-        power,
-        logs,
-        profile,
-        devices,
-        keys,
-        session_keys,
-        page_sessions,
-        usage,
-        plan_route,
-    ):
+    for group in (box, mode, queue, logs, profile, devices, keys, session_keys, page_sessions, usage, plan_route):
         group.routes(context, admin)
     # Before those of models, whose names may contain slashes.
     for group in (deployments, engine_settings):
