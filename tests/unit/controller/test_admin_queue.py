@@ -18,7 +18,7 @@ from tests.unit.controller.test_admin import actions, ask
 
 async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     deadline_s = time.time() + 3600
-    control.as_key("planner", max_priority=5, max_non_preemptible=1, max_deadlines=1, max_held=1)
+    control.as_key("planner", max_priority=5)
     job_id = await control.job(
         hyperparameters={"batch_size": 8},
         extra_body={

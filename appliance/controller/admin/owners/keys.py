@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -29,7 +28,7 @@ from appliance.controller.interfaces.principal import (
     check_stands,
     needs,
 )
-from appliance.controller.jobs import claims, pauses
+from appliance.controller.jobs import pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
@@ -47,8 +46,6 @@ EXPIRED_EVERY_S = 2.0
 """Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
-Jobs = Annotated[int, Field(ge=0, le=10**6)]
-_LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
 
 
 _BOUNDS: Any = dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None))
@@ -62,9 +59,9 @@ KeyBounds = create_model(
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
-    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs;
-    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: a new key's default.
-    expires_s: Unix time at which it ends by itself.
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
+    jobs, which may be not preemptible or have a deadline if it is above 0. expires_s: Unix time at which it ends by
+    itself.
     """
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
@@ -73,9 +70,6 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    max_non_preemptible: Jobs | None = None
-    max_deadlines: Jobs | None = None
-    max_held: Jobs | None = None
     bounds: KeyBounds | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
@@ -84,7 +78,9 @@ class KeyLimits(StrictBody):
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
             given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
-        return {name: _LIMITS_OF_NEW.get(name) if value is None else value for name, value in given.items()}
+        if given.get("max_priority", 0) is None:
+            given["max_priority"] = 0
+        return given
 
 
 class KeyCreate(KeyLimits):
