@@ -30,7 +30,6 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
-from appliance.controller.http.paging import RECENT
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
@@ -116,7 +115,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     canary_routes.routes(context, admin, canaries)
     operation_routes.routes(context, admin)
     admin_models.routes(context, admin, canaries, activations)
-    job_routes.reads(context, admin, "/jobs", RECENT, sees_all=True)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
@@ -125,6 +123,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         completion_routes.routes(context, stored),
+        job_routes.reading_routes(context),
         job_routes.routes(context, graders),
         job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
