@@ -365,8 +365,9 @@ RESOURCES = (
         Verb(
             "rm",
             "Delete a model with all its versions. Exit code 5 if a job uses it.",
-            "deleted {name}",
+            "deleted {id}",
             method="DELETE",
+            path="/v1/models/{id}",
         ),
         Verb(
             "verify",

@@ -175,7 +175,7 @@ async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
     assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
     verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
     assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
-    assert await ask(control, "DELETE", "/models/team/tiny") == {"name": "team/tiny", "deleted": True}
+    assert (await ask(control, "DELETE", "/v1/models/team/tiny"))["deleted"] is True
     await ask(control, "GET", "/models/team/tiny", 404)
     assert [action for action, _, _ in actions(control)] == ["model.import", "model.verify", "model.delete"]
 
