@@ -148,7 +148,7 @@ def test_a_rank_that_runs_half_of_the_time_is_named_to_its_owner_and_to_who_is_o
             event = wait_for(told, "the rank to be named", 900)
             print(event["message"], event["data"]["straggler"], flush=True)
             found = event["data"]["straggler"]
-            assert (found["rank"], found["device"]) == (1, box.admin(f"jobs/{job}")["devices"][1])
+            assert (found["rank"], found["device"]) == (1, box.job(job)["devices"][1])
             alert = wait_for(lambda: firing(address).get(f"RankSlow {found['device']}"), "the alert", 300)
             print(f"RankSlow: {alert['summary']} -> {alert['remedy']}")
         box.run("job", "cancel", job)

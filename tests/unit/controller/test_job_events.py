@@ -472,7 +472,9 @@ async def test_job_success_ends_with_a_verdict(control: Control, events: JobEven
     assert shown["status"] == "succeeded" and shown["verdict"]["code"] in ("learned", "still_falling")
     told = [event.message for event in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=4)).data]
     assert shown["verdict"]["text"] in told
-    assert (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()["verdict"] == shown["verdict"]
+    assert (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=ADMIN)).json()["verdict"] == shown[
+        "verdict"
+    ]
 
 
 async def test_job_best_version_is_judged_up_to_its_step(control: Control, events: JobEvents):
