@@ -2,8 +2,8 @@
 
     python benchmarks/rollouts_waiting.py [--steps N] [--answer S] [--spread F] [--learn S] [--grade S] [--json FILE]
 
-One rank of a tiny model with LoRA, as a box runs it (train.run), in this process. The engine, the grader and most of
-the update are waits, so that two cores shared with others measure as a machine for each would: an engine writes the
+One rank of a tiny model with LoRA, as a box runs it, in this process. The engine, the grader and most of the
+update are waits, so that two cores shared with others measure as a machine for each would: an engine writes the
 answers of one step after the other in `--answer` seconds, more or less by up to `--spread` of it, the same for all
 ways; a grader takes `--grade` seconds; an update `--learn` seconds and what the tiny model takes. Prints for each
 staleness, and for 2 in flight, the seconds of a step, the share of it in which the rank waits, and that in which it
@@ -36,8 +36,8 @@ from tests.train_support.tiny import make_model_dir, write_prompt_file  # noqa: 
 from tests.train_support.world import SAMPLES  # noqa: E402
 from train.control.progress import ControlSignals, Progress  # noqa: E402
 from train.plan.spec import TrainSpec  # noqa: E402
-from train.run.engine import init_world, meeting_url  # noqa: E402
-from train.run.prepare import prepare  # noqa: E402
+from train.trainer.engine import init_world, meeting_url  # noqa: E402
+from train.trainer.prepare import prepare  # noqa: E402
 
 WARMING, PROMPTS, TOKENS = 3, 2, 16
 WAYS = {"engine-0": (0, False), "engine-1": (1, False), "engine-2": (2, False), "flight-2": (2, True)}
