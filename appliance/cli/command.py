@@ -75,6 +75,24 @@ def number(kind: type = int, least: float | None = None, most: float | None = No
     return parsed
 
 
+def seconds(text: str) -> float:
+    """A type of options: a time."""
+    if (value := formats.seconds_of(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 45m, 9h, 1h30m or 7d")
+    return value
+
+
+def part(text: str) -> float:
+    """A type of options: a part of a whole, 0 to 1."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 1% or 0.1")
+    return value
+
+
 def existing_file(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_file():
@@ -228,14 +246,6 @@ def picked(args: Namespace, names: str) -> dict[str, Any]:
 def given(**fields: Any) -> dict[str, Any]:
     """Fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def seconds_given(option: str, text: str) -> float:
-    """Raises BadUsage."""
-    seconds = formats.seconds_of(text)
-    if seconds is None:
-        raise BadUsage(f"{option} is {text!r}; expected a time such as 90s, 45m, 9h, 1h30m or 7d")
-    return seconds
 
 
 def pairs(option: str, texts: Iterable[str] | None) -> list[tuple[str, str]]:

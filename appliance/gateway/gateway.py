@@ -1,11 +1,10 @@
-"""What one process of the gateway has: listeners, the controller's table, a few things done by the clock."""
+"""Runs one process of the gateway: listeners, the controller's table, a few things done by the clock."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from functools import partial
 from typing import Any
@@ -39,17 +38,6 @@ class Gateway:
         self.config = config
         self.state = State(config)
         self.controller = Controller(self.state)
-        self._app: Any = App(self.state, self.controller)
-        if config.cors_origins:
-            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
-            self._app = CORSMiddleware(
-                self._app,
-                allow_origins=config.cors_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
-                expose_headers=["*"],
-                max_age=7200,
-            )
         self._servers: list[asyncio.Server] = []
         self._next_snapshot_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -63,33 +51,38 @@ class Gateway:
 
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`).
         """
-        keep = self.state.background.keep
-        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
+        config, state, loop = self.config, self.state, asyncio.get_running_loop()
+        app: Any = App(state, self.controller)
+        if config.cors_origins:
+            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
+            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
+            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
         served = Config(
-            self._app,
+            app,
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=self.config.limits.keepalive_s,  # type: ignore[arg-type]
+            timeout_keep_alive=config.limits.keepalive_s,  # type: ignore[arg-type]
         )
         served.load()
-        context = self._tls()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(served, self.state.server, self.state),
-            host,
-            port,
-            reuse_port=reuse_port,
-            backlog=2048,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
-        )
+        if config.tls_cert_path is not None and config.tls_key_path is not None:
+            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
+            from appliance.gateway.http.certificates import Certificate
+
+            state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
+        connection = partial(Connection, served, state.server, state)
+        tls: dict[str, Any] = {}
+        if state.certificate is not None:
+            tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
+        server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
         self._servers.append(server)
         if private is not None:
-            connection = partial(Connection, served, self.state.server, self.state, private=True)
-            self._servers.append(await asyncio.get_running_loop().create_unix_server(connection, sock=private))
+            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
+        keep = state.background.keep
+        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
@@ -126,17 +119,6 @@ class Gateway:
         ):
             await asyncio.sleep(0.02)
 
-    def _tls(self) -> ssl.SSLContext | None:
-        config, state = self.config, self.state
-        if config.tls_cert_path is None or config.tls_key_path is None:
-            return None
-        if state.certificate is None:
-            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
-            from appliance.gateway.http.certificates import Certificate
-
-            state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
-        return state.certificate.context
-
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
@@ -151,57 +133,46 @@ class Gateway:
         state.comparison.apply(table.models.values())
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        if changed_keys:
-            self._end_revoked()
-        self._end_batch()
-        self._end_waits()
+        logins = {login.id for login, _ in sessions.values()}
+        for exchange in list(state.exchanges):
+            if changed_keys and (refusal := self._revoked(exchange, logins)) is not None:
+                state.metrics.events["revoked_in_flight"] += 1
+                exchange.end(refusal)
+            choice = exchange.choice
+            if choice is not None and choice.work.batch and not state.router.is_open(choice):
+                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+            self._end_wait(exchange)
         state.place_held()
         state.on_change(True)
 
-    def _end_revoked(self) -> None:
-        logins = {login.id for login, _ in self.state.sessions.values()}
-        for exchange in list(self.state.exchanges):
-            if (refusal := self._revoked(exchange, logins)) is not None:
-                self.state.metrics.events["revoked_in_flight"] += 1
-                exchange.end(refusal)
-
     def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
-        request = exchange.request
-        if not request.caller.id:
+        if not exchange.caller.id:
             return None
-        caller = self.state.spending.callers.get(request.caller.id)
+        caller = self.state.spending.callers.get(exchange.caller.id)
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
-        by_key = not request.session and not exchange.connection.private  # work of the box itself outlives a rotation
-        if caller is None or (by_key and caller.secret != request.caller.secret):
-            # What asks for a new secret is answered: the asker's own may be the old one.
-            asks_for_one = request.route is ROTATION and exchange.body_complete
-            return None if asks_for_one else errors.key_ended(request.caller.expires_s)
-        if request.session and request.session not in logins and request.route is not SESSIONS:
+        by_key = not exchange.session and not exchange.connection.private  # work of the box itself outlives a rotation
+        if caller is None or (by_key and caller.secret != exchange.caller.secret):
+            # A request for a new secret is answered: the asker's own may be the old one.
+            rotates = exchange.route is ROTATION and exchange.body_complete
+            return None if rotates else errors.key_ended(exchange.caller.expires_s)
+        if exchange.session and exchange.session not in logins and exchange.route is not SESSIONS:
             return errors.session_ended()
-        request.caller = caller
+        exchange.caller = caller
         return None
 
-    def _end_waits(self) -> None:
-        """Of held requests, end those for a model that their key may not call any more, that is gone, or whose engines
-        do not start."""
-        state = self.state
-        for exchange in state.exchanges:
-            if (ticket := exchange.ticket) is not None:
-                try:
-                    state.callable_model(ticket.model, exchange.request.caller)
-                    if state.next_try_s(ticket.model) is not None:
-                        raise state.not_ready(ticket.model, "its engines do not start")
-                except HttpError as error:
-                    state.holds.refuse(ticket, error)
-
-    def _end_batch(self) -> None:
-        """Requests of class batch on replicas that drain: whoever sent them sends them again."""
-        for exchange in list(self.state.exchanges):
-            choice = exchange.choice
-            if choice is not None and choice.work.batch and not self.state.router.is_open(choice):
-                exchange.end(errors.batch_gives_way())
+    def _end_wait(self, exchange: Exchange) -> None:
+        """End a held request for a model that its key may not call any more, that is gone, or whose engines do not
+        start."""
+        state, ticket = self.state, exchange.ticket
+        if ticket is not None:
+            try:
+                state.callable_model(ticket.model, exchange.caller)
+                if state.next_try_s(ticket.model) is not None:
+                    raise state.not_ready(ticket.model, "its engines do not start")
+            except HttpError as error:
+                state.holds.refuse(ticket, error)
 
     # -- time
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import orjson
 import uvloop
@@ -24,7 +23,7 @@ from appliance.gateway.bus import BusClient
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.workers import EXIT_USAGE, Siblings, keep_workers
+from appliance.gateway.workers import Siblings, keep_workers
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network.sockets import check_free, private_socket
@@ -32,6 +31,8 @@ from runtime.processes import garbage
 from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
+
+EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +67,10 @@ def _private_listener(config: GatewayConfig) -> socket.socket | None:
     if config.private_socket is None:
         return None
     Path(config.private_socket).unlink(missing_ok=True)
-    made = private_socket(config.private_socket)
-    made.listen(2048)
-    made.setblocking(False)
-    return made
+    listener = private_socket(config.private_socket)
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
 
 
 def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
@@ -77,7 +78,8 @@ def _run(config: GatewayConfig, private: socket.socket | None, siblings: Sibling
         log_path = None if config.log_path is None else f"{config.log_path}.{index}"
         config = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
     try:
-        return uvloop.run(serve(config, private, siblings, index))
+        uvloop.run(_serve(config, private, siblings, index))
+        return 0
     except OSError as error:
         return _cannot_listen(config, error)
 
@@ -87,12 +89,7 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def serve(
-    config: GatewayConfig,
-    private: socket.socket | None = None,
-    siblings: Siblings | None = None,
-    index: int = 0,
-) -> int:
+async def _serve(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None, index: int) -> None:
     """One worker, from first listen to last response. siblings: it is the one of this number of several."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,24 +97,21 @@ async def serve(
     gateway = Gateway(config)
     spending = gateway.state.spending
     if siblings is not None:
-        spending.tell_others = partial(siblings.tell, index)
-        siblings.listen(index, spending.heard)
+        spending.report_spent = partial(siblings.send, index)
+        siblings.listen(index, spending.spent_elsewhere)
     bus = BusClient(gateway)
     reading = gateway.state.background.keep("bus", bus.run)
     garbage.settle()
-
     port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
+    line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
     # One write: workers share this pipe, and `print` may write a line and its end separately.
-    line: dict[str, Any] = {"time": timestamp(time.time()), "level": "info", "process": "gateway"}
-    line |= {"event": "listening", "host": config.host, "port": port}
-    os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    os.write(1, orjson.dumps({**line, "host": config.host, "port": port}, option=orjson.OPT_APPEND_NEWLINE))
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
     bus.send()
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -82,10 +82,8 @@ class ModelLibrary:
         models_dir: Path,
         *,
         hub_settings: hub.HubSettings | None = None,
-        warm: checkpoint_trial.WarmParent | None = None,
     ):
         self._root = Path(models_dir)
-        self._warm = warm
         self._hub = hub_settings or hub.HubSettings()
 
     def import_model(
@@ -278,7 +276,7 @@ class ModelLibrary:
         files, before = choose_files(directory), recorded(directory)
         if not move:
             self._require_space(files.nbytes)
-        with self._staging(files.nbytes) as staging, checkpoint_trial.begun(self._warm) as trial:
+        with self._staging(files.nbytes) as staging, checkpoint_trial.begun() as trial:
             _fill(staging, files, report, move=move)
             facts = examine(staging, Layout.read(staging))
             report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")

@@ -55,7 +55,6 @@ class SchedulerConfig(BaseModel):
     start_group_timeout_s: Seconds = 600.0
     suspend_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 60.0
-    lease_timeout_s: Seconds = 60.0
     open_timeout_s: Seconds = 30.0
 
     slow_step_s: Seconds = 10.0
@@ -69,8 +68,6 @@ class SchedulerConfig(BaseModel):
     start_backoff_max_s: Seconds = 600.0
     """The same for a model whose engines failed to start `replica_attempts` times in the same way. It is tried at once
     when its settings or its version change."""
-    release_attempts: int = Field(5, ge=1)
-    """Tries of a release inside one hand-over; afterwards the lease stays in the ledger and a later round retries."""
     suspend_attempts: int = Field(3, ge=1)
     """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
     job_attempts: int = Field(3, ge=1)

@@ -86,13 +86,13 @@ class Trouble:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over chains. Lives in the loop's memory: a restarted controller tries again."""
+    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
         self._jobs: dict[str, Failure] = {}
         self._models: dict[str, Failure] = {}
-        self._chains: dict[str, int] = {}
+        self._moves: dict[str, int] = {}
 
     def backoff_s(self, count: int, longest_s: float | None = None) -> float:
         longest_s = longest_s or self._config.backoff_max_s
@@ -215,13 +215,13 @@ class Failures:
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0
         return [model for model, failure in self._models.items() if not failure.tries]
 
-    def chain_failed(self, name: str) -> float:
-        """Backoff in seconds for the holder of a failed chain."""
-        self._chains[name] = self._chains.get(name, 0) + 1
-        return self.backoff_s(self._chains[name])
+    def move_failed(self, name: str) -> float:
+        """Backoff in seconds for the holder of a failed move."""
+        self._moves[name] = self._moves.get(name, 0) + 1
+        return self.backoff_s(self._moves[name])
 
-    def chain_failures(self, name: str) -> int:
-        return self._chains.get(name, 0)
+    def move_failures(self, name: str) -> int:
+        return self._moves.get(name, 0)
 
-    def chain_done(self, name: str) -> None:
-        self._chains.pop(name, None)
+    def move_done(self, name: str) -> None:
+        self._moves.pop(name, None)

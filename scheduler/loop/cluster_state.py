@@ -1,7 +1,7 @@
 """Keeps what the scheduler knows of the world: the last observed box, events since then, and failures.
 
 `look` observes the box again and again; events only make changes known sooner. The state of a holder that a hand-over
-is moving comes from its chains: neither an observation nor an event changes it until they have ended.
+is moving comes from its moves: neither an observation nor an event changes it until they have ended.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Cause, Failures
-from scheduler.core.inventory import Holder, Ledger
+from scheduler.core.inventory import Holder
 from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, ReplicaView, Workload
-from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
+from scheduler.handover.moves import Box
 from scheduler.handover.ports import Clock
 from scheduler.loop.status_reporter import StatusReporter
 
@@ -30,7 +30,7 @@ class ClusterState:
 
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
         self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
-        self.box = Box(devices={}, ledger=Ledger(()))
+        self.box = Box()
         self.failures, self.reloads = Failures(config), Reloads()
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
@@ -55,7 +55,7 @@ class ClusterState:
         return True
 
     def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
-        """Apply the observed state of every holder except those whose chains changed it during the reading."""
+        """Apply the observed state of every holder except those whose moves changed it during the reading."""
         now_s, old = self._clock.now_s(), self.box
         fresh = Box.of(observed, now_s)
         replicas = dict(fresh.replicas)
@@ -66,7 +66,7 @@ class ClusterState:
             seen = replicas.get(replica.id)
             if Holder("replica", replica.id) in busy:
                 replicas[replica.id] = replica
-            elif seen is not None and replica.id in silent:
+            elif seen is not None and (replica.id in silent or seen.state == replica.state == "dead"):
                 replicas[replica.id] = replica
             elif seen is None and replica.awake:
                 replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")
@@ -78,17 +78,13 @@ class ClusterState:
             if Holder("job", group.job_id) in busy:
                 groups[group.job_id] = group
             elif group.job_id in groups:
-                groups[group.job_id] = replace(group, ended=group.ended, devices=groups[group.job_id].devices)
+                groups[group.job_id] = replace(groups[group.job_id], since_s=group.since_s, ended=group.ended)
         for holder in busy:
             if holder.kind == "replica" and holder.id not in old.replicas:
                 replicas.pop(holder.id, None)
             if holder.kind == "job" and holder.id not in old.groups:
                 groups.pop(holder.id, None)
-        ledger = Ledger(fresh.devices)
-        ledger = ledger.resized([*fresh.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
-        ledger = ledger.acquire(*(le for le in old.ledger if le.holder in busy))
-        ledger = ledger.acquire(*(le for le in fresh.ledger if le.holder not in busy))
-        self.box = Box(fresh.devices, ledger, replicas, groups)
+        self.box = Box(fresh.devices, replicas, groups)
 
     # --- events
 
@@ -97,7 +93,7 @@ class ClusterState:
 
     @property
     def unheard(self) -> bool:
-        """Whether events wait for the chains of their holders."""
+        """Whether events wait for the moves of their holders."""
         return bool(self._events)
 
     def ended_meanwhile(self, job_id: str) -> bool:
@@ -105,7 +101,7 @@ class ClusterState:
         return job_id in self._ended
 
     def apply_events(self, moving: Container[Holder]) -> None:
-        """Apply every event whose holder is not being moved; other events wait until its chain ends."""
+        """Apply every event whose holder is not being moved; other events wait until its move ends."""
         later: list[Event] = []
         while self._events:
             event = self._events.popleft()
@@ -114,8 +110,7 @@ class ClusterState:
                     if Holder("replica", replica_id) in moving:
                         later.append(event)
                     elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
-                        dead = self._dead(replica, reason, blame)
-                        self.box = replace(self.box, replicas={**self.box.replicas, dead.id: dead})
+                        self.box = self.box.with_replica(self._dead(replica, reason, blame))
                 case GroupEnded():
                     if Holder("job", event.job_id) in moving:
                         self._ended[event.job_id] = event
@@ -134,15 +129,15 @@ class ClusterState:
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
             self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)
-        return replace(replica, state="dead", since_s=now_s)
+        devices = () if replica.state == "asleep" else replica.devices
+        return replace(replica, state="dead", devices=devices, since_s=now_s)
 
     def _group_ended(self, event: GroupEnded) -> None:
         group = self.box.groups.get(event.job_id)
-        lease = self.box.ledger.of(Holder("job", event.job_id))
-        if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
+        if group is not None and (group.ended or group.run != event.run):
             return  # already reported, or about an earlier incarnation
         if group is not None:
-            self.box = replace(self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)})
+            self.box = self.box.with_group(replace(group, ended=True))
         if event.outcome == "failed" and event.retryable:
             if group is not None:  # else it was stopped in the meantime, for a reason in the store
                 lived_s = self._clock.now_s() - group.since_s

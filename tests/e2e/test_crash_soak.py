@@ -41,7 +41,7 @@ class Rounds:
         self.journal = sqlite3.connect(f"file:{box.data_dir}/appliance.db?mode=ro", uri=True)
 
     def steps(self, after: int) -> list[tuple[str, str]]:
-        """(verb, state) of the steps of hand-overs above this number, in the order they were planned."""
+        """(verb, state) of the steps of hand-overs above this number, in the order they began."""
         return self.journal.execute(
             "SELECT verb, state FROM handover_steps WHERE CAST(handover_id AS INTEGER) > ? "
             "ORDER BY CAST(handover_id AS INTEGER), position",
@@ -88,16 +88,12 @@ class Rounds:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             steps = self.steps(last)
-            if steps:
-                at = min(nth, len(steps) - 1)
-                verb, state = steps[at]
-                ready = {
-                    "before": state == "planned" and all(s != "planned" for _, s in steps[:at]),
-                    "in": state == "doing",
-                    "after": state in ("done", "failed", "skipped"),
-                }[when]
-                if ready or all(s not in ("planned", "doing") for _, s in steps):
-                    return verb
+            if when == "before" and len(steps) == nth and self.open_handovers():
+                return f"step {nth}"
+            if when != "before" and len(steps) > nth and (steps[nth][1] == "doing") == (when == "in"):
+                return steps[nth][0]
+            if steps and not self.open_handovers():
+                return steps[-1][0]
             time.sleep(0.002)
         return "nothing to do"
 

@@ -97,7 +97,6 @@ class Front:
         row = {
             "version": "v1",
             "task": "generate",
-            "hold_s": 60,
             "replicas": rows,
         }
         bus = self._bus

@@ -405,7 +405,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         background=BackgroundTasks(),
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes), bus),
+        quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes)),
         graders=GraderHosts(),
         opening=Opening(db),
         main_troubles=list,

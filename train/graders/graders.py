@@ -101,7 +101,7 @@ class TextSimilarity(_Grader):
 
 
 class Python(_Grader):
-    """The number that `grade(sample, item)` of the source returns; it runs in the sandbox (sandbox.py)."""
+    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (worker.py)."""
 
     type: Literal["python"]
     source: str

@@ -33,6 +33,10 @@ class Disk:
         floor = floor_of(now.f_blocks * now.f_frsize) if self._floor_bytes is None else self._floor_bytes
         return now.f_bavail * now.f_frsize - floor
 
+    def why_short(self) -> str:
+        """Why nothing more is written now; empty: there is room."""
+        return "" if self.room_bytes() > 0 else "the disk of the box is short of space"
+
     def check(self, more_bytes: int = 0) -> None:
         """Raises ApiError 507 if this many more bytes would leave less than the floor."""
         room = self.room_bytes()

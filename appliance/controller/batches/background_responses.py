@@ -95,7 +95,7 @@ class BackgroundResponses:
         if row.previous_id is not None:
             viewer = viewer_of(self._db, row.key_id or None)
             earlier = await self._stored.before(row.previous_id, viewer)
-            before = [item async for turn in self._stored.items(earlier, viewer) for item in turn.items]
+            before = await asyncio.to_thread(self._stored.items, earlier)
         # An older box has kept the input in the request, too.
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         with self._db.transaction():

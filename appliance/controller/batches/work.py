@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import orjson
 from anyio import to_thread
 
 from appliance.controller.access.model_access import viewer_of, why_no_chat
@@ -35,7 +34,6 @@ from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, FileRow, ModelRow, TaskRow
-from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 log = logging.getLogger("appliance.controller")
 
@@ -88,8 +86,8 @@ class Batches:
         work = self._works.get(row.id)
         if row.finished or work is None:
             return row.completed, row.failed, None
-        asking, quotas = self._context.asking, self._context.quotas
-        why = quotas.no_room_for_answers(row.key_id) or asking.why(row.key_id, row.model or "")
+        context = self._context
+        why = context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "")
         return work.answers.completed, work.answers.failed, (why or None) if row.status == "in_progress" else None
 
     @contextlib.asynccontextmanager
@@ -109,10 +107,8 @@ class BatchWork:
         self._context, self._db, self._id = context, context.db, batch_id
         self.answers = Answers(context.batches_dir, batch_id)
         self._lines = Lines()
-        self._ready: dict[str, tuple[dict[str, Any], int]] = {}  # answered lines to be stored, with bytes, by id
+        self._ready: dict[str, dict[str, Any]] = {}  # answered lines to be stored, by id
         self._storing = asyncio.Lock()
-        self._owner = ""
-        self._kept_free = 0  # bytes that its input has kept free for its answers
 
     async def run(self) -> None:
         """Raises OSError, TaskFailed."""
@@ -124,7 +120,6 @@ class BatchWork:
             return
         path = self._input_path(row)
         lines = self._lines = await to_thread.run_sync(self._read, path, row, limiter=self._context.file_threads)
-        self._owner, self._kept_free = row.owner, ANSWERS_PER_INPUT * path.stat().st_size
         if row.status == "validating":
             self._check_model(lines, row)
             batches.update(self._db, self._id, total=len(lines))
@@ -155,12 +150,10 @@ class BatchWork:
 
     def close(self) -> None:
         self.answers.close()
-        self._context.quotas.answers_hold(self._id, self._owner, 0)
 
     async def _open(self) -> None:
         if not self.answers.opened:
             await to_thread.run_sync(self.answers.open)
-            self._count_answers()
 
     # --- validating
 
@@ -220,7 +213,7 @@ class BatchWork:
             await asyncio.gather(*asking, return_exceptions=True)
             if self._ready:
                 with contextlib.suppress(OSError):
-                    await to_thread.run_sync(self.answers.append, self._ready_lines())
+                    await to_thread.run_sync(self.answers.append, list(self._ready.values()))
 
     def _unanswered(self) -> list[int]:
         return [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
@@ -232,7 +225,7 @@ class BatchWork:
             line, request_id = dict[str, Any](), new_id("req_")
 
             async def body(line: dict[str, Any] = line, number: int = number) -> dict[str, Any]:
-                if self._no_room(row.key_id):
+                if self._context.quotas.disk.why_short():
                     raise _NoRoom  # others may have its place
                 line.update(self._request(source, number))
                 # Nobody could look for what was stored of it.
@@ -248,31 +241,18 @@ class BatchWork:
             answered = {"id": new_id("batch_req_"), "custom_id": line["custom_id"], "error": None, "response": response}
             await self._store(answered)
 
-    def _no_room(self, key_id: str | None) -> str:
-        self._count_answers()  # those that a thread has just written are not counted yet
-        return self._context.quotas.no_room_for_answers(key_id)
-
     async def _store(self, answered: dict[str, Any]) -> None:
         """Returns once it is on disk, synced together with all that came meanwhile."""
-        self._ready[answered["id"]] = answered, len(orjson.dumps(answered))
+        self._ready[answered["id"]] = answered
         async with self._storing:
             if answered["id"] in self._ready:
-                await self._append(self._ready_lines())
-
-    def _ready_lines(self) -> list[dict[str, Any]]:
-        return [line for line, _ in self._ready.values()]
+                await self._append(list(self._ready.values()))
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
         await until_room(partial(to_thread.run_sync, self.answers.append, lines))
         for line in lines:
             self._ready.pop(line["id"], None)
-        self._count_answers()
-
-    def _count_answers(self) -> None:
-        held = self.answers.bytes + sum(size for _, size in self._ready.values())
-        beyond = max(0, held - self._kept_free)
-        self._context.quotas.answers_hold(self._id, self._owner, beyond)
 
     def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
         line = self._lines[number]

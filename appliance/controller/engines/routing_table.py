@@ -196,12 +196,12 @@ class BusRouting:
         )
 
     def traffic(self, model: str) -> Traffic:
-        """Arrivals for the same names, and how fast a replica computes their prompts."""
-        load = self._bus.load()
-        rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
-        arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
+        """The same names, and how fast a replica computes their prompts."""
+        rows, names = self._rows(self._bus.load(), model), self._served_by(model)
+        rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
         awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        return Traffic(arrived, min(rates, default=None), awake, self._kv_tokens.get(model))
+        tokens = sum(row.prompt_tokens for row in rows)
+        return Traffic(names, min(rates, default=None), awake, self._kv_tokens.get(model), tokens)
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]

@@ -45,7 +45,7 @@ def insert_run(
     metadata: dict[str, str] | None = None,
 ) -> EvalRunRow:
     """Makes a run within the caller's bounds and starts its task. Call it in a transaction. Raises ApiError."""
-    context.quotas.check_eval_run(caller)
+    context.quotas.check(caller, "eval_runs")
     row = EvalRunRow(
         id=new_id("evalrun_"),
         eval_id=of.id,

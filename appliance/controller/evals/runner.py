@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter
 
-from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.model_access import caller_of, viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.evals import requests
@@ -36,8 +36,7 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import ForkBroke, GraderHost, WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
@@ -135,7 +134,7 @@ class EvalRunner:
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
         try:
-            self._context.quotas.check_eval_goes_on(row.key_id)
+            self._context.quotas.check(caller_of(self._db, row.key_id), "eval_items")
         except ApiError as error:
             raise TaskFailed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
@@ -165,13 +164,12 @@ class EvalRunner:
         await clear()  # what a preparation that was cut short has left
         try:
             chunks = self._chunks(row, source)
-            async with self._hosts.of(row.owner) as host:
-                return await self._take(row, of.item_schema, chunks, host)
+            return await self._take(row, of.item_schema, chunks)
         except TaskFailed:
             await clear()
             raise
 
-    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: Chunks, host: GraderHost) -> bool:
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: Chunks) -> bool:
         """False: the run has ended or was deleted meanwhile. Raises TaskFailed."""
         kept = requests.without_items(row.data_source)
         place, size, checked_s = 0, requests.own_bytes(kept), 0.0
@@ -181,7 +179,7 @@ class EvalRunner:
             try:
                 if checked_s > _CHECK_S:
                     raise ForkBroke(f"checking took longer than {_CHECK_S:.0f} s")
-                refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
+                refused = await self._hosts.refused_items(row.owner, schema, [entry["item"] for entry, _ in chunk])
             except WorkerBroke as error:
                 whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
                 raise TaskFailed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None

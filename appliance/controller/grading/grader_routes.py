@@ -22,8 +22,7 @@ from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
-from train.graders.host import WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
 from weights.format.foreign_json import is_deeper
 

@@ -20,8 +20,8 @@ Ask = Callable[[dict[str, Any]], Awaitable[ModelAnswer]]
 async def graded_with_answers(
     hosts: GraderHosts, owner: str, grader: Grader, sample: tuple[Sample, Any], ask: Ask
 ) -> tuple[Graded, list[ModelAnswer]]:
-    """The sample's reward, and the models' answers, in the order of its graders. sample: with its item. No worker is
-    held while models are asked. Raises WorkerBroke, before any is asked."""
+    """The sample's reward, and the models' answers, in the order of its graders. sample: with its item. No turn is
+    held while models are asked. Raises WorkerBroke."""
     ((graded, answers),) = await all_graded_with_answers(hosts, owner, grader, [sample], ask)
     return graded, answers
 
@@ -35,12 +35,10 @@ async def all_graded_with_answers(
     waited_for: bool = False,
 ) -> list[tuple[Graded, list[ModelAnswer]]]:
     """`graded_with_answers` for each of the samples; models are asked for all of them at once, which counts as time of
-    execution. waited_for: as
-    `GraderHost.grade` has it."""
+    execution. waited_for: as `GraderHosts.grade` has it."""
     requests: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):
-        async with hosts.of(owner) as host:
-            requests = await host.requests(grader, samples)
+        requests = await hosts.requests(owner, grader, samples)
 
     async def timed(body: dict[str, Any]) -> tuple[ModelAnswer, float]:
         began_s = time.perf_counter()
@@ -50,8 +48,7 @@ async def all_graded_with_answers(
     both = [{name: next(answers) for name in one} for one in requests]
     by_sample = [{name: answer for name, (answer, _) in one.items()} for one in both]
     took_s = [max((seconds for _, seconds in one.values()), default=0.0) for one in both]
-    async with hosts.of(owner) as host:
-        graded = await host.grade(grader, samples, by_sample, waited_for)
+    graded = await hosts.grade(owner, grader, samples, by_sample, waited_for)
     return [
         (replace(one, execution_s=one.execution_s + seconds), [*given.values()])
         for one, given, seconds in zip(graded, by_sample, took_s, strict=True)

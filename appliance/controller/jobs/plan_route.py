@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import absent_model, base_for
+from appliance.controller.access.model_access import unknown_model, usable_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
@@ -77,7 +77,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     base = resolve(context.db, body.model)
     if base is None:
-        raise absent_model(body.model)
+        raise unknown_model(body.model)
     size = partial(context.sizes.size, base.model, base.version)
     verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
     return {
@@ -91,7 +91,7 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base = base_for(context.db, caller, body.model)
+    base = usable_model(context.db, caller, body.model)
     method = METHODS[body.method]
     dataset = typical(body.examples, method)
     if body.training_file is not None:

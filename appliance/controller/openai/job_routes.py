@@ -6,6 +6,8 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -15,8 +17,9 @@ from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
 from appliance.controller.http.paging import MOST, list_object, part
+from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
-from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
@@ -33,12 +36,45 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
-    router, db, organization = JOBS.router(), context.db, context.config.organization
+def reads(context: ControllerContext, router: APIRouter, path: str, paged: Any, *, sees_all: bool = False) -> None:
+    """Add the routes that list and show jobs.
 
-    def view(row: JobRow) -> dict[str, Any]:
-        judge = job_records.find_judge(db, row.id) if row.method in _JUDGED else None
-        return views.job_object(row, organization, judge)
+    Args:
+        paged: `paging.part(...)` of the list.
+        sees_all: for operators, who see that every job exists, and its progress, with the scope `read` alone.
+    """
+    db, organization = context.db, context.config.organization
+
+    def known(job_id: str, caller: Principal) -> JobRow:
+        return JOBS.known(db, job_id, caller.seeing_all() if sees_all else caller)
+
+    @router.get(path)
+    def list_jobs(request: Request, caller: Caller, part: Part = paged) -> dict[str, Any]:
+        viewer = None if sees_all else caller.viewer
+        page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
+        page, judges = job_records.page_with_judges(db, page, _JUDGED)
+        return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
+
+    @router.get(f"{path}/{{job_id}}")
+    def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
+        row = known(job_id, caller)
+        return _view(context, row) | {"energy": energy_views.of_job(db, row, time.time())}
+
+    @router.get(f"{path}/{{job_id}}/metrics")
+    def metrics(
+        job_id: str,
+        caller: Caller,
+        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
+        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
+    ) -> dict[str, Any]:
+        """Steps behind `after_step`, oldest first."""
+        known(job_id, caller)
+        return views.metrics_object(db, job_id, after_step, limit)
+
+
+def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
+    router, db, view = JOBS.router(), context.db, partial(_view, context)
+    reads(context, router, "", part(20, order=None))
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -54,17 +90,6 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
 
         row, _ = attempt.once(make)
         return view(row)
-
-    @router.get("")
-    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
-        page = jobs.page(db, viewer=caller.viewer, **_metadata_filter(request), **part)
-        page, judges = job_records.page_with_judges(db, page, _JUDGED)
-        return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
-
-    @router.get("/{job_id}")
-    def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
-        row = JOBS.known(db, job_id, caller)
-        return view(row) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -95,18 +120,12 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
         JOBS.known(db, job_id, caller)
         return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
 
-    @router.get("/{job_id}/metrics")
-    def metrics(
-        job_id: str,
-        caller: Caller,
-        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
-        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
-    ) -> dict[str, Any]:
-        """Steps behind `after_step`, oldest first."""
-        JOBS.known(db, job_id, caller)
-        return views.metrics_object(db, job_id, after_step, limit)
-
     return router
+
+
+def _view(context: ControllerContext, row: JobRow) -> dict[str, Any]:
+    judge = job_records.find_judge(context.db, row.id) if row.method in _JUDGED else None
+    return views.job_object(row, context.config.organization, judge)
 
 
 def _metadata_filter(request: Request) -> dict[str, Any]:
@@ -126,3 +145,25 @@ def _metadata_filter(request: Request) -> dict[str, Any]:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
     return {"metadata": pairs, "null_metadata": null}
+
+
+def method_routes() -> APIRouter:
+    """/v1/fine_tuning/methods: the methods of training that this box has, and what each takes."""
+    router = make_router("/v1/fine_tuning/methods", FINE_TUNING)
+
+    @router.get("")
+    def list_methods() -> dict[str, Any]:
+        """`takes`: what a request says beside hyperparameters; `options`: hyperparameters of this method alone."""
+        methods = [
+            {
+                "object": "fine_tuning.method",
+                "name": method.name,
+                "summary": method.summary,
+                "takes": list(method.takes),
+                "options": [asdict(option) for option in method.options],
+            }
+            for method in METHODS.values()
+        ]
+        return {"object": "list", "data": methods, "has_more": False}
+
+    return router

@@ -69,7 +69,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
-            context.quotas.check_background(caller, row.bytes)
+            context.quotas.check(caller, "background", row.bytes)
             responses.insert(context.db, row)
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row
@@ -150,8 +150,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
         ids = await stored.before(id, caller.viewer)
-        turns = [turn.text[1:-1] async for turn in stored.items(ids, caller.viewer)]
-        return _json(b"[%b]" % b",".join(items for items in turns if items))
+        return _json(await asyncio.to_thread(lambda: orjson.dumps(stored.items(ids))))
 
     return router
 

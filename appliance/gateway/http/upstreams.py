@@ -84,9 +84,9 @@ class Failure(enum.Enum):
 class AttemptFailed(Exception):
     """error: what the client gets if the request is not sent again."""
 
-    def __init__(self, why: Failure, error: HttpError | None = None) -> None:
-        super().__init__(why.value)
-        self.why, self.error = why, error or errors.engine_failed()
+    def __init__(self, reason: Failure, error: HttpError | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason, self.error = reason, error or errors.engine_failed()
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.observe.load import RowLoad
+from appliance.gateway.observe.load import ModelLoad
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ADDED_SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
@@ -25,13 +25,13 @@ disable_created_metrics()
 class Metrics:
     """All counts of one process. Times in seconds.
 
-    events: things that happened to requests, by kind. rows: load by row of the routing table. series: by model, version
+    events: things that happened to requests, by kind. loads: by model of the routing table. series: by model, version
     and key class, the oldest first: what is counted of their requests, by name.
     """
 
     def __init__(self) -> None:
         self.events: defaultdict[str, int] = defaultdict(int)
-        self.rows: defaultdict[str, RowLoad] = defaultdict(RowLoad)
+        self.loads: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
         self.series: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
@@ -64,9 +64,7 @@ class Metrics:
 
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
-        seconds = now_s - request.received_s
-        self._series(request)["first_byte"].observe(seconds)
-        self.rows[request.row].first_byte(seconds, now_s)
+        self._series(request)["first_byte"].observe(now_s - request.received_s)
 
     def finished(self, request: Request, now_s: float) -> None:
         """Count a finished response, whichever side ended it."""
@@ -78,19 +76,19 @@ class Metrics:
         series["duration"].observe(now_s - request.received_s)
         series["input"].inc(tokens.prompt)
         series["output"].inc(tokens.completion)
-        if tokens.found:
-            series["cached"].inc(tokens.found)
+        if tokens.cached:
+            series["cached"].inc(tokens.cached)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:
             token_s = (now_s - request.first_byte_s) / (written - 1)
             self._per_token.labels(*series["labels"]).observe(token_s)
-        self.rows[request.row].finished(request, token_s, now_s)
+        self.loads[request.routed_model].finished(request, token_s, now_s)
 
     def forget_models(self, keep: Collection[str]) -> None:
         """Drop the load of models that left the table."""
-        for name in [name for name in self.rows if name not in keep]:
-            del self.rows[name]
+        for name in [name for name in self.loads if name not in keep]:
+            del self.loads[name]
 
     def _series(self, request: Request) -> dict[str, Any]:
         """What is counted of requests like this one; makes room for new ones."""

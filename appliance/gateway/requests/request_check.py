@@ -18,10 +18,9 @@ from appliance.gateway.answers.transcript import Transcript, of_completion, of_r
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.requests.content import check_depth, check_structure, media_in
 from appliance.gateway.requests.fields import check_fields, prompts_in
-from appliance.gateway.requests.meant import as_meant
-from appliance.gateway.requests.media import media_in
-from appliance.gateway.requests.structure import check_depth, check_structure
+from appliance.gateway.requests.normalize import normalize
 
 Pairs = Sequence[tuple[bytes, bytes]]
 
@@ -124,8 +123,9 @@ def parsed_body(body: bytes) -> dict[str, Any]:
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
     check_depth(given, limits.json_depth)
-    data, ignored = as_meant(route.name, given)
-    check_fields(route.name, data)
+    fields = {name: value for name, value in given.items() if value is not None}
+    check_fields(route.name, fields)
+    data, ignored = normalize(route.name, fields)
     check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
@@ -165,7 +165,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
-        rewritten=b"" if data is given else orjson.dumps(data),
+        rewritten=b"" if data == given else orjson.dumps(data),
     )
 
 

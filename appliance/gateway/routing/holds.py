@@ -17,13 +17,14 @@ from appliance.gateway.routing.router import Choice, Work
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A request that waits. host: the model whose engines it waits for; rows: of the table that may take it, in its
-    order of preference. avoided: replicas that take it only if no other can. place: its replica, or why it gets none.
+    """A request that waits. host: the model whose engines it waits for; names: of models in the table that may take
+    it, in its order of preference. avoided: replicas that take it only if no other can. place: its replica, or why it
+    gets none.
     """
 
     model: str
     host: str
-    rows: tuple[str, ...]
+    names: tuple[str, ...]
     work: Work
     avoided: Collection[str]
     place: Future[Choice]
@@ -37,7 +38,7 @@ class Holds:
         self.count = 0
         self._queues: dict[str, FairQueue[Ticket]] = {}
         self._models: Counter[str] = Counter()
-        self._rows: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+        self._names: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
 
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
@@ -67,10 +68,10 @@ class Holds:
         return True
 
     def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
-        """The request that is next for a place on these engines; it stays queued. full: rows without a place."""
-        if len(full) >= len(self._rows[host]):
+        """The request that is next for a place on these engines; it stays queued. full: names without a place."""
+        if len(full) >= len(self._names[host]):
             return None  # without a look at each, of which there may be thousands
-        return next((ticket for ticket in self._queues.get(host, ()) if ticket.rows not in full), None)
+        return next((ticket for ticket in self._queues.get(host, ()) if ticket.names not in full), None)
 
     def held(self, model: str) -> int:
         return self._models[model]
@@ -86,10 +87,10 @@ class Holds:
     def _count(self, ticket: Ticket, change: int) -> None:
         self.count += change
         self._models[ticket.model] += change
-        self._rows[ticket.host][ticket.rows] += change
+        self._names[ticket.host][ticket.names] += change
         if not self._models[ticket.model]:
             del self._models[ticket.model]
-        if not self._rows[ticket.host][ticket.rows]:
-            del self._rows[ticket.host][ticket.rows]
+        if not self._names[ticket.host][ticket.names]:
+            del self._names[ticket.host][ticket.names]
         if not self._queues[ticket.host]:
             del self._queues[ticket.host]

@@ -96,16 +96,11 @@ class State:
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
-    def release_body(self, request: Request) -> None:
-        self.buffered_bytes -= request.buffered_bytes
-        request.use.owner.body_bytes -= request.buffered_bytes
-        request.buffered_bytes = 0
-
     # -- models, and who waits for them
 
     def callable_model(self, name: str, caller: Caller) -> Model:
-        """The row of a model that this key may call. Raises the same HttpError for a forbidden as for a nonexistent
-        model, so callers must send nothing that depends on the model before."""
+        """The model of this name, which this key may call. Raises the same HttpError for a forbidden as for a
+        nonexistent model, so callers must send nothing that depends on the model before."""
         model = self.router.models.get(name)
         if model is None or not caller.sees(model) or not caller.may_use(name):
             raise self.unknown_model(name, caller)
@@ -114,12 +109,11 @@ class State:
     def unknown_model(self, name: str, caller: Caller) -> HttpError:
         """The error for a name that is not in the table."""
         base, at, version = name.partition("@")
-        row = self.router.models.get(base) if at else None
-        if row is None or not caller.sees(row) or not caller.may_use(base):
+        model = self.router.models.get(base) if at else None
+        if model is None or not caller.sees(model) or not caller.may_use(base):
             return errors.model_not_found(name)
-        served = ", ".join(
-            f"`{name}`" for name in sorted({replica.version for replica in row.replicas} or {row.version})
-        )
+        versions = {replica.version for replica in model.replicas} or {model.version}
+        served = ", ".join(f"`{name}`" for name in sorted(versions))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
             f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
@@ -164,9 +158,9 @@ class State:
         for host in self.holds.hosts():
             full: set[tuple[str, ...]] = set()
             while (ticket := self.holds.next(host, full)) is not None:
-                choice = self.router.choose(ticket.rows, ticket.work, now_s, ticket.avoided)
+                choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
-                    full.add(ticket.rows)
+                    full.add(ticket.names)
                 else:
                     self.holds.take(ticket, choice)
 
@@ -174,11 +168,12 @@ class State:
 
     def finished(self, request: Request, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
-        self.release_body(request)
+        self.buffered_bytes -= request.buffered_bytes
+        request.use.owner.body_bytes -= request.buffered_bytes
         if request.counted:
             self.spending.closed(request)
         if request.status == 503 and request.model and request.use.batch:
-            self.spending.gave_way(request)
+            self.spending.refund(request)
             request.model = ""  # it counts once, when it is answered
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:

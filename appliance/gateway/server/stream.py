@@ -52,11 +52,11 @@ class Stream:
         *events, self._partial = (self._partial + data).split(b"\n\n")
         return events
 
-    def passed(self, event: bytes) -> bytes:
+    def rewrite(self, event: bytes) -> bytes:
         """An engine's event as the client gets it, empty for none."""
-        return self.relayed(event if self._continuation is None else self._continuation.event(event))
+        return self.rewrite_continued(event if self._continuation is None else self._continuation.event(event))
 
-    def relayed(self, event: bytes) -> bytes:
+    def rewrite_continued(self, event: bytes) -> bytes:
         """The same for one that the continuation has seen, or made."""
         if not event:
             return b""

@@ -66,15 +66,6 @@ def models(db: Database, key_id: str) -> tuple[int, int]:
     return number, size
 
 
-def names(db: Database, owner: str) -> list[str]:
-    """Public names of this owner's models and of their checkpoints."""
-    return db.column(
-        "SELECT id AS name FROM models WHERE owner = ?1 UNION"
-        " SELECT name FROM checkpoints WHERE model IN (SELECT id FROM models WHERE owner = ?1)",
-        [owner],
-    )
-
-
 def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:
     """Number and bytes, as the table's triggers keep them."""
     found = db.execute(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.app import _keep_house
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
@@ -102,21 +101,6 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
         await ask(control, "POST", "/forget", json={"owner": "first"})
     assert not file.exists()
     assert (await ask(control, "POST", "/keys", json={"name": "more"}))["key"], "and nothing fails where it is gone"
-
-
-@pytest.mark.parametrize("way", ["rotate", "revoke", "forget"])
-async def test_a_key_ends_where_the_file_of_the_first_one_cannot_be_read(control: Control, way: str):
-    """Gateways were not told of its end, or nobody of its new secret."""
-    file = Path(control.context.box["data_dir"]) / "first-key"
-    file.write_bytes(b"\xff\xfe")
-    made = await ask(control, "POST", "/keys", json={"name": "other"})
-    if way == "rotate":
-        assert (await ask(control, "POST", "/keys/other/rotate"))["key"]
-    elif way == "revoke":
-        await ask(control, "DELETE", "/keys/other")
-    else:
-        await ask(control, "POST", "/forget", json={"owner": "other"})
-    assert keys.fingerprint(made["key"]) not in control.gateway_keys and file.exists()
 
 
 @pytest.mark.parametrize(
@@ -319,32 +303,6 @@ async def test_the_audit_log_pages(control: Control):
     assert page["data"][0]["key_id"] == page["data"][0]["by"] == "key_admin" and page["data"][0]["request_id"]
     rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
     assert [row["detail"]["name"] for row in rest["data"]] == ["a"]
-
-
-async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control: Control, monkeypatch):
-    """One row that could not be removed ended all housekeeping for the life of the controller."""
-    looked: list[str] = []
-
-    def fails(context: Any, now_s: float) -> None:
-        looked.append("files")
-        raise OSError("Read-only file system")
-
-    monkeypatch.setattr("appliance.controller.app.keep_house", fails)
-
-    def works(now_s: float) -> None:
-        looked.append("responses")
-
-    monkeypatch.setattr(control.app.state.responses, "keep_house", works)
-    await _keep_house(control.context, control.app.state.responses)
-    await _keep_house(control.context, control.app.state.responses)
-    assert looked == ["files", "responses"] * 2
-    found = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"]
-    assert [(one["name"], one["why"], one["failures"]) for one in found] == [
-        ("housekeeping of files and uploads", "OSError: Read-only file system", 2)
-    ]
-    monkeypatch.undo()
-    await _keep_house(control.context, control.app.state.responses)
-    assert (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"] == []
 
 
 async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_expires(control: Control):

@@ -435,15 +435,6 @@ async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(co
     assert names == {batch.input_file_id, batch.output_file_id}
 
 
-async def test_answers_that_a_thread_has_written_count_before_more_are_asked(control: Control):
-    key_id = control.as_key("ann", bounds={"file_bytes": 1000})
-    batch = work.BatchWork(control.context, "batch_1")
-    batch._owner = "ann"
-    assert batch._no_room(key_id) == ""
-    batch.answers.bytes = 1001
-    assert "1001 of at most 1000 bytes" in batch._no_room(key_id)
-
-
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
     answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}

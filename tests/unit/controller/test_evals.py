@@ -34,7 +34,7 @@ from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.host import GraderHost
+from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
     "type": "string_check",
@@ -857,7 +857,7 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
     def there(run_id: str) -> int:
         return int(control.db.execute("SELECT count(*) FROM eval_items WHERE run_id = ?", [run_id]).fetchone()[0])
 
-    async def refused_items(host: Any, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+    async def refused_items(hosts: Any, owner: str, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
         checked.append(len(items))
         if len(checked) == 2:
             checking.set()
@@ -866,7 +866,7 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
 
     control.as_key("carol")
     eval_id = await made(control)
-    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
+    monkeypatch.setattr(GraderHosts, "refused_items", refused_items)
     file_id = await control.upload(b'{"item": {"answer": "a"}}\n' * 5 + b"{}\n", purpose="user_data")
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.access.model_access import allowed_models
+from appliance.controller.access.model_access import usable_models
 from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
@@ -217,7 +217,7 @@ async def test_a_job_that_ended_without_a_model_lends_its_keys_nothing(control: 
     control.http.headers.update({"x-appliance-key-id": "key_test"})
     run(control, events, await made(control))
     models.share(control.db, "fraud", "*")
-    assert allowed_models(control.db, row) == ["starter"]
+    assert usable_models(control.db, row.id) == {"starter"}
 
 
 async def test_who_is_forgotten_takes_along_a_model_with_one_version_of_theirs(control: Control, events: JobEvents):

@@ -170,7 +170,6 @@ class Box:
         model: str,
         *replicas: str,
         task: str = "generate",
-        hold_s: float = 30.0,
         trouble: dict[str, Any] | None = None,
         chats: bool = True,
         slots: int | None = None,
@@ -181,7 +180,6 @@ class Box:
         self.models[model] = {
             "version": "v1",
             "task": task,
-            "hold_s": hold_s,
             "trouble": trouble,
             "chats": chats,
             "slots": slots,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -86,13 +85,12 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert report["models"] == {}, "a table may have thousands of names, and a report comes four times a second"
-    box.state.metrics.rows["n"].arrived(3, 0.0)
+    box.state.metrics.loads["n"].arrived(3, 0.0)
     assert load_report(box.state)["models"] == {
         "n": {
             "inflight": 0,
             "held": 0,
             "last_request_s": pytest.approx(time.time() - time.monotonic(), abs=10),
-            "ttft_p95_s": None,
             "tpot_p95_s": None,
             "waiting_prompt_tokens": 0,
             "prompt_tokens": 0,
@@ -114,7 +112,7 @@ async def test_report_has_models_that_were_requested_since_they_are_in_the_table
     metrics, now_s = box.state.metrics, time.monotonic()
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(3)}
     box.apply()
-    metrics.rows["n1"].arrived(3, now_s)
+    metrics.loads["n1"].arrived(3, now_s)
     assert load_report(box.state)["models"].keys() == {"n1"}
     row = box.models.pop("n1")
     box.apply()
@@ -123,17 +121,16 @@ async def test_report_has_models_that_were_requested_since_they_are_in_the_table
     box.apply()
     assert load_report(box.state)["models"] == {}, "it counts from nothing"
     request = Request(b"POST", b"/v1/chat/completions")
-    request.model, request.row, request.received_s = "n2", "n2", now_s - 0.5
-    metrics.first_byte(request, now_s)
-    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] == pytest.approx(0.5)
+    metrics.loads["n2"].finished(request, 0.5, now_s)
+    assert load_report(box.state)["models"]["n2"]["tpot_p95_s"] == pytest.approx(0.5)
     monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
-    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] is None
+    assert load_report(box.state)["models"]["n2"]["tpot_p95_s"] is None
 
 
 async def test_each_connection_begins_with_a_report(box: Box, bus: DummyBus) -> None:
     await bus.push(table := box.table())
     await bus.report(generation=table["generation"])
-    box.state.metrics.rows["m"].arrived(3, 0.0)
+    box.state.metrics.loads["m"].arrived(3, 0.0)
     box.state.on_change(True)
     report = await bus.report()
     assert report["models"]["m"]["arrived_requests"] == 1
@@ -234,7 +231,6 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
         ({"models": []}, "models"),
         ({"type": "newer"}, "type"),
         ({"models": {"m": {"task": "sing"}}}, ".task"),
-        ({"models": {"m": {"hold_s": -1}}}, ".hold_s"),
         ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, ".state"),
         ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, ".socket"),
         ({"models": {"m": {"version": "v1\r\nx: y"}}}, ".version"),
@@ -255,7 +251,7 @@ def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], wher
 def test_table_defaults() -> None:
     table = parse_table({"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}})
     (model,) = table.models.values()
-    assert model.replicas[0].id == "e" and model.hold_s == math.inf and model.task == "generate"
+    assert model.replicas[0].id == "e" and model.task == "generate"
 
 
 def test_a_key_says_whose_it_is() -> None:

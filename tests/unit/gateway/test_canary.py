@@ -16,12 +16,12 @@ from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
 
-async def split(box: Box, share: float, hold_s: float = 30.0, **canary_states: str) -> None:
+async def split(box: Box, share: float, **canary_states: str) -> None:
     """ "m" v1 on e0, and its canary v2 on e1."""
     for name in ("e0", "e1"):
         if name not in box.engines:
             await box.engine(name)
-    box.serve("m", "e0", hold_s=hold_s)
+    box.serve("m", "e0")
     box.serve("m@v2", **(canary_states or {"e1": "open"}))
     for replica in box.models["m@v2"]["replicas"]:
         replica["version"] = "v2"
@@ -133,8 +133,8 @@ def test_the_share_is_met_over_many_conversations(share: float) -> None:
     replica = Replica("r1", "/s", "v1", "open")
     router.apply(
         [
-            Model("m", "v1", "generate", 1.0, (replica,), canary=Canary("m@v2", share, 1.0)),
-            Model("m@v2", "v2", "generate", 1.0),
+            Model("m", "v1", "generate", (replica,), canary=Canary("m@v2", share, 1.0)),
+            Model("m@v2", "v2", "generate"),
         ]
     )
     prompts = [b"You are helpful.\nquestion %d" % i for i in range(20_000)]

@@ -64,7 +64,7 @@ async def test_a_request_that_ends_engines_ends_two_and_is_condemned(
     assert is_condemned(await ask(box, POISON, stream=stream)) and len(dead(box)) == 2
     answers = await asyncio.gather(*(ask(box, f"u{n}", stream=stream) for n in range(12)))
     assert [answer.status for answer in answers] == [200] * 12
-    assert box.state.metrics.events["condemned"] == 1
+    assert box.state.metrics.events["engines_died"] == 1
     assert all(load.inflight == 0 for load in box.state.router.loads.values())
 
 
@@ -88,7 +88,7 @@ async def test_an_engine_that_is_killed_costs_none_of_its_requests(start_box: St
     await box.engines["e0"].stop()
     await start_engines(box, "e1")
     assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 10
-    assert box.state.metrics.events["condemned"] == 0
+    assert box.state.metrics.events["engines_died"] == 0
 
 
 async def test_a_replica_that_breaks_off_twice_has_died_once(start_box: Start) -> None:
@@ -106,7 +106,7 @@ async def test_a_replica_that_breaks_off_twice_has_died_once(start_box: Start) -
     await box.engine("e0", breaks_off_twice)
     box.serve("m", "e0")
     assert (await ask(box)).status == 200 and len(broken) == 3
-    assert box.state.metrics.events["condemned"] == 0
+    assert box.state.metrics.events["engines_died"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -128,7 +128,7 @@ async def test_engines_of_a_node_that_is_gone_did_not_die_of_the_request(start_b
     box.serve("m", *gone, "home")
     answer = await asked
     assert answer.status == 200 and b"error" not in answer.body
-    assert box.state.metrics.events["condemned"] == 0
+    assert box.state.metrics.events["engines_died"] == 0
 
 
 async def test_a_request_goes_on_where_it_has_not_broken_off(start_box: Start, monkeypatch) -> None:

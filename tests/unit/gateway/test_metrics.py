@@ -48,7 +48,7 @@ def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
     for prompt, found, completion in ((10, 0, 3), (12, 8, 4)):
         request = Request(b"POST", b"/v1/chat/completions")
         request.model, request.model_version, request.status = "m", "v1", 200
-        request.tokens.prompt, request.tokens.found, request.tokens.completion = prompt, found, completion
+        request.tokens.prompt, request.tokens.cached, request.tokens.completion = prompt, found, completion
         metrics.finished(request, 1.0)
     told = values(generate_latest(metrics.registry))
     of = {"key_class": "none", "model": "m", "version": "v1"}

@@ -88,7 +88,7 @@ async def test_engine_of_another_box_or_without_listener_is_unreached(
     for address in (engine, f"https://{HOST}:1"):
         with pytest.raises(AttemptFailed) as failed:
             await asked(address)
-        assert failed.value.why is Failure.UNREACHED
+        assert failed.value.reason is Failure.UNREACHED
 
 
 async def test_client_without_certificate_gets_no_answer(engine: str, tmp_path: Path) -> None:

@@ -85,17 +85,6 @@ async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: 
         wire.close()
 
 
-async def test_request_waits_longer_for_a_busy_engine_than_for_a_sleeping_one(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1)
-    box.serve("m", "e0", slots=1, hold_s=0.01)
-    wires = [await send(box, str(n)) for n in range(2)]
-    await box.until(lambda: box.state.holds.count == 1)
-    await asyncio.sleep(0.03)
-    for n in range(2):
-        engine.end(str(n))
-    assert [(await wire.response()).status for wire in wires] == [200, 200]
-
-
 async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(start_box: Start) -> None:
     box, engine = await crowded(start_box, 1, sweep_s=60.0)
     box.models["ft:a"] = {**box.models["m"], "host": "m", "adapter": "ft:a@v1"}

@@ -12,7 +12,7 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.requests.meant import IGNORED_ITEMS, IGNORED_TOOLS, items_as_meant
+from appliance.gateway.requests.normalize import IGNORED_ITEMS, IGNORED_TOOLS, normalize_items
 from appliance.gateway.requests.request_check import Checked, check_body
 
 Body = dict[str, Any]
@@ -207,7 +207,7 @@ def test_call_that_a_model_is_free_to_make_is_not_enforced(api: str) -> None:
 
 def items(*given: Body) -> tuple[list[Body], list[str]]:
     left_out: list[str] = []
-    return items_as_meant(list(given), left_out), left_out
+    return normalize_items(list(given), left_out), left_out
 
 
 def test_earlier_answer_without_id_and_status_has_all_of_its_texts() -> None:

@@ -20,7 +20,7 @@ from appliance.gateway.routing.table import Model, Replica
 
 def _model(name: str = "m", **states: str) -> Model:
     replicas = tuple(Replica(key, f"/s/{key}", "v1", state) for key, state in states.items())
-    return Model(name, "v1", "generate", 60.0, replicas)
+    return Model(name, "v1", "generate", replicas)
 
 
 def _router(*models: Model, max_inflight: int = 100) -> Router:
@@ -43,7 +43,7 @@ def test_draining_paused_and_full_replicas_get_nothing() -> None:
 
 def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_last() -> None:
     silent, other = (Replica(key, f"/s/{key}", "v1", "open", key == "a") for key in "ab")
-    router = _router(Model("m", "v1", "generate", 60.0, (silent, other)), max_inflight=3)
+    router = _router(Model("m", "v1", "generate", (silent, other)), max_inflight=3)
     chosen = [router.choose(["m"], Work(tokens=10_000 * n), 0.0) for n in range(1, 4)]
     assert [choice.replica.id for choice in chosen if choice] == ["b"] * 3, "however loaded the other is"
     last = router.choose(["m"], Work(), 0.0)

@@ -50,7 +50,7 @@ def test_requests_at_all_workers_together_are_within_a_keys_limit() -> None:
     caller, taken = Caller("key_a", "", frozenset(), requests_per_minute=5), 0
     for own, other in (workers, reversed(workers)):
         own.apply([caller])
-        own.tell_others = other.heard
+        own.report_spent = other.spent_elsewhere
     for number in range(10):
         spending, request = workers[number % 2], Request(b"POST", b"/v1/chat/completions")
         request.caller, request.use = caller, spending.use_of(caller)
@@ -131,7 +131,7 @@ async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start
         await engine_has(box, number)
     refused = await box.ask("POST", "/v1/chat/completions", asked)
     assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
-    assert "500 at once, by its quota" in refused.error["message"] and refused.headers["retry-after"] == "1"
+    assert "allows 500 at once" in refused.error["message"] and refused.headers["retry-after"] == "1"
     wires[0].close()
     use = use_of(box, KEY)
     await box.until(lambda: use.requests == 1)
@@ -263,7 +263,7 @@ def without_usage(stream: bytes, version: str) -> bytes:
     request.route, request.model_version = route, version
     checked = check_body(route, json.dumps(chat(stream=True)).encode(), Limits())
     relayed = Stream(request, checked, hides_usage=True, most_bytes=0)
-    return b"".join(map(relayed.passed, relayed.events(stream)))
+    return b"".join(map(relayed.rewrite, relayed.events(stream)))
 
 
 def test_only_the_usage_event_goes():
@@ -366,7 +366,7 @@ async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_go
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
         await wire.head()
-        await box.until(lambda: any(one.request.stream_events == 4 for one in box.state.exchanges))
+        await box.until(lambda: any(one.stream_events == 4 for one in box.state.exchanges))
         if revoked:
             del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
             box.apply()
@@ -400,7 +400,7 @@ async def test_what_a_request_says_of_itself_is_not_what_it_costs(box: Box, said
         await wire.response()
     else:
         await wire.head()
-        await box.until(lambda: any(one.request.stream_events == 2 for one in box.state.exchanges))
+        await box.until(lambda: any(one.stream_events == 2 for one in box.state.exchanges))
     wire.close()
     await box.until(lambda: not box.state.exchanges)
     row = taken(box)

@@ -44,7 +44,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return says
 
     @contextmanager
-    def begun(warm: object) -> Iterator[Trial]:
+    def begun() -> Iterator[Trial]:
         yield Trial()
 
     monkeypatch.setattr("appliance.models.checkpoint_trial.begun", begun)

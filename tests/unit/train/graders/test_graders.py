@@ -110,16 +110,6 @@ def test_no_template_takes_long_to_read(text: str) -> None:
     assert time.process_time() - began_s < 30 and len(refused.value.message) < 1000
 
 
-def test_an_answer_is_read_once_for_all_variables_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 40,000 read it again: minutes, with the priority of the job that waits for its reward."""
-    read, loads = list[str](), json.loads
-    monkeypatch.setattr(templates.json, "loads", lambda text: read.append(text) or loads(text))
-    call = {"function": {"arguments": '{"a": 1}'}}
-    sample = Sample('{"a": "x"}', output_tools=[call])
-    variable = "{{sample.output_text.a}}{{sample.output_tools[0].function.arguments.a}}"
-    assert fill(variable * 1000, sample, {}) == "x1" * 1000 and len(read) == 2
-
-
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
@@ -274,8 +264,7 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
         ("same.real", "a formula has numbers"),
         ("(lambda: 1)()", "a formula has numbers"),
         ("True", "a formula has numbers"),
-        ("sqrt(1, 2)", "takes one number"),
-        ("min(same)", "takes two"),
+        ("sqrt(number=1)", "a formula has numbers"),
         ("-" * 3000 + "same", ""),
         ("(" * 3000 + "same" + ")" * 3000, ""),
         ("same" + " " * 5000, "at most 4096"),
@@ -305,7 +294,18 @@ def test_formulas_know_powers_and_functions() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a / b", "log(b)", "sqrt(0 - a)", "(0 - a) ^ 0.5", "max((0 - a) ^ 0.5, 1)", "9 ^ 9 ^ 9 ^ 9", "1e308 * 10 * a"],
+    [
+        "a / b",
+        "sqrt(1, 2)",
+        "min(a)",
+        "min + 1",
+        "log(b)",
+        "sqrt(0 - a)",
+        "(0 - a) ^ 0.5",
+        "max((0 - a) ^ 0.5, 1)",
+        "9 ^ 9 ^ 9 ^ 9",
+        "1e308 * 10 * a",
+    ],
 )
 def test_a_formula_without_a_value_says_so(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value for a = 1, b = 0") as failure:

@@ -1,5 +1,5 @@
-"""A whole request as engines read it: tools, messages, items of /v1/responses, schemas. Pure: takes a parsed body,
-returns another one.
+"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure: takes a
+parsed body, returns another one.
 
 Clients send history without ids, thoughts that only OpenAI can read, and items of tools that only its server has. vLLM
 takes the first part of an earlier answer alone, refuses encrypted thoughts, and knows no other items: these are left
@@ -20,13 +20,13 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
-_GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
 _INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
 """Values of `include` that engines do not know; they add to items that only OpenAI's own tools make."""
 _TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
 _REFUSED: Final = {
-    "item_reference": "send the item itself, or go on from its response with `previous_response_id`",
+    "item_reference": "send the item itself, or continue its response with `previous_response_id`",
     "compaction_trigger": "no engine compacts; ask for a summary in a message",
 }
 _BLOCKS: Final = frozenset(
@@ -41,50 +41,51 @@ _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": F
 _SAYS_NOTHING: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
 
 
-def as_meant(route: str, data: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
-    """The request that a client means by this body, without nulls, `data` itself where nothing changes; and headers of
-    the answer, naming what is left out. Raises HttpError 400."""
+def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
+    """The request as engines read it, and headers of the answer, naming what is left out. given: without nulls, its
+    fields checked. Raises HttpError 400."""
     route = route.removesuffix(".input_tokens").removesuffix(".count_tokens")
-    made = {name: value for name, value in data.items() if value is not None}
-    items: list[str] = []
-    tools = tools_as_meant(route, made)
-    if made.get("top_p") == 0:  # greedy, which engines refuse in this form
-        made["temperature"], made["top_p"] = 0, 1
-    if made.get("temperature") == 0 and made.get("n", 1) != 1:  # several greedy answers: the same
-        made["temperature"], made["top_k"] = 1, 1
-    if route != "messages":
-        _one_format(made)
-    if isinstance(made.get("messages"), list):
-        read = anthropic_messages_as_meant if route == "messages" else chat_messages_as_meant
-        made["messages"] = read(made["messages"], items)
+    data, items = dict(given), list[str]()
+    try:
+        tools = _set_tools(route, data)
+        if route == "messages" and "messages" in data:
+            data["messages"] = [_anthropic_message(at, message, items) for at, message in enumerate(data["messages"])]
+        elif "messages" in data:
+            data["messages"] = _chat_messages(data["messages"])
+    except legacy.LegacyRefused as error:
+        raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
+    if data.get("top_p") == 0:  # greedy, which engines refuse in this form
+        data["temperature"], data["top_p"] = 0, 1
+    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # several greedy answers: the same
+        data["temperature"], data["top_k"] = 1, 1
+    _set_format(data)
     if route == "responses":
-        made.pop("client_metadata", None)  # Codex's own notes
-        if isinstance(made.get("input"), list):
-            made["input"] = items_as_meant(made["input"], items)
-        if isinstance(made.get("include"), list):
-            made["include"] = [one for one in made["include"] if one not in _INCLUDES]
-    return data if made == data else made, [*_header(IGNORED_TOOLS, tools), *_header(IGNORED_ITEMS, items)]
+        data.pop("client_metadata", None)  # Codex's own notes
+        if isinstance(data.get("input"), list):
+            data["input"] = normalize_items(data["input"], items)
+        if "include" in data:
+            data["include"] = [value for value in data["include"] if value not in _INCLUDES]
+    return data, [*_header(IGNORED_TOOLS, tools), *_header(IGNORED_ITEMS, items)]
 
 
 def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
     """The header that names these, each once, in ASCII, and a few; none without any."""
     if not left_out:
         return []
-    shown = ["".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "_" for c in one) for one in left_out]
-    value = ", ".join([one[:80] for one in dict.fromkeys(shown)][:16])
-    return [(name, value.encode())]
+    plain = ["".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "_" for c in text) for text in left_out]
+    return [(name, ", ".join([text[:80] for text in dict.fromkeys(plain)][:16]).encode())]
 
 
-def _one_format(data: Object) -> None:
+def _set_format(data: Object) -> None:
     """One schema in the place where engines look for it, whatever field the client put it into."""
-    for older, newer in _GUIDED.items():
-        if older in data and not data.get("structured_outputs"):  # with them it stays, and is refused
-            data["structured_outputs"] = {newer: data.pop(older)}
+    for older, newer in GUIDED.items():
+        if older in data:
+            data["structured_outputs"] = {newer: data.pop(older), **data.get("structured_outputs", {})}
     wanted, text = data.get("response_format"), data.get("text")
-    if isinstance(wanted, dict) and (flat := _format(wanted)) is not wanted:
+    if wanted and (flat := _format(wanted)) is not wanted:
         inner = {name: value for name, value in flat.items() if name != "type"}
         data["response_format"] = {"type": "json_schema", "json_schema": inner}
-    if isinstance(text, dict) and isinstance(text.get("format"), dict):
+    if text and isinstance(text.get("format"), dict):
         data["text"] = {**text, "format": _format(text["format"])}
 
 
@@ -104,45 +105,37 @@ def _format(wanted: Object) -> Object:
 # -- tools: those that only their maker's own server runs are left out, where functions remain
 
 
-def tools_as_meant(route: str, data: Object) -> list[str]:
+def _set_tools(route: str, data: Object) -> list[str]:
     """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
-    HttpError 400."""
+    HttpError 400, LegacyRefused."""
     if data.get("functions") == []:
         data.pop("functions")
         data.pop("function_call", None)
     elif route == "chat.completions" and legacy.is_legacy(data):
-        try:
-            data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
-        except legacy.LegacyRefused as error:
-            raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
-    tools = data.get("tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
+    if "tools" not in data:
         return []
-    gone: dict[str, Any] = {}  # label -> own name
-    kept = _kept(route, tools, gone)
+    ignored: dict[str, Any] = {}  # label -> own name
+    kept = _runnable(route, data["tools"], ignored)
     choice = data.get("tool_choice")
-    kind = _kind(choice)
+    kind = choice.get("type") if isinstance(choice, dict) else choice
     if isinstance(choice, dict) and isinstance(kind, str):
         named = choice.get("server_label", _own_name(choice))
-        if kind not in _CHOICES or (named is not None and named in gone.values() and kind != "allowed_tools"):
+        if kind not in _CHOICES or (named is not None and named in ignored.values() and kind != "allowed_tools"):
             raise _cannot_run("tool_choice", "`tool_choice` demands", kind)
-    if gone and not kept and kind != "none":
-        raise _cannot_run("tools[0]", "`tools[0]` is", next(iter(gone)))
-    data["tools"] = kept
+    if ignored and not kept and kind != "none":
+        raise _cannot_run("tools[0]", "`tools[0]` is", next(iter(ignored)))
     if kind == "allowed_tools" and isinstance(choice, dict):
-        _only_allowed(data, choice)
-    if not data["tools"]:  # none, so nothing can be chosen
+        kept, kind = _allowed(kept, choice)
+        data["tool_choice"] = kind
+    if not kept:  # so nothing can be chosen
         del data["tools"]
         if kind in ("auto", "none"):
             del data["tool_choice"]
         data.pop("parallel_tool_calls", None)
-    elif _kind(data.get("tool_choice")) not in ("auto", "none", None):
-        data["tools"] = [_enforced(route, tool) for tool in data["tools"]]
-    return list(gone)
-
-
-def _kind(choice: Any) -> Any:
-    return choice.get("type") if isinstance(choice, dict) else choice
+    else:
+        data["tools"] = kept if kind in ("auto", "none", None) else [_enforced(route, tool) for tool in kept]
+    return list(ignored)
 
 
 def _enforced(route: str, tool: Object) -> Object:
@@ -151,35 +144,34 @@ def _enforced(route: str, tool: Object) -> Object:
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": {**tool["function"], "strict": True}}
     if tool.get("type") == "namespace":
-        return {**tool, "tools": [_enforced(route, one) for one in tool["tools"]]}
+        return {**tool, "tools": [_enforced(route, inner) for inner in tool["tools"]]}
     return tool if route == "responses" and tool.get("type") == "custom" else {**tool, "strict": True}
 
 
-def _kept(route: str, tools: list[Object], gone: dict[str, Any], space: str = "") -> list[Object]:
-    """The tools that an engine gets. gone: gets the others. space: the namespace that they are in."""
+def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: str = "") -> list[Object]:
+    """The tools that an engine gets. ignored: gets the others. space: the namespace that they are in."""
     kept: list[Object] = []
     for tool in tools:
         kind, form = tool.get("type"), tool.get("format")
         has_grammar = isinstance(form, dict) and form.get("type") != "text"
         own = ("function",) if space else _OWN.get(route, (None, "function"))
         if kind not in own or has_grammar:
-            gone[space + _label(tool)] = None if space else _own_name(tool)
+            ignored[space + _label(tool)] = None if space else _own_name(tool)
         elif kind == "namespace" and isinstance(tool.get("tools"), list):
             inner = [one for one in tool["tools"] if isinstance(one, dict)]
-            if functions := _kept(route, inner, gone, f"{tool.get('name')}."):
+            if functions := _runnable(route, inner, ignored, f"{tool.get('name')}."):
                 kept.append({**tool, "tools": functions})
         elif kind == "custom" and route == "responses":
             kept.append(tool)
+        elif route != "responses" and isinstance(tool.get("function"), dict):
+            kept.append({**tool, "function": _with_parameters("parameters", tool["function"])})
         else:
-            kept.append(_with_parameters(route, tool))
+            kept.append(_with_parameters("input_schema" if route == "messages" else "parameters", tool))
     return kept
 
 
-def _with_parameters(route: str, tool: Object) -> Object:
-    """The tool with a schema that takes nothing, if it has none or its own says nothing else."""
-    if route != "responses" and isinstance(tool.get("function"), dict):
-        return {**tool, "function": _with_parameters("responses", tool["function"])}
-    name = "input_schema" if route == "messages" else "parameters"
+def _with_parameters(name: str, tool: Object) -> Object:
+    """The tool with a schema that takes nothing, if it has none or its own says nothing else. name: of its field."""
     schema = tool.get(name) or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object" or schema.keys() - _SAYS_NOTHING:
         return tool
@@ -188,20 +180,20 @@ def _with_parameters(route: str, tool: Object) -> Object:
     return {**tool, name: _NOTHING}
 
 
-def _only_allowed(data: Object, choice: Object) -> None:
-    """The model sees the allowed tools alone. Raises HttpError 400 where none of them is there."""
+def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
+    """The allowed ones of the tools, which the model gets alone, and the mode. Raises HttpError 400 where none is."""
     inner = choice.get("allowed_tools", choice)
-    allowed = inner.get("tools") if isinstance(inner, dict) else None
-    names = [_own_name(tool) for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
-    kept = [tool for tool in data["tools"] if isinstance(tool, dict) and _own_name(tool) in names]
-    mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
+    inner = inner if isinstance(inner, dict) else {}
+    given = inner.get("tools")
+    names = [_own_name(tool) for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
+    kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
     if not kept or mode not in ("auto", "required"):
         raise errors.bad_request(
             "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`.",
             param="tool_choice",
             code="invalid_value",
         )
-    data["tools"], data["tool_choice"] = kept, mode
+    return kept, mode
 
 
 def _own_name(tool: Object) -> Any:
@@ -227,32 +219,24 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 # -- messages of chat completions and of Anthropic's API
 
 
-def chat_messages_as_meant(messages: list[Any], left_out: list[str]) -> list[Any]:
-    """Raises HttpError 400 for a message that has the older and the newer form of a call."""
-    made: list[Any] = []
+def _chat_messages(messages: list[Object]) -> list[Object]:
+    """Raises LegacyRefused for a message that has the older and the newer form of a call."""
+    made: list[Object] = []
     unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
     for place, message in enumerate(messages):
-        if not isinstance(message, dict):
-            made.append(message)
-            continue
         if legacy.has_call(message):
-            try:
-                message = legacy.with_tool_call(place, message)
-            except legacy.LegacyRefused as error:
-                raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
-        calls, content = message.get("tool_calls"), message.get("content")
-        if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
-            named = [
-                {**_function_call(call), "id": call.get("id") or f"call_{place}_{at}"} for at, call in enumerate(calls)
-            ]
-            unnamed = [call["id"] for call, given in zip(named, calls, strict=True) if not given.get("id")]
+            message = legacy.with_tool_call(place, message)
+        if calls := message.get("tool_calls"):
+            ids = [call.get("id") or f"call_{place}_{at}" for at, call in enumerate(calls)]
+            unnamed = [id for id, call in zip(ids, calls, strict=True) if not call.get("id")]
+            named = [{**_function_call(call), "id": id} for id, call in zip(ids, calls, strict=True)]
             message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
-            message = {**message, "content": result_as_text(content)}
+            message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        elif isinstance(content, list) and any(isinstance(part, list) for part in content):
-            flat = [inner for part in content for inner in (part if isinstance(part, list) else [part])]
+        elif any(isinstance(part, list) for part in message.get("content") or ()):
+            flat = [inner for part in message["content"] for inner in (part if isinstance(part, list) else [part])]
             message = {**message, "content": flat}
         made.append(message)
     return made
@@ -267,36 +251,30 @@ def _function_call(call: Object) -> Object:
     return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-def result_as_text(content: Any) -> Any:
+def _result_as_text(content: Any) -> Any:
     """A tool's result that is data, not a text or parts of a message, as its JSON."""
-    if content is None:
-        return ""
-    is_parts = isinstance(content, list) and all(
-        isinstance(p, dict) and isinstance(p.get("type"), str) for p in content
-    )
-    return content if isinstance(content, str) or is_parts else orjson.dumps(content).decode()
+    parts = content if isinstance(content, list) else [None]
+    if isinstance(content, str) or all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in parts):
+        return content
+    return "" if content is None else orjson.dumps(content).decode()
 
 
-def anthropic_messages_as_meant(messages: list[Any], left_out: list[str]) -> list[Any]:
+def _anthropic_message(place: int, message: Object, left_out: list[str]) -> Object:
     """Documents and search results as texts, and without blocks of Anthropic's own tools. left_out: gets their types.
     Raises HttpError 400 for a document that is not a text."""
-    return [
-        {**message, "content": _blocks(message["content"], f"messages[{place}].content", left_out)}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for place, message in enumerate(messages)
-    ]
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": _blocks(content, f"messages[{place}].content", left_out)}
 
 
 def _blocks(blocks: list[Any], where: str, left_out: list[str]) -> list[Any]:
     made: list[Any] = []
     for place, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str):
-            made.append(block)
-        elif kind == "tool_result" and isinstance(block.get("content"), list):
+        if kind == "tool_result" and isinstance(block.get("content"), list):
             made.append({**block, "content": _blocks(block["content"], where, left_out)})
-        elif kind in _BLOCKS:
+        elif not isinstance(kind, str) or kind in _BLOCKS:
             made.append(block)
         elif kind in ("document", "search_result"):
             made.append({"type": "text", "text": _document(block, f"{where}[{place}]")})
@@ -307,8 +285,7 @@ def _blocks(blocks: list[Any], where: str, left_out: list[str]) -> list[Any]:
 
 def _document(block: Object, where: str) -> str:
     """The text of a document or a search result, under its title. Raises HttpError 400."""
-    source = block.get("source")
-    content = block.get("content")
+    source, content = block.get("source"), block.get("content")
     if isinstance(source, dict):
         content = source.get("data") if source.get("type") == "text" else source.get("content")
     if isinstance(content, list):
@@ -320,23 +297,20 @@ def _document(block: Object, where: str) -> str:
             param=where,
             code="unsupported_document",
         )
-    told = [block.get("title"), source, block.get("context"), content]
-    return "\n".join(text for text in told if isinstance(text, str))
+    return "\n".join(t for t in (block.get("title"), source, block.get("context"), content) if isinstance(t, str))
 
 
 # -- items of /v1/responses
 
 
-def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
-    """The items that an engine gets. left_out: gets the types of those that it does not. Raises HttpError 400 for a
-    value that is not an item, and for a type that asks for what no engine does."""
-    made: list[Any] = []
+def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
+    """The items that an engine gets. left_out: gets the types of those that it does not. Raises HttpError 400 for an
+    object that is not an item, and for a type that asks for what no engine does."""
+    made: list[Object] = []
     for place, item in enumerate(items):
-        if isinstance(item, dict):  # objects that were dumped with their nulls
-            item = {name: value for name, value in item.items() if value is not None}
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if not isinstance(kind, str) or (kind == "message" and not isinstance(item.get("role"), str)):
-            # An engine would compare it with each of its thirty types.
+        item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
+        kind = item.get("type", "message")
+        if kind == "message" and "role" not in item:  # an engine would compare it with each of its thirty types
             raise errors.bad_request(
                 f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`.",
                 param=f"input[{place}]",
@@ -353,7 +327,7 @@ def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
         elif kind == "reasoning" and (thought := _thought(item)):
             made.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
         elif kind == "function_call_output":
-            made.append({**item, "output": _parts(result_as_text(item.get("output")))})
+            made.append({**item, "output": _parts(_result_as_text(item.get("output")))})
         elif kind == "function_call" and isinstance(item.get("arguments"), dict):
             made.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
         elif kind in ("function_call", "custom_tool_call", "custom_tool_call_output"):
