@@ -204,7 +204,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         engine_bytes=versions.host_bytes,
         job_bytes=job_memory.host_bytes,
         devices=nodes.device_count,
-        parked=effects,
         nudge=inbox.nudge,
         on_enough=partial(inbox.retry, "memory"),
         save=tiers.nudge,
