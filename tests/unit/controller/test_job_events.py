@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import io
+import os
+import threading
+from typing import Any
 
 import openai
 import pytest
 
+from appliance.controller.files import results
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
