@@ -38,7 +38,7 @@ class VerbTimes:
 
     wake: copy the weights once over PCIe, plus half a second. start: a fork plus the same. suspend: 12 bytes per
     parameter of optimizer state over eight links. start_group: a fork of the ranks plus loading it back. step: one
-    training step. A suspension abandons the step in progress, which is repeated later (see train.run.leave_step),
+    training step. A suspension abandons the step in progress, which is repeated later (see train.trainer.train),
     unless it ends within `patience` or is itself a repeat.
     """
 

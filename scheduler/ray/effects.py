@@ -52,7 +52,6 @@ class RayEffects:
         self.profile_replica, self.resident_bytes = self._replicas.profile_replica, self._replicas.resident_bytes
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
-        self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def _died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
         real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)

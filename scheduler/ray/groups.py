@@ -17,7 +17,6 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import node_of
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
@@ -51,9 +50,6 @@ class Jobs(Protocol):
 
     def taken(self, job_id: str) -> None:
         """Called when the job's ranks have read what `spec` and `newest_snapshot` named, or will not."""
-
-    def may_continue(self, job_id: str) -> bool:
-        """Whether the job may run again, so that keeping its parked ranks is worth their memory."""
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Called for each event of the job's ranks, see train.control.group."""
@@ -132,7 +128,6 @@ class Groups:
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
             "bytes": read_bytes,
-            "ranks": "parked" if group.resumed else "forked",
         }
 
     def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
@@ -287,17 +282,6 @@ class Groups:
                 gone.end("it does not report its state")
             return None
 
-    async def parked(self, node: str) -> tuple[str, ...]:
-        there = await self._hosts_there()
-        return tuple(sorted({status["parked"] for status in _on(node, there).values() if status["parked"]}))
-
-    async def drop_parked(self, node: str) -> None:
-        """End all parked ranks on this node; their jobs resume with new processes."""
-        for device_id, status in _on(node, await self._hosts_there()).items():
-            if status["parked"]:
-                with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
-                    await self._host(device_id).call("drop_parked", status["parked"])
-
     async def observe(self) -> tuple[GroupObserved, ...]:
         """Every group with a living rank, and groups that ended but are not cleaned up yet.
 
@@ -311,9 +295,7 @@ class Groups:
         if self._handled != handled:
             in_hand |= {status["job_id"] for status in there.values()}
         for device_id, status in there.items():
-            if parked := status["parked"]:
-                await self._look_after_parked(parked, device_id)
-            elif status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
+            if status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
         found: dict[str, GroupObserved] = {}
         for job_id, statuses in worlds.items():
@@ -329,14 +311,6 @@ class Groups:
         for job_id, running in self._groups.items():
             found[job_id] = GroupObserved(job_id, running.in_order, running.run, running.ended)
         return tuple(found.values())
-
-    async def _look_after_parked(self, job_id: str, device_id: str) -> None:
-        """End a parked rank whose job is over or continues elsewhere."""
-        running = self._groups.get(job_id)
-        elsewhere = running is not None and device_id not in running.in_order
-        if elsewhere or not self._jobs.may_continue(job_id):
-            with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
-                await self._host(device_id).call("drop_parked", job_id)
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
         ids = {"job_id": job_id}
@@ -364,10 +338,6 @@ class _RunningGroup:
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False
-
-
-def _on(node: str, there: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {device_id: status for device_id, status in there.items() if node_of(device_id) == node}
 
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:

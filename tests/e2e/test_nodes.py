@@ -94,7 +94,7 @@ class StandInHost:
         return {"pid": os.getpid()}
 
     async def status(self):
-        return {**self.reported, "alive": self.alive, "done": False, "pid": None, "parked": ""}
+        return {**self.reported, "alive": self.alive, "done": False, "pid": None}
 
     async def next_event(self, after=0):
         if after == 0:

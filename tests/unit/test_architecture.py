@@ -82,7 +82,7 @@ SUBPACKAGES = (
     "scheduler.autoscale",
     "scheduler.core",
     "train.convert",
-    "train.run",
+    "train.trainer",
     "train.rollouts",
     "train.state",
     "train.control",
@@ -331,7 +331,7 @@ def test_only_the_file_of_a_kind_of_device_names_it():
     [
         "from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary",
         "import flashinfer.comm",
-        "from runtime.devices import rocm",
+        "from runtime.devices import cuda",
         'args = ["--enable-sleep-mode"]',
         'args = ["--sleep-mode-offload-cudagraph"]',
         'env = {"NCCL_SOCKET_IFNAME": "lo"}',
@@ -560,7 +560,6 @@ TASKS = {
     "appliance/controller/context/tasks.py Tasks._begin": "logs what its task raises, and fails its object",
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,
-    "appliance/tiers/job_snapshots.py JobSnapshots._give_up": "logs what removing raises; what stays is passed over",
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
@@ -590,8 +589,6 @@ TASKS = {
     "train/control/group.py Group._fail": ONE_SHOT,
     "train/control/group.py Group._fail_after_grace": ONE_SHOT,
     "train/control/group.py Group._listen": ONE_SHOT,
-    "train/control/rank_host.py RankHost._end_later": ONE_SHOT,
-    "train/control/rank_host.py RankHost.leave_parked": ONE_SHOT,
     "train/control/rank_host.py _Events.__init__": "reads a queue that raises nothing, and ends with the rank",
 }
 
@@ -645,7 +642,7 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
 
 
 OPENERS = {
-    "train/model/model.py": "`train.run.prepare.refuse_unsafe`, before a rank reads anything",
+    "train/model/model.py": "`train.trainer.prepare.refuse_unsafe`, before a rank reads anything",
     "train/model/adapter.py": "the same",
     "train/methods/check_process.py": "`check_settings` of weights.checkpoint.folder",
     "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",

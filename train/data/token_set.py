@@ -66,7 +66,7 @@ class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
     sequences: of each example. reference: (examples, sequences) float32, what the starting model says of them, once it
-    is known (train.run.reference). digest: of all tokens and of which are learnt.
+    is known (train.trainer.reference). digest: of all tokens and of which are learnt.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ import io
 import logging
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,8 +87,6 @@ class JobEvents:
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
-            "anomaly": self._anomaly,
-            "straggler": self._straggler,
             "published": self._published,
             "profiled": self._profiled,
             "snapshot": self._snapshot,
@@ -98,9 +95,8 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" |
-        "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an
-        unknown job; logs and skips events of other kinds."""
+        """One event of `train.control.group`, of a kind that has a handler. Raises RowNotFound for an unknown job; logs
+        and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -309,41 +305,10 @@ class JobEvents:
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
         add_message(db, row.id, text, data=data, kind="metrics")
 
-    def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Reports a loss that jumped or is no number, and does or remembers what the job chose for that. A lower rate
-        holds from here on in every world; a job that goes back uses it from the snapshot."""
-        action, text = str(event["action"]), str(event["text"])
-        cuts = [int(step) for step in event.get("cuts") or ()]
-        if action == "rollback":
-            if event.get("back_to") is not None:  # not the newest, which is broken too
-                jobs.update(self._db, row.id, snapshot=(snapshot := {**(row.snapshot or {}), **event["back_to"]}))
-                row = replace(row, snapshot=snapshot)
-            cuts.append((row.snapshot or {}).get("step", 0))
-        if action in ("rollback", "lower_rate") and row.resolved is not None:
-            jobs.update(self._db, row.id, resolved={**row.resolved, "rate_cuts": cuts})
-        if action == "pause" and row.wanted == "run":
-            jobs.set_wanted(self._db, row.id, "pause")
-            jobs.update(self._db, row.id, reason=f"{text}; `appliance job resume` goes on from the last snapshot.")
-        known = ("event", "text", "job")
-        data = {"anomaly": {key: value for key, value in event.items() if key not in known} | {"cuts": cuts}}
-        add_message(self._db, row.id, f"{text[0].upper()}{text[1:]}.", level="warn", data=data)
-
-    def _straggler(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Names the device that the others wait for. Ranks are in the order of the job's devices."""
-        rank, seconds, usual_s = int(event["rank"]), float(event["seconds"]), float(event["usual_s"])
-        device = row.devices[rank] if rank < len(row.devices) else None
-        who = f"Rank {rank} on {device}" if device else f"Rank {rank}"
-        text = (
-            f"{who} holds up the others: it computes {seconds:.3g} s of a step by itself, they {usual_s:.3g} s. "
-            "`appliance gpu list` and `appliance doctor` say what is known of its device"
-        )
-        straggler = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
-        add_message(self._db, row.id, text, level="warn", data={"straggler": straggler})
-
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {"step": step, "job_id": row.id, **{name: event.get(name) for name in ("epoch", "seconds", "stall_s")}}
+        meta = {"step": step, "job_id": row.id, **{name: event.get(name) for name in ("epoch", "seconds")}}
         publish = (row.resolved or {}).get("publish")
         if publish == "checkpoints":
             meta["of_epoch"] = True  # until it is the job's result
@@ -434,13 +399,12 @@ class JobEvents:
             "step": step,
             "path": str(event["path"]),
             "written": written,
-            "stall_s": before.get("stall_s", 0.0) + (float(event.get("stall_s") or 0.0) if new else 0.0),
             "told_s": now_s if tells else told_s,
             "told": written if tells else before.get("told", 0),
         }
         jobs.update(self._db, row.id, snapshot=snapshot)
         if tells:
-            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")} | {"written": written}
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds")} | {"written": written}
             others = written - before.get("told", 0) - 1
             more = f" ({others} other{'s' if others > 1 else ''} since the last one shown)" if others else ""
             add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}{more}", data=data)
@@ -470,11 +434,9 @@ class JobEvents:
 
 
 def _written(event: dict[str, Any]) -> str:
-    """Cost of the write: bytes, seconds from begin to commit, and how long training was blocked."""
-    nbytes, seconds, stall_s = (event.get(key) for key in ("bytes", "seconds", "stall_s"))
-    if None in (nbytes, seconds, stall_s):
-        return ""
-    return f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s, training stood still for {1000 * stall_s:.0f} ms of them"
+    """Cost of the write: bytes, and the seconds that training stood still for it."""
+    nbytes, seconds = event.get("bytes"), event.get("seconds")
+    return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
 def _shown(loss: float | None) -> str:

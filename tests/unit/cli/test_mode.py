@@ -24,7 +24,7 @@ def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: Control
     assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
     for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "--dry-run", "train")):
         refused = box.run("mode", *line, "--floor", "20")
-        assert refused.exit_code == 2 and "serving_floor is 20, the box has 8 devices" in refused.stderr, line
+        assert refused.exit_code == 2 and "serving_floor is 20" in refused.stderr, line
 
 
 def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):

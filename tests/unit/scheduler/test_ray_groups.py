@@ -16,7 +16,7 @@ from scheduler.ray.groups import RANK, Groups, is_whole
 from scheduler.ray.node import stored_bytes
 
 START = "j", ("n0/0", "n0/1"), "l1:job:j"
-IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None, "parked": ""}
+IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
 
 
 def status(rank, size=3, alive=True, done=False):
@@ -84,9 +84,6 @@ class RankHost:
     async def do_status(self) -> dict[str, Any]:
         return self.reported
 
-    async def do_parked(self) -> None:
-        return None
-
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
         self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
         self.spec = spec
@@ -107,8 +104,6 @@ class RankHost:
     async def do_kill(self) -> None:
         await self.killing.wait()
         self.reported = dict(IDLE)
-
-    async def do_drop_parked(self, job_id: str) -> None: ...
 
 
 class Box:
@@ -133,7 +128,6 @@ class Box:
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
             taken=self.taken.append,
-            may_continue=lambda job: True,
             on_event=lambda job, event: None,
             will_succeed=self.will_succeed,
             on_stopped=lambda job: None,
@@ -191,7 +185,7 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
             assert [(ended.job_id, ended.blame) for ended in box.told] == [("j", "outside")]
         await box.groups.stop_group("j")
         detail = await box.groups.start_group(*START)
-        assert detail["ranks"] == "forked" and box.made == 4
+        assert detail["snapshot"] is None and box.made == 4
 
 
 async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
@@ -240,7 +234,6 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
         assert [group.job_id for group in await box.groups.observe()] == ["j"]
-        assert await box.groups.parked("n0") == ()
 
 
 async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):

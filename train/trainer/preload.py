@@ -38,6 +38,6 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
-import train.run.worker  # noqa: E402, F401
+import train.trainer.worker  # noqa: E402, F401
 
 get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank

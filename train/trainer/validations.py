@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from train.run.event_log import read_events
+from train.trainer.event_log import read_events
 
 
 class Validations:

@@ -1,6 +1,6 @@
 """Prepares a run from a spec up to its first step: tokens, model, engine, state.
 
-All ranks of a world run this together, whether they are new, resume a snapshot, or were parked.
+All ranks of a world run this together, whether they are new or resume a snapshot.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.run.engine import build_engine
-from train.run.loop import Run
-from train.state import parking
 from train.state.publish import check_publishable
+from train.trainer.engine import build_engine
+from train.trainer.train import Run
 from weights.checkpoint.errors import OpeningRefused
 from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound
@@ -128,14 +127,6 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
             "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
             "by the method 'supervised' alone, with packing false and micro_batch 1"
         )
-
-
-def continued(run: Run, snapshot_path: str) -> Run:
-    """Collective: resume a parked run on its existing engine from a snapshot. Raises SnapshotMismatch."""
-    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.lifeline_events, run.signals, run.progress)
-    parking.take_back(run.engine, run.spec)
-    again.resume_from(snapshot_path)
-    return again
 
 
 def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
