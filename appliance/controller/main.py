@@ -172,7 +172,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # Engines: how large they are, which names they answer, and who asks them.
     sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes, spending)
+    routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
     bus.on_table.append(asking.table_changed)

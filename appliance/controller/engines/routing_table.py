@@ -62,11 +62,10 @@ class BusRouting:
         self,
         bus: Bus,
         db: Database,
-        hold_s: float,
         sizes: EngineSizes,
         spending: Spending,
     ):
-        self._bus, self._db, self._hold_s, self._sizes, self._spending = bus, db, hold_s, sizes, spending
+        self._bus, self._db, self._sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Trouble] = {}
         self._replicas: dict[str, _Served] = {}
         self._kv_tokens: dict[str, int | None] = {}
@@ -260,7 +259,7 @@ class BusRouting:
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        table_row = {"version": row.version, "replicas": replicas, "task": row.task, "hold_s": self._hold_s}
+        table_row = {"version": row.version, "replicas": replicas, "task": row.task}
         is_open = any(replica["state"] == "open" for replica in replicas)
         if not is_open and (trouble := self._trouble_of(name, row)) is not None:
             table_row["trouble"] = {
@@ -275,7 +274,6 @@ class BusRouting:
         if row.canary:
             table_row["canary"] = {
                 "name": row.canary.name,
-                "version": row.canary.version,
                 "share": row.canary.share,
                 "since_s": row.canary.created_s,
             }

@@ -16,9 +16,12 @@ from appliance.gateway.routing.table import NOBODY, Caller
 from runtime.moments import minute
 
 
-class Spending:
-    """Spending of all keys at one gateway process. events: counters, by name. workers: how many processes share the
-    port; report_spent: tells the others what a key has spent here. callers: by the id of the key."""
+class UsageLimits:
+    """What all keys spend and may spend at one gateway process.
+
+    events: counters, by name. workers: how many processes share the port; report_spent: reports to the others what a
+    key has spent here. callers: by the id of the key.
+    """
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
         self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None

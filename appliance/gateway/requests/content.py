@@ -88,17 +88,18 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
 
 
 def _formats(data: dict[str, Any]) -> Iterator[Form]:
-    for place in ("response_format", "text.format", "output_config.format"):
-        outer, _, inner = place.partition(".")
-        given = data.get(outer, {}).get(inner) if inner else data.get(outer)
-        if not isinstance(given, dict):
-            continue  # an engine says what it expects
-        if given.get("type") in _OTHERS:
-            raise _unsupported(place, f"the type `{given['type']}`")
-        named = given.get("json_schema")
-        if isinstance(named, dict):
-            yield f"{place}.json_schema.schema", named.get("schema")
-        yield f"{place}.schema", given.get("schema")
+    formats = {
+        "response_format": data.get("response_format"),
+        "text.format": data.get("text", {}).get("format"),
+        "output_config.format": data.get("output_config", {}).get("format"),
+    }
+    for place, given in formats.items():
+        if isinstance(given, dict):  # of others an engine says what it expects
+            if given.get("type") in _OTHERS:
+                raise _unsupported(place, f"the type `{given['type']}`")
+            if isinstance(named := given.get("json_schema"), dict):
+                yield f"{place}.json_schema.schema", named.get("schema")
+            yield f"{place}.schema", given.get("schema")
 
 
 def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:

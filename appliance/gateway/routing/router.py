@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
     sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner. failures: in a row;
@@ -94,7 +94,7 @@ class Choice:
     model: str
     replica: Replica
     work: Work
-    load: Load
+    load: ReplicaLoad
     priority: int
     pending: int
 
@@ -110,7 +110,7 @@ class Router:
         """max_inflight: sequences on a replica whose number of slots is unknown."""
         self.max_inflight = max_inflight
         self.models: dict[str, Model] = {}
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, ReplicaLoad] = {}
         self._open: set[str] = set()
 
     def apply(self, models: Iterable[Model]) -> None:
@@ -119,7 +119,7 @@ class Router:
         replicas = [replica for model in self.models.values() for replica in model.replicas]
         self._open = {replica.id for replica in replicas if replica.state == OPEN}
         kept = {name: load for name, load in self.loads.items() if load.inflight}
-        self.loads = kept | {replica.id: self.loads.get(replica.id) or Load() for replica in replicas}
+        self.loads = kept | {replica.id: self.loads.get(replica.id) or ReplicaLoad() for replica in replicas}
 
     def choose(self, names: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
         """Place a request on a replica of the first of these models that has room; None if none can take it now.
@@ -138,7 +138,7 @@ class Router:
                 return self._place(model, [(r, load) for avoided, r, load in usable if avoided == least], work, now_s)
         return None
 
-    def _place(self, model: Model, usable: list[tuple[Replica, Load]], work: Work, now_s: float) -> Choice:
+    def _place(self, model: Model, usable: list[tuple[Replica, ReplicaLoad]], work: Work, now_s: float) -> Choice:
         replica, load = min(usable, key=lambda pair: pair[1].weight)
         preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
         if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
@@ -148,7 +148,7 @@ class Router:
         load.pending += work.prompt_tokens
         return Choice(model.name, replica, work, load, priority, work.prompt_tokens)
 
-    def _has_room(self, model: Model, load: Load, work: Work) -> bool:
+    def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
         """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
         Class batch has half of the slots, and none of what is beyond them."""
         slots = model.slots or self.max_inflight

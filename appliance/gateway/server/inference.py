@@ -28,7 +28,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
+from appliance.gateway.http.upstreams import AttemptFailed, EngineFailure, answer_of, is_alive, read_up_to
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.routing.router import Choice, Ticket, Work
 from appliance.gateway.routing.table import cache_salt
@@ -242,7 +242,7 @@ class Inference:
                 hides_death = not self.answer_begun or self.checked.continuation is not None
                 if hides_death and event.startswith(ERROR_EVENT) and await self._is_fatal(event, session):
                     await exchange.write(b"".join(relayed))
-                    raise AttemptFailed(Failure.DIED)
+                    raise AttemptFailed(EngineFailure.DIED)
                 if not began:
                     began = True
                     await self._begin(choice)
@@ -250,10 +250,10 @@ class Inference:
             self._keep_copy()  # the client may leave once it has the last event
             await exchange.write(b"".join(relayed))
         if not began:
-            raise AttemptFailed(Failure.DIED)
+            raise AttemptFailed(EngineFailure.DIED)
         if not stream.ended:
             self.state.metrics.events["stream_unfinished"] += 1
-            raise AttemptFailed(Failure.BROKEN if self.checked.continuation is None else Failure.DIED)
+            raise AttemptFailed(EngineFailure.BROKEN if self.checked.continuation is None else EngineFailure.DIED)
         await exchange.finish()
 
     async def _begin(self, choice: Choice) -> None:
@@ -335,7 +335,7 @@ class Inference:
         if status == 404:
             return self._moved(error.message)
         if status >= 500 and not await is_alive(session):
-            return AttemptFailed(Failure.DIED)
+            return AttemptFailed(EngineFailure.DIED)
         return error
 
     async def _is_fatal(self, event: bytes, session: aiohttp.ClientSession) -> bool:
@@ -346,26 +346,27 @@ class Inference:
     def _moved(self, message: str) -> AttemptFailed:
         """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
         retry_s = self.state.config.holds.retry_after_s
-        return AttemptFailed(Failure.MOVED, errors.unavailable(message, "model_not_ready", retry_s))
+        return AttemptFailed(EngineFailure.MOVED, errors.unavailable(message, "model_not_ready", retry_s))
 
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepare the next attempt. Raises HttpError where there is none."""
         state, exchange, reason, now_s = self.state, self.exchange, failure.reason, time.monotonic()
         state.metrics.events[f"upstream_{reason.name.lower()}"] += 1
         log.warning("%s", reason.value, extra=exchange.ids)
-        if reason in (Failure.UNREACHED, Failure.DIED) or (reason is Failure.MOVED and not self._may_be_adapter()):
+        adapter_is_gone = reason is EngineFailure.MOVED and self._may_be_adapter()
+        if reason is not EngineFailure.BROKEN and not adapter_is_gone:
             state.router.fail(choice, now_s)
-        if reason is Failure.UNREACHED:
+        if reason is EngineFailure.UNREACHED:
             self.waiting_since_s = self.waiting_since_s or exchange.sent_s
             if self._wait_left_s() <= 0:
                 raise self._too_late()
             return
-        if reason is not Failure.MOVED:
+        if reason is not EngineFailure.MOVED:
             self._compare(choice, failed=True)
         self.waiting_since_s = 0.0
         self.failures += 1
         self.avoided.add(choice.replica.id)
-        if reason is Failure.DIED:
+        if reason is EngineFailure.DIED:
             self.died_on.add(choice.replica.id)
         if len(self.died_on) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.server import ServerState
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.access.spending import Spending
+from appliance.gateway.access.spending import UsageLimits
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
@@ -38,9 +38,9 @@ log = logging.getLogger("appliance.gateway")
 class State:
     """What one process knows. `on_change(urgent)` is called when a load report is due.
 
-    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
-    buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
+    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
+    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
+    box_troubles: parts of the box that fail, as the controller last reported.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -55,15 +55,19 @@ class State:
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log = AccessLog(config.log_path if config.access_log else None)
-        self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
+        self.tracing: Tracing | None = None
+        if config.otlp_endpoint is not None:
+            # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
+            from appliance.gateway.observe.tracing import Tracing
+
+            self.tracing = Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = Spending(self.metrics.events, config.workers)
+        self.spending = UsageLimits(self.metrics.events, config.workers)
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
-        # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
         self.certificate: Certificate | None = None
@@ -191,10 +195,3 @@ def _token(path: str) -> bytes:
     if not token.isalnum():
         raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
     return token
-
-
-def _tracing(endpoint: str, worker: str) -> Tracing:
-    # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-    from appliance.gateway.observe.tracing import Tracing
-
-    return Tracing(endpoint, worker)

@@ -58,7 +58,7 @@ def models(**states: str) -> dict[str, Any]:
     replicas = [
         {"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state} for name, state in states.items()
     ]
-    return {"m": {"version": "v1", "replicas": replicas, "task": "generate", "hold_s": 60}}
+    return {"m": {"version": "v1", "replicas": replicas, "task": "generate"}}
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 from zlib import crc32
 
@@ -12,7 +11,7 @@ from appliance.gateway.routing.router import Router
 from appliance.gateway.routing.table import Canary, Model, Replica
 from appliance.gateway.server.reports import load_report
 
-from .conftest import Box, Start, chat
+from .conftest import Box, Start
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
 
@@ -104,21 +103,6 @@ async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(s
     assert counted(box) == {"v2": (3, 2)}
 
 
-async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: Start) -> None:
-    box = await start_box()
-    await split(box, 1.0)
-    await box.ask("POST", "/v1/chat/completions", chat())
-    box.models["m"]["canary"]["share"] = 0.5
-    box.apply()
-    assert load_report(box.state)["canaries"]["m"]["versions"], "only its share changed"
-    box.models["m"]["canary"]["since_s"] = 6.0
-    box.apply()
-    assert load_report(box.state)["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
-    del box.models["m"]["canary"]
-    box.apply()
-    assert load_report(box.state)["canaries"] == {}
-
-
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_the_share_is_met_over_many_conversations(share: float) -> None:
     router = Router(max_inflight=10)
@@ -154,15 +138,3 @@ async def test_a_version_by_its_name(box: Box) -> None:
     assert none.error["code"] == "model_version_not_served"
     unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})
     assert unknown.error["code"] == "model_not_found"
-
-
-async def test_a_version_that_goes_while_a_request_for_it_is_held(box: Box) -> None:
-    box.models["m@v1"] = {**box.models["m"], "pins": "m", "replicas": []}
-    box.apply()
-    call = asyncio.ensure_future(
-        box.ask("POST", "/v1/chat/completions", {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]})
-    )
-    await box.until(lambda: box.state.holds.held("m@v1") == 1)
-    del box.models["m@v1"]
-    box.apply()
-    assert (await call).error["code"] == "model_version_not_served"

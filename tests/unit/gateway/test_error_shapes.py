@@ -131,26 +131,6 @@ async def test_a_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(b
 # --- Anthropic's routes, answered well
 
 
-async def test_tokens_are_counted_by_the_engine_and_paid_for(box: Box) -> None:
-    asked: list[str] = []
-
-    async def counts(request: UpstreamRequest, reply: Reply) -> None:
-        asked.append(request.target)
-        await reply.json({"input_tokens": 7})
-
-    box.engines["e0"].script = counts
-    key = "x-api-key: sk-test-inference\r\nanthropic-version: 2023-06-01\r\n"
-    answer = await box.ask("POST", URL + "/count_tokens", chat(system="s"), key=None, headers=key)
-    assert (answer.status, json.loads(answer.body)) == (200, {"input_tokens": 7})
-    assert asked == [URL + "/count_tokens"]
-    (row,) = box.state.spending.take_sums()
-    assert row["key"] == "key_inference" and row["prompt_tokens"] > 0 and row["completion_tokens"] == 0
-    for field in ("stream", "max_tokens"):
-        told(await box.ask("POST", URL + "/count_tokens", chat(**{field: 1})), 400, "invalid_request_error")
-    told(await box.ask("POST", URL + "/count_tokens", chat(), key="sk-test-tuning"), 403, "permission_error")
-    told(await box.ask("GET", URL + "/nothing"), 404, "not_found_error")
-
-
 @pytest.mark.parametrize(
     ("more", "param"),
     [

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from appliance.gateway.routing.router import Load, Work
+from appliance.gateway.routing.router import ReplicaLoad, Work
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events
@@ -260,7 +260,7 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
     wire.close()
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 60)
     await box.until(lambda: not box.state.connections)
-    assert box.state.router.loads["e0"] == Load()
+    assert box.state.router.loads["e0"] == ReplicaLoad()
     assert box.state.buffered_bytes == 0
 
 

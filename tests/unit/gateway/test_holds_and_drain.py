@@ -8,6 +8,9 @@ import json
 import time
 from typing import Any
 
+import pytest
+
+from appliance.gateway.routing.router import Router
 from appliance.gateway.server.reports import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes
@@ -192,19 +195,6 @@ async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: St
     assert load_report(box.state)["replicas"]["old"]["inflight"] == 0
 
 
-async def test_model_deleted_while_its_requests_wait(start_box: Start) -> None:
-    box = await start_box()
-    box.serve("m")
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.state.holds.count == 1)
-    del box.models["m"]
-    box.apply()
-    response = await wire.response()
-    assert response.status == 404 and response.error["code"] == "model_not_found"
-    assert box.state.holds.count == 0
-
-
 async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: Box) -> None:
     box.engines["e0"].script = sends(chat_events("a")[0], ends=False)
     wires = {}
@@ -258,3 +248,15 @@ async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Sta
     await box.gateway.stop(0.02)
     assert b'"code":"shutting_down"' in await stream.eof()
     assert (await held.response()).status == 503
+
+
+async def test_attempts_that_reach_no_engine_end_with_the_holds_deadline(
+    start_box: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of a lost node: while one took its time to connect, the other's pause was over."""
+    monkeypatch.setattr(Router, "fail", lambda *_: None)
+    box = await start_box(holds={"hold_s": 0.05})
+    box.serve("m", "e0", "e1")
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert (response.status, response.error["code"]) == (503, "model_not_ready")
+    assert not box.state.router.loads["e0"].inflight and not box.state.holds.count

@@ -107,16 +107,6 @@ async def test_an_offer_of_another_protocol_is_ignored(box: Box, body: bytes, pi
     assert all(request.body.startswith(BODY[:-1]) for request in box.engines["e0"].requests)
 
 
-async def test_an_offer_keeps_the_bounds_of_a_head(start_box: Start) -> None:
-    box = await start_box(limits={"inference_body_bytes": 50})
-    await box.engine("e0")
-    box.serve("m", "e0")
-    response, rest = await _send(box, POST + OFFER + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY))
-    assert response.status == 413 and rest == b""
-    response, rest = await _send(box, POST + OFFER + b"X: y\r\n" * 9000 + b"\r\n")
-    assert response.status == 431 and rest == b""
-
-
 async def test_garbage_behind_a_request_ends_the_connection_after_its_answer(box: Box) -> None:
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")

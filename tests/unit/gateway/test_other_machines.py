@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from appliance.gateway.http.upstreams import AttemptFailed, Failure, Sessions, answer_of, is_alive
+from appliance.gateway.http.upstreams import AttemptFailed, EngineFailure, Sessions, answer_of, is_alive
 from appliance.invitation import invite, prepare
 from appliance.paths import BoxPaths
 from runtime.network.mutual_tls import serve_machines
@@ -80,7 +80,7 @@ async def test_engine_of_another_box_or_without_listener_is_unreached(
     for address in (engine, f"https://{HOST}:1"):
         with pytest.raises(AttemptFailed) as failed:
             await asked(address)
-        assert failed.value.reason is Failure.UNREACHED
+        assert failed.value.reason is EngineFailure.UNREACHED
 
 
 async def test_client_without_certificate_gets_no_answer(engine: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 
 import pytest
@@ -69,22 +68,6 @@ async def test_the_bare_address_leads_a_browser_to_the_page_and_is_no_url_for_pr
 
 
 LARGEST = max(site().items(), key=lambda item: len(item[1].plain))
-
-
-async def test_who_does_not_read_is_answered_no_more(start_box: Start) -> None:
-    """Three thousand requests of 70 bytes had a worker hold 149 MB, without a key."""
-    box = await start_box()
-    wire = await box.connect()
-    wire.reader._limit = 1  # the stream reader stops reading its socket at once
-    await box.until(lambda: bool(box.state.connections))
-    (conn,) = box.state.connections
-    asked = b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % LARGEST[0]
-    wire.writer.write(asked * 3000)
-    await box.until(lambda: conn.flow.write_paused or conn.transport.is_closing())
-    for _ in range(50):
-        assert conn.transport.is_closing() or conn.transport.get_write_buffer_size() < 1 << 20
-        await asyncio.sleep(0)
-    assert (await box.ask("GET", "/ui", key=None)).status == 200
 
 
 async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None:

@@ -318,14 +318,6 @@ def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
         GatewayConfig.from_mapping(data)
 
 
-def test_config_from_json() -> None:
-    text = json.dumps({**SOCKETS, "port": 9, "limits": {"sequences": 3, "keepalive_s": 5}, "holds": {"hold_s": 1}})
-    config = GatewayConfig.from_json(text)
-    assert (config.port, config.limits.sequences, config.limits.keepalive_s, config.holds.hold_s) == (9, 3, 5.0, 1.0)
-    with pytest.raises(ConfigInvalid, match="not JSON"):
-        GatewayConfig.from_json("{")
-
-
 @pytest.mark.parametrize("config", ['{"port": 1}', "/nonexistent"])
 def test_bad_config_is_exit_2(config: str, tmp_path: Path) -> None:
     (tmp_path / "gateway.json").write_text(config)

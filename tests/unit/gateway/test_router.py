@@ -11,7 +11,7 @@ from appliance.gateway.routing.router import (
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
-    Load,
+    ReplicaLoad,
     Router,
     Work,
 )
@@ -93,16 +93,6 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
     assert router.end(choice) is False
 
 
-def test_affinity_yields_to_clear_imbalance() -> None:
-    router, most = _router(_model(a="open", b="open")), AFFINITY_SLACK_TOKENS
-    home = router.choose(["m"], Work(tokens=100, prompt_tokens=100, beginning=42), 0.0)
-    assert home is not None
-    same = router.choose(["m"], Work(tokens=most, prompt_tokens=most, beginning=42), 0.0)
-    assert same is not None and same.replica.id == home.replica.id
-    away = router.choose(["m"], Work(tokens=100, prompt_tokens=most, beginning=42), 0.0)
-    assert away is not None and away.replica.id != home.replica.id
-
-
 def test_choose_takes_a_quarter_more_than_an_engines_slots() -> None:
     router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
     assert all(router.choose(["m"], Work(), 0.0) for _ in range(9))
@@ -153,7 +143,7 @@ def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int]]) -> N
         placed.append(choice)
     for choice in placed:
         router.end(choice)
-    assert all(load == Load() for load in router.loads.values())
+    assert all(load == ReplicaLoad() for load in router.loads.values())
 
 
 def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generate() -> None:

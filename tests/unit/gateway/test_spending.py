@@ -12,11 +12,10 @@ import orjson
 import pytest
 
 from appliance.gateway.access.request import KeyUse, OwnerUse, Tokens, duration
-from appliance.gateway.routing.router import Work
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
-from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
+from .upstreams import Reply, UpstreamRequest, chat_answer, sends
 
 # --- the bucket
 
@@ -158,27 +157,6 @@ def test_anthropics_two_parts_add_up():
     assert (tokens.prompt, tokens.completion) == (11, 6)
 
 
-async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box) -> None:
-    async def stream(request: UpstreamRequest, reply: Reply) -> None:
-        assert request.json["stream_options"] == {"include_usage": True}
-        await reply.sse_head()
-        for event in chat_events("hel", "lo", done=False)[:1]:
-            await reply.chunk(event)
-        last, done = chat_events("lo")
-        await reply.chunk(last.replace(b'": ', b'":').replace(b", ", b","))
-        usage = b'{"prompt_tokens":3,"completion_tokens":9}'
-        await reply.chunk(b'data: {"choices":[],"usage":%b,"system_fingerprint":"v1"}\n\n' % usage)
-        await reply.chunk(done)
-        await reply.end()
-
-    box.engines["e0"].script = stream
-    answer = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    shown = [json.loads(event[6:]) for event in answer.body.split(b"\n\n") if event.startswith(b"data: {")]
-    assert [event.get("system_fingerprint") for event in shown] == [None, "v1"] and "usage" not in shown[-1]
-    assert b"appliance_gateway_time_per_output_token_seconds_count" in (await box.ask("GET", "/metrics")).body
-    assert box.state.spending.take_sums()[0]["completion_tokens"] == 9
-
-
 # --- what is used is billed, and what is refused is counted
 
 
@@ -282,30 +260,6 @@ def use_of(box: Box, key: str) -> OwnerUse:
     return box.state.spending.use_of(box.state.keys[hashlib.sha256(key.encode()).hexdigest()]).owner
 
 
-async def test_an_owner_has_so_many_requests_open_and_others_go_on(start_box: Start) -> None:
-    box = await start_box(limits={"owner_requests": 3, "owner_streams": 2})
-    await box.engine("e0", hang)
-    box.serve("m", "e0")
-    wires = [await box.connect() for _ in range(3)]
-    for number, wire in enumerate(wires):
-        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=number < 2)))
-        await engine_has(box, number + 1)
-    for stream in (False, True):
-        refused = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
-        assert refused.status == 429 and refused.headers["retry-after"] == "1"
-    other = await box.connect()
-    await other.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
-    await engine_has(box, 4)
-    wires[2].close()  # a plain one ends: another may come, but no third stream
-    use = use_of(box, KEY)
-    await box.until(lambda: use.requests == 2)
-    refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    assert refused.status == 429 and "2 streams" in refused.error["message"]
-    for wire in wires:
-        wire.close()
-    await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
-
-
 async def test_the_bodies_of_one_owner_do_not_fill_the_memory_for_all(start_box: Start) -> None:
     box = await start_box(limits={"owner_body_bytes": 3000})
     await box.engine("e0")
@@ -396,18 +350,3 @@ async def test_every_owner_has_a_salt_of_its_own_on_every_route(box: Box) -> Non
     box.apply()
     one, other = await salts()
     assert one == other and len(one) == 1
-
-
-async def test_requests_of_two_owners_that_begin_alike_are_not_alike_to_the_router(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose, beginnings = box.state.router.choose, []
-
-    def noted(name: str, work: Work, *more: Any) -> Any:
-        beginnings.append(work.beginning)
-        return choose(name, work, *more)
-
-    monkeypatch.setattr(box.state.router, "choose", noted)
-    for key in (KEY, KEY, "sk-test-inference"):
-        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=key)).status == 200
-    assert beginnings[0] == beginnings[1] != beginnings[2]
