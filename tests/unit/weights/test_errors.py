@@ -18,7 +18,7 @@ NAMED = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
         StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=3, free_bytes=2, leased_bytes=1),
         StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=None, free_bytes=2),
         HeaderInvalid("bad", path="/p", file="f", tensor="t"),
-        UnknownTensor("x", ["b", "a"]),
+        UnknownTensor("x"),
         VersionExists("taken"),
     ],
 )
