@@ -87,14 +87,14 @@ class Layout:
         try:
             return self._by_name[name]
         except KeyError:
-            raise UnknownTensor(name, self._by_name) from None
+            raise UnknownTensor(name) from None
 
     def file(self, name: str) -> FileLayout:
         """The file called `name`. Raises UnknownTensor if there is none."""
         for file in self.files:
             if file.name == name:
                 return file
-        raise UnknownTensor(name, (file.name for file in self.files))
+        raise UnknownTensor(name)
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from weights.format.layout import Layout
 from weights.format.manifest import KINDS
 from weights.format.names import PINNED_FILE, encode_name
 from weights.memory import segment
-from weights.memory.locks import DirectoryLock, StoreMutex
+from weights.memory.locks import DirectoryLock, store_mutex
 from weights.memory.pool import Pool, dismantle
 
 
@@ -61,11 +62,11 @@ class Evictor:
             if not directory.is_dir():  # where memory is full, one that is there is enough
                 directory.mkdir(mode=0o700, exist_ok=True)
 
-    def mutex(self) -> StoreMutex:
+    def mutex(self) -> AbstractContextManager[None]:
         """Hold this context manager while counting and allocating space. Directories that somebody removed are made
         again: without the pool nothing could be removed until the box started again."""
         self.make_directories()
-        return StoreMutex(self.root / ".mutex")
+        return store_mutex(self.root / ".mutex")
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""

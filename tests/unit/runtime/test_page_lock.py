@@ -79,8 +79,3 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
     assert loaded("libcudart") == "/v/site packages/nvidia/cu13/lib/libcudart.so.13"
     with pytest.raises(RuntimeError, match="libhsa is not loaded in this process.*names the build"):
         loaded("libhsa")
-
-
-def test_a_kind_that_locks_no_pages_has_no_lock():
-    with pytest.raises(NotImplementedError, match="logical CPU device: page_lock"):
-        kind_of("cpu").page_lock()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from weights.format.errors import InvalidLayout, ManifestInvalid
 from weights.format.header import DTYPE_BITS
 from weights.format.layout import Layout, TensorSpec
-from weights.format.torch_views import CODES, TORCH_DTYPES, as_tensor, dtype_code, torch_dtype
+from weights.format.torch_views import as_tensor, dtype_code
 
 
 def lay_down(layout: Layout, directory) -> None:
@@ -125,28 +125,3 @@ def test_index_cannot_point_outside(tmp_path, target):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(ManifestInvalid):
         Layout.read(tmp_path)
-
-
-def test_directories_without_safetensors(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(InvalidLayout, match="convert"):
-        Layout.read(tmp_path)
-    with pytest.raises(InvalidLayout, match="cannot be read"):
-        Layout.read(tmp_path / "absent")
-
-
-def test_torch_views_share_memory_and_check_sizes():
-    for code, dtype in TORCH_DTYPES.items():
-        assert torch_dtype(code) is dtype and CODES[dtype] == code
-        assert torch.empty(0, dtype=dtype).element_size() * 8 == DTYPE_BITS[code]
-    raw = bytearray(24)
-    tensor = as_tensor(memoryview(raw), "F32", (2, 3))
-    tensor.fill_(1.0)
-    assert bytes(raw) == b"\x00\x00\x80?" * 6
-    assert as_tensor(memoryview(b""), "BF16", (0, 4)).shape == (0, 4)
-    with pytest.raises(InvalidLayout, match="48 bytes, the view has 24"):
-        as_tensor(memoryview(raw), "F64", (2, 3))
-    with pytest.raises(InvalidLayout, match="no dtype"):
-        as_tensor(memoryview(raw), "F4", (48,))
-    with pytest.raises(InvalidLayout, match="no code"):
-        dtype_code(torch.complex128)
