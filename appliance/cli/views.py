@@ -157,7 +157,6 @@ def _mode(now: Row) -> Any:
         ("set by", by),
         ("until", until),
         ("dwell", f"serving gives back after {back} of lower demand, a running job grows after {grows}"),
-        ("hand-overs", f"at most {bounds['handovers_per_hour']:.0f} per hour by the traffic of one model"),
     )
 
 
