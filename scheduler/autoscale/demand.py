@@ -2,8 +2,7 @@
 
 Growing is immediate, and never below what was learned of the last half hour (`standby.py`). Shrinking starts when the
 devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no
-sooner than `give_back_after_s`; at most `give_backs_per_hour` times an hour, which bounds the hand-overs that its
-traffic causes.
+sooner than `give_back_after_s`.
 """
 
 from __future__ import annotations
@@ -105,50 +104,21 @@ def required(
         want = max(want, min(deployment.standby.replicas if deployment.standby else 0, deployment.max_replicas))
         reviews.append(end_s)
     if want >= hysteresis.replicas:
-        taken_s = _last_hour(hysteresis.taken_s, now_s) + ((now_s,) if want > hysteresis.replicas else ())
-        found = replace(hysteresis, replicas=want, low_since_s=None, low_peak=0, taken_s=taken_s)
-    else:
-        found, review_s = _lowered(deployment, hysteresis, want, now_s, config, switch_device_s)
-        reviews += [] if review_s is None else [review_s]
-    return found, min(reviews, default=None)
-
-
-def _lowered(
-    deployment: DeploymentView,
-    hysteresis: Hysteresis,
-    want: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> tuple[Hysteresis, float | None]:
-    """Gives replicas back once a lower `want` has lasted long enough. Returns also when to look again by itself."""
-    idle = IdlePolicy(config)
+        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
     # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
     peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
     # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
     spare_devices = (hysteresis.replicas - peak) * deployment.tensor_parallel
-    wait_s = idle.give_back_after_s(deployment, switch_device_s / spare_devices if spare_devices else 0.0, now_s)
-    given_back_s = _last_hour(hysteresis.given_back_s, now_s)
-    due_s = since_s + wait_s
-    if len(given_back_s) >= config.give_backs_per_hour:
-        due_s = max(due_s, given_back_s[0] + 3600.0)
-    # Growing is never refused, so many small increases reduce the number of allowed decreases.
-    changes_s = sorted((*given_back_s, *_last_hour(hysteresis.taken_s, now_s)))
-    if len(changes_s) >= config.changes_per_hour:
-        due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
+    pays_after_s = switch_device_s / spare_devices if spare_devices else 0.0
+    due_s = since_s + idle.give_back_after_s(deployment, pays_after_s, now_s)
     if due_s > now_s:
-        return replace(hysteresis, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), due_s
-    # The highest count needed since then, not the current one.
-    still_low = None if peak == want else now_s
-    if peak < hysteresis.replicas:
-        given_back_s = (*given_back_s, now_s)
-    found = replace(hysteresis, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
-    return found, None if still_low is None else now_s + idle.lower_for_s(deployment)
-
-
-def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
-    return tuple(t for t in times_s if t > now_s - 3600.0)
+        return replace(hysteresis, low_since_s=since_s, low_peak=peak), min([*reviews, due_s])
+    # To the highest count needed since then, not the current one.
+    if peak == want:
+        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=want), min(reviews, default=None)
+    found = replace(hysteresis, replicas=peak, low_since_s=now_s, low_peak=want)
+    return found, min([*reviews, now_s + idle.lower_for_s(deployment)])
 
 
 def slots(

@@ -22,9 +22,6 @@ class SchedulerConfig(BaseModel):
     While jobs run it is longer: until the devices have idled for what a hand-over there and back costs training."""
     give_back_at_latest_s: Seconds = 300.0
     """Upper limit on that time: no hand-over cost keeps idle devices in serving for longer."""
-    give_backs_per_hour: int = Field(60, ge=1)
-    """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
-    may change; beyond it, the number stays."""
     job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it. Once a job
     has changed its size, what that took counts instead."""
@@ -95,21 +92,10 @@ class SchedulerConfig(BaseModel):
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""
 
-    @property
-    def changes_per_hour(self) -> int:
-        """A model gives nothing back while its count has changed, up or down, this often within an hour."""
-        return 2 * self.give_backs_per_hour
-
     def bounds(self) -> dict[str, float]:
-        """Dwell times (s), and the limit on hand-overs per hour that the traffic of one model causes.
-
-        Its count of replicas falls at most `give_backs_per_hour` times and changes at most `changes_per_hour` times,
-        except for a last rise towards `max_replicas`. A fall is up to two hand-overs (engines sleep; a job grows), a
-        rise is one.
-        """
+        """Dwell times (s)."""
         return {
             "give_back_after_s": self.give_back_after_s,
             "job_dwell_s": self.job_dwell_s,
             "turn_s": self.turn_s,
-            "handovers_per_hour": float(self.give_backs_per_hour + self.changes_per_hour),
         }

@@ -42,7 +42,6 @@ CONFIG = SchedulerConfig(
     target_inflight=4,
     give_back_after_s=20,
     give_back_at_latest_s=20,
-    give_backs_per_hour=1000,
     job_dwell_s=15,
     turn_s=10,
     backoff_max_s=8,

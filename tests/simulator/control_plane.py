@@ -119,7 +119,7 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0, "handovers_per_hour": 160.0},
+            "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0},
             "memory": {"budget_bytes": 2**30, "used_bytes": 0},
             "reloads": {},
             "plan_s": 0.001,

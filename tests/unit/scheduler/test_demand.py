@@ -31,25 +31,6 @@ def moves(
     return fell, rose, hysteresis
 
 
-def most_in_an_hour(times_s: list[float]) -> int:
-    return max((sum(0 <= t - first < 3600.0 for t in times_s) for first in times_s), default=0)
-
-
-@pytest.mark.parametrize("switch_device_s", [0.0, SWITCH_DEVICE_S])
-def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> None:
-    """It asks for everything the moment something was given back, and for as little as it can until then."""
-
-    def adversary(now_s: float, hysteresis: Hysteresis) -> int:
-        return 75 if hysteresis.replicas < 8 else 5
-
-    fell, rose, _ = moves(adversary, 3, switch_device_s=switch_device_s)
-    assert fell, "it never gave anything back, so this shows nothing"
-    assert most_in_an_hour(fell) <= CONFIG.give_backs_per_hour
-    assert len(rose) <= len(fell) + 8
-    if not switch_device_s:
-        assert most_in_an_hour(fell) == CONFIG.give_backs_per_hour, "without anything to learn from the bound is met"
-
-
 def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     long = replace(MODEL, kv_tokens=100_000, demand=Demand(inflight=4, prompt_tokens=250_000, waiting_tokens=50_000))
     assert demand_.load(long, CONFIG) == 2.0 and demand_.running(long, 0.75, CONFIG) == 2.0
@@ -57,20 +38,6 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
     assert demand_.load(short, CONFIG) == 0.4 and demand_.running(short, 0.75, CONFIG) == pytest.approx(0.3)
     assert demand_.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
-
-
-def test_growth_in_small_steps_is_within_the_bound_too() -> None:
-    """Everything is given back at once and asked for again one by one: each step is a hand-over of its own."""
-
-    def adversary(now_s: float, hysteresis: Hysteresis) -> int:
-        climbing = not hysteresis.given_back_s or hysteresis.replicas < 8 and hysteresis.low_since_s is None
-        return (
-            min(hysteresis.replicas * 10 + 5, 75) if climbing and int(now_s) % 3 == 0 and hysteresis.replicas < 8 else 5
-        )
-
-    fell, rose, _ = moves(adversary, 3, switch_device_s=0.0)
-    assert len(fell) > 10 and len(rose) > len(fell), "it must climb in steps to show anything"
-    assert most_in_an_hour(sorted([*fell, *rose])) <= CONFIG.changes_per_hour + MODEL.max_replicas
 
 
 def test_bursts_minutes_apart_give_devices_back_every_time() -> None:
