@@ -10,7 +10,6 @@ from weights.format.layout import Layout
 from weights.memory import segment
 from weights.memory.evictor import Evictor
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import Pool
 from weights.memory.removal import dismantle_unheld
 
 
@@ -24,9 +23,7 @@ class Drafts:
         """Path of a draft of this name until its commit."""
         return self._evictor.staging / name
 
-    def stake(
-        self, layout: Layout, needed_bytes: int, *, pooled: bool = True, name: str | None = None
-    ) -> tuple[Path, DirectoryLock]:
+    def stake(self, layout: Layout, needed_bytes: int, name: str | None = None) -> tuple[Path, DirectoryLock]:
         """A locked draft directory whose files have their sizes, counted against the budget. Raises StoreFull."""
         path = self.path(name or uuid.uuid4().hex)
         with self._evictor.mutex():
@@ -37,7 +34,7 @@ class Drafts:
             assert lock is not None, "nobody else removes drafts while we hold the mutex"
             try:
                 for file in layout.files:
-                    if not pooled or not self._evictor.pool.claim(file.nbytes, path / file.name):
+                    if not self._evictor.pool.claim(file.nbytes, path / file.name):
                         segment.create(lock.fd, file.name, file.nbytes)
                 self._evictor.trim(needed_bytes - layout.nbytes)
             except BaseException:
@@ -60,6 +57,6 @@ class Drafts:
                     self._evictor.pool.trim(0)
                 segment.allocate(directory_fd, file.name)
 
-    def discard(self, path: Path, pool: Pool | None = None) -> None:
-        """Removes an unlocked draft; its segments go to `pool`, or back to the system."""
-        dismantle_unheld(path, pool)
+    def discard(self, path: Path) -> None:
+        """Removes an unlocked draft; its segments go back to the system."""
+        dismantle_unheld(path)

@@ -30,13 +30,11 @@ from weights.format.layout import Layout
 from weights.format.manifest import KINDS
 from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
 from weights.format.source import copy_tensors, read_source
-from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
 from weights.memory.drafts import Drafts
 from weights.memory.evictor import Evictor
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import best_fit
 from weights.memory.space import Usage
 
 
@@ -135,47 +133,6 @@ class WeightStore:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
-
-    def stock(self, layout: Layout) -> bool:
-        """Adds allocated segments to the pool for a later reservation of `layout`, unless they are already there.
-
-        Evicts nothing. Returns False unless twice the room is free, so that a concurrent reservation still finds room.
-        Any other reservation may take the segments. Raises StoreFull in a race.
-        """
-        if self._stocked_paths(layout) is not None:
-            return True
-        usage, free = self.usage(), shutil.disk_usage(self.root).free
-        if self.budget_bytes is not None:
-            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
-        if free < 2 * layout.nbytes:
-            return False
-        # Not from the pool: that would truncate or extend segments stocked for another layout.
-        path, lock = self._drafts.stake(layout, layout.nbytes, pooled=False)
-        try:
-            self._drafts.allocate(layout, lock.fd, layout.nbytes)
-        finally:
-            lock.close()
-            self._drafts.discard(path, self._evictor.pool)
-        return True
-
-    def stocked(self, layout: Layout) -> dict[str, memoryview]:
-        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty unless
-        all are in the pool. Populate them, do not write: they may go to another reservation at any time."""
-        paths = self._stocked_paths(layout)
-        if paths is None:
-            return {}
-        pairs = zip(layout.files, paths, strict=True)
-        return {file.name: segment.window(path, file.nbytes, "write", None) for file, path in pairs}
-
-    def _stocked_paths(self, layout: Layout) -> list[Path] | None:
-        pooled, found = self._evictor.pool.files(), []
-        for file in layout.files:
-            best = best_fit(pooled, file.nbytes)
-            if best is None or best.nbytes != file.nbytes:
-                return None
-            pooled.remove(best)
-            found.append(best.path)
-        return found
 
     def import_dir(
         self,
