@@ -83,5 +83,5 @@ wheelhouse: setup ## all that a machine without a network installs, in one direc
 	$(PY) -m pip wheel --no-deps --no-build-isolation . -w build/wheelhouse
 
 clean: ## remove the environment, caches and demo data
-	rm -rf $(VENV) .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info
+	rm -rf .venv .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
+from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
@@ -30,7 +30,6 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
-from appliance.controller.http.paging import RECENT
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
@@ -107,20 +106,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for group in (
-        box,
-        mode,
-        queue,
-        power,
-        logs,
-        profile,
-        devices,
-        keys,
-        session_keys,
-        page_sessions,
-        usage,
-        plan_route,
-    ):
+    for group in (box, mode, queue, logs, profile, devices, keys, session_keys, page_sessions, usage, plan_route):
         group.routes(context, admin)
     # Before those of models, whose names may contain slashes.
     for group in (deployments, engine_settings):
@@ -129,7 +115,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     canary_routes.routes(context, admin, canaries)
     operation_routes.routes(context, admin)
     admin_models.routes(context, admin, canaries, activations)
-    job_routes.reads(context, admin, "/jobs", RECENT, sees_all=True)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
@@ -138,6 +123,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         completion_routes.routes(context, stored),
+        job_routes.reading_routes(context),
         job_routes.routes(context, graders),
         job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),

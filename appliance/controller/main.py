@@ -158,7 +158,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
     weights = _open_store(config, paths)
-    home = discover_devices(config.box.devices, untried=config.box.untried_devices)
+    home = discover_devices(config.box.devices)
     node_config = node_config_of(config, paths, home)
     background, inbox = BackgroundTasks(), Inbox()
 

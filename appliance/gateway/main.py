@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,22 +13,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import orjson
 import uvloop
 
-from appliance.gateway.bus import BusClient
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.gateway import Gateway
-from appliance.gateway.workers import Siblings, keep_workers
+from appliance.gateway.gateway import BusClient, Gateway
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network.sockets import check_free, private_socket
 from runtime.processes import garbage
+from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
@@ -112,6 +112,60 @@ async def _serve(config: GatewayConfig, private: socket.socket | None, siblings:
     bus.send()
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
+
+
+# -- several workers, processes on one port
+
+
+def keep_workers(count: int, work: Callable[[int], int]) -> int:
+    """Fork workers and wait for all of them. SIGTERM, SIGINT or the end of one of them ends them all.
+
+    Args:
+        count: of workers.
+        work: what the worker of this number does, in its own process; returns its exit status.
+
+    Returns:
+        The exit status: 0 if they ended as asked.
+    """
+    signals, parent, pids = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}, os.getpid(), set[int]()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for index in range(count):
+        pid = os.fork()
+        if not pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            die_with_parent(parent)
+            os._exit(work(index))
+        pids.add(pid)
+    asked = signal.sigwait(signals) != signal.SIGCHLD
+    if not asked:
+        log.error("a worker has ended, ending the others")
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return int(not asked or any(codes))
+
+
+class Siblings:
+    """Datagrams by which each worker reports to all others what keys spend there. Create before the workers are forked.
+    A datagram is lost, and costs its key nothing, where a reader is too far behind."""
+
+    def __init__(self, count: int) -> None:
+        self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
+        for end in (end for pair in self._pairs for end in pair):
+            end.setblocking(False)
+
+    def send(self, own: int, key: str, batch: bool, requests: int, tokens: int) -> None:
+        """Report what a key has spent. own: the number of the reporting worker."""
+        message = orjson.dumps((key, batch, requests, tokens))
+        for index, (_, sender) in enumerate(self._pairs):
+            if index != own:
+                with contextlib.suppress(OSError):
+                    sender.send(message)
+
+    def listen(self, own: int, receive: Callable[[str, bool, int, int], None]) -> None:
+        """Call `receive` on the running loop with each report of another worker. own: the number of this one."""
+        reader = self._pairs[own][0]
+        asyncio.get_running_loop().add_reader(reader, lambda: receive(*orjson.loads(reader.recv(1024))))
 
 
 if __name__ == "__main__":

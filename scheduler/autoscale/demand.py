@@ -4,10 +4,6 @@ Growing is immediate, and never below what was learned of the last half hour (`s
 devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no
 sooner than `give_back_after_s`; at most `give_backs_per_hour` times an hour, which bounds the hand-overs that its
 traffic causes.
-
-Requests in flight alone mislead: a load that saturates one replica looks small on two, so the planner would release and
-request the second again forever under a flat load. Replicas that were wanted back before their release paid off are
-therefore kept for a while, twice as long each time.
 """
 
 from __future__ import annotations
@@ -106,36 +102,15 @@ def required(
     if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
     if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
-        floor = deployment.standby.replicas if deployment.standby else 0
-        if hysteresis.proved_until_s > now_s:
-            floor = max(floor, hysteresis.proved)
-            reviews.append(hysteresis.proved_until_s)
-        want = max(want, min(floor, deployment.max_replicas))
+        want = max(want, min(deployment.standby.replicas if deployment.standby else 0, deployment.max_replicas))
         reviews.append(end_s)
     if want >= hysteresis.replicas:
-        found = _grown(deployment, hysteresis, want, now_s, config, switch_device_s)
+        taken_s = _last_hour(hysteresis.taken_s, now_s) + ((now_s,) if want > hysteresis.replicas else ())
+        found = replace(hysteresis, replicas=want, low_since_s=None, low_peak=0, taken_s=taken_s)
     else:
         found, review_s = _lowered(deployment, hysteresis, want, now_s, config, switch_device_s)
         reviews += [] if review_s is None else [review_s]
     return found, min(reviews, default=None)
-
-
-def _grown(
-    deployment: DeploymentView,
-    hysteresis: Hysteresis,
-    want: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> Hysteresis:
-    """Takes `want` replicas at once; they are as many as before, or more."""
-    if want > hysteresis.replicas:
-        # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
-        misled = deployment.standby is None or by_concurrency(deployment, config) >= want
-        if hysteresis.given_back_s and misled:
-            hysteresis = _wanted_back(hysteresis, want, deployment.tensor_parallel, now_s, config, switch_device_s)
-        hysteresis = replace(hysteresis, taken_s=(*_last_hour(hysteresis.taken_s, now_s), now_s))
-    return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0)
 
 
 def _lowered(
@@ -168,37 +143,12 @@ def _lowered(
     still_low = None if peak == want else now_s
     if peak < hysteresis.replicas:
         given_back_s = (*given_back_s, now_s)
-        hysteresis = replace(hysteresis, given_back_from=hysteresis.replicas)
     found = replace(hysteresis, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
     return found, None if still_low is None else now_s + idle.lower_for_s(deployment)
 
 
 def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
     return tuple(t for t in times_s if t > now_s - 3600.0)
-
-
-def _wanted_back(
-    before: Hysteresis,
-    want: int,
-    tensor_parallel: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> Hysteresis:
-    """Learns from replicas that return how long to keep them next time.
-
-    Giving them back paid off if the devices trained for longer than they had idled before plus the cost of both
-    hand-overs. The first return judges each release once; replicas that had not been there before it prove nothing.
-    """
-    judged = before.proved_hold_s and before.proved_until_s - before.proved_hold_s >= before.given_back_s[-1]
-    want = min(want, before.given_back_from)
-    if judged or not switch_device_s or want <= before.replicas:
-        return before
-    switch_s = min(switch_device_s / ((want - before.replicas) * tensor_parallel), config.give_back_at_latest_s)
-    if now_s - before.given_back_s[-1] > switch_s + max(switch_s, before.proved_hold_s):
-        return replace(before, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
-    hold_s = IdlePolicy(config).proved_for_s(switch_s, before.proved_hold_s)
-    return replace(before, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
 
 
 def slots(

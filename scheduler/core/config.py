@@ -25,8 +25,6 @@ class SchedulerConfig(BaseModel):
     give_backs_per_hour: int = Field(60, ge=1)
     """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
     may change; beyond it, the number stays."""
-    proved_hold_max_s: Seconds = 1800.0
-    """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it. Once a job
     has changed its size, what that took counts instead."""
@@ -66,8 +64,8 @@ class SchedulerConfig(BaseModel):
     backoff_max_s: Seconds = 60.0
     """The longest such wait. Tries never end."""
     start_backoff_max_s: Seconds = 600.0
-    """The same for a model whose engines failed to start `replica_attempts` times in the same way. It is tried at once
-    when its settings or its version change."""
+    """The same for a model whose engines failed to start `replica_attempts` times by their own fault. A change of its
+    settings or version ends the wait."""
     suspend_attempts: int = Field(3, ge=1)
     """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
     job_attempts: int = Field(3, ge=1)

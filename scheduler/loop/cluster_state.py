@@ -19,8 +19,7 @@ from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, ReplicaView, Workload
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.moves import Box
-from scheduler.handover.ports import Clock
-from scheduler.loop.status_reporter import StatusReporter
+from scheduler.handover.ports import Clock, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 class ClusterState:
     """Owns the box, the failures and the events not yet applied. `look_again_s`: when to observe the world again."""
 
-    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
-        self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
+    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
+        self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
         self.failures, self.reloads = Failures(config), Reloads()
         self.look_again_s = 0.0
@@ -143,7 +142,7 @@ class ClusterState:
                 lived_s = self._clock.now_s() - group.since_s
                 self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
-            self._reporter.over(event.job_id, event.outcome, event.error)
+            self._store.job_ended(event.job_id, event.outcome, event.error)
             self.failures.forget_job(event.job_id)
 
     # --- failures
@@ -154,7 +153,7 @@ class ClusterState:
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 if self.failures.model_stable(replica.model, replica.version):
-                    self._reporter.trouble(replica.model, None)
+                    self._store.model_trouble(replica.model, None)
 
     def model_failed(
         self,
@@ -172,7 +171,7 @@ class ClusterState:
         )
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
-        self._reporter.trouble(model, self.failures.trouble(model, failure))
+        self._store.model_trouble(model, self.failures.trouble(model, failure))
 
     def reload_refused(self, deployment: DeploymentView, version: str, reason: str, *, whole: bool) -> None:
         self.reloads.refused(deployment, version, reason, whole=whole)
@@ -185,7 +184,7 @@ class ClusterState:
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
-            self._reporter.over(job_id, "failed", f"{error}{often}")
+            self._store.job_ended(job_id, "failed", f"{error}{often}")
             self.failures.forget_job(job_id)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
@@ -193,14 +192,14 @@ class ClusterState:
     def keep(self, workload: Workload) -> None:
         """Forget the failures of what is no longer in the workload."""
         for model in self.failures.keep(workload):
-            self._reporter.trouble(model, None)
+            self._store.model_trouble(model, None)
 
     def reset_failures(self, model: str) -> None:
         """Retry the model at once, as if it had never failed."""
         if self.failures.forget_model(model):
-            self._reporter.trouble(model, None)
+            self._store.model_trouble(model, None)
 
     def retry(self, cause: Cause) -> None:
         """Retry at once what may have failed for this cause."""
         for model in self.failures.retry(cause):
-            self._reporter.trouble(model, next(t for t in self.failures.troubles() if t.model == model))
+            self._store.model_trouble(model, next(t for t in self.failures.troubles() if t.model == model))

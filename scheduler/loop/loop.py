@@ -37,18 +37,11 @@ from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
-from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
 from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
-
-_REST_S = 4e-5
-"""Pause between two rounds, per device and job: about four times what a round takes. The moves of a large hand-over
-end one by one; a plan at each end would cost their number times n log n."""
-_SMALL = 100
-"""Up to this many devices and jobs the loop does not pause between rounds."""
 
 
 class SchedulerLoop:
@@ -77,8 +70,8 @@ class SchedulerLoop:
         self._book_engine, self._too_large = book_engine, too_large
         self._inbox, self._clock = inbox or Inbox(), clock or SystemClock()
         self._config = config or SchedulerConfig()
-        self._reporter = StatusReporter(store)
-        self._state = ClusterState(effects, self._clock, self._config, self._reporter)
+        self._state = ClusterState(effects, self._clock, self._config, store)
+        self._reasons: dict[str, tuple[str, bool]] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
@@ -253,7 +246,6 @@ class SchedulerLoop:
         self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
-        self._reporter.keep(unfinished)
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
             self._state.retry("device")
@@ -267,11 +259,24 @@ class SchedulerLoop:
             self._wake.set()  # planned again without it, before anybody gives up devices for it
             return True
         handover = moves_.only_with_room(wanted, self._book_engine)
-        self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
+        self._report_waiting(plan_input, now_s)
         if not handover.moves:
             return False
         self._launch(handover, reason_of(handover, plan_input.policy))
         return True
+
+    def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
+        """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
+        before, self._reasons = self._reasons, {}
+        for job in plan_input.jobs:
+            reason = self._allocation.waiting.get(job.id)
+            if reason is None or job.id in self.box.groups or job.busy == "coming":
+                continue
+            said, now = before.get(job.id), (reason, job.phase == "suspended")
+            counting_down = job.not_before_s > now_s and said is not None
+            self._reasons[job.id] = said if said is not None and counting_down else now
+            if said != now and not counting_down:
+                self._store.job_waiting(job.id, reason)
 
     def _refused(self, handover: Handover) -> bool:
         """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
@@ -396,7 +401,7 @@ class SchedulerLoop:
                 moving.target, moving.take = move.devices, move
                 if move.holder.kind == "job":
                     answering = {d for r in self.box.replicas.values() if r.awake for d in r.devices}
-                    self._reporter.coming(move.holder.id, move.devices, len(answering & set(move.devices)))
+                    self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
             elif move.side == "swap":
                 moving.target = move.devices
         runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config)
@@ -443,7 +448,7 @@ class SchedulerLoop:
     def step_done(self, move: Move, verb: str, took_s: float) -> None:
         self._pauses.step_done(verb, move.holder.id, took_s)
         if verb == "start_group":
-            self._reporter.running(move.holder.id, move.devices)
+            self._store.job_running(move.holder.id, move.devices)
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
@@ -524,9 +529,7 @@ class SchedulerLoop:
             self._round_done.notify_all()
 
     async def _pause(self) -> None:
-        """Wait for a nudge, an event, the end of a move, or the next observation time, but at least for the pause."""
-        if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
-            await asyncio.sleep(_REST_S * size)
+        """Wait for a nudge, an event, the end of a move, or the next observation time."""
         known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)

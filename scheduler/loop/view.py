@@ -76,30 +76,16 @@ def _job(
     if moving is not None:
         busy = "coming" if moving.target else "leaving"
         devices = moving.target or devices
-    since_s = group.since_s if group else 0.0
-    not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
-    pause_s, gave_way = pauses.pause_s(job.id), pauses.gave_way(job.id)
-    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy, job.pause_s, job.gave_way) == (
-        phase,
-        devices,
-        since_s,
-        not_before_s,
-        failed,
-        busy,
-        pause_s,
-        gave_way,
-    ):
-        return job  # most of a long queue: a copy would cost more than everything else here
     return replace(
         job,
         phase=phase,
         devices=devices,
-        since_s=since_s,
-        not_before_s=not_before_s,
-        failed=failed,
+        since_s=group.since_s if group else 0.0,
+        not_before_s=failure.not_before_s if failure else 0.0,
+        failed=first_line(failure.reason) if failure else "",
         busy=busy,
-        pause_s=pause_s,
-        gave_way=gave_way,
+        pause_s=pauses.pause_s(job.id),
+        gave_way=pauses.gave_way(job.id),
     )
 
 

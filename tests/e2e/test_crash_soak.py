@@ -113,7 +113,7 @@ class Rounds:
         assert self.box.ask("mode", "show")["policy"] == mode[0]
         if mode[0] != "serve":
             wait_for(lambda: self.step_reached() > reached, "a step of the job", SETTLE_S)
-        assert self.box.admin(f"jobs/{self.job_id}")["phase"] in ("running", "suspended", "queued")
+        assert self.box.job(self.job_id)["phase"] in ("running", "suspended", "queued")
 
     def problem(self, mode: tuple[str, ...]) -> str:
         if self.open_handovers():

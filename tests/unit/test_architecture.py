@@ -331,7 +331,7 @@ def test_only_the_file_of_a_kind_of_device_names_it():
     [
         "from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary",
         "import flashinfer.comm",
-        "from runtime.devices import rocm",
+        "from runtime.devices import cuda",
         'args = ["--enable-sleep-mode"]',
         'args = ["--sleep-mode-offload-cudagraph"]',
         'env = {"NCCL_SOCKET_IFNAME": "lo"}',

@@ -69,7 +69,7 @@ class StepPlan:
         """Pack indices (batch_size,) of optimizer step `step` (0-based)."""
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs = positions // self.n_packs
-        orders = {int(epoch): _order(self.n_packs, self.seed, int(epoch), self.shuffled) for epoch in np.unique(epochs)}
+        orders = {int(epoch): self._order(int(epoch)) for epoch in np.unique(epochs)}
         return np.array([orders[int(e)][p % self.n_packs] for e, p in zip(epochs, positions, strict=True)])
 
     def counted(self, step: int) -> int:
@@ -85,12 +85,13 @@ class StepPlan:
         packs = self.packs_of_step(step).reshape(-1, self.micro_batch)
         return [(number, packs[number]) for number in range(rank, len(packs), world_size)]
 
+    def _order(self, epoch: int) -> np.ndarray:
+        return _shuffled(self.n_packs, self.seed, epoch) if self.shuffled else np.arange(self.n_packs)
+
 
 @lru_cache(maxsize=4)
-def _order(n_packs: int, seed: int, epoch: int, shuffled: bool) -> np.ndarray:
+def _shuffled(n_packs: int, seed: int, epoch: int) -> np.ndarray:
     """The packs of an epoch in their order; of a million it takes 40 ms, several times in each step."""
-    if not shuffled:
-        return np.arange(n_packs)
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n_packs)
 
 

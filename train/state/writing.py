@@ -59,7 +59,6 @@ def write_together(
             path, nbytes = draft.target, draft.layout.nbytes
             draft.close()
         else:
-            draft.prepare()
             draft.wait_written()
             # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
             stored = draft.commit(meta=meta, checksums=False)

@@ -57,7 +57,7 @@ def import_model(session: Session, args: Namespace) -> None:
       appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it
     """
     is_local = session.client.address.is_local
-    if is_local and Path(args.source).expanduser().exists():
+    if is_local and (args.source.startswith((".", "/", "~")) or Path(args.source).exists()):
         args.source = str(Path(args.source).expanduser().resolve())
     with catalog.fetched(args.source, args.name, is_local) as found:
         args.wait |= "origin" in found  # its file goes with this command

@@ -16,10 +16,10 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
-from appliance.controller.http.paging import MOST, list_object, part
+from appliance.controller.http.paging import MOST, list_object, metadata_of, part
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
@@ -36,31 +36,27 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def reads(context: ControllerContext, router: APIRouter, path: str, paged: Any, *, sees_all: bool = False) -> None:
-    """Add the routes that list and show jobs.
-
-    Args:
-        paged: `paging.part(...)` of the list.
-        sees_all: for operators, who see that every job exists, and its progress, with the scope `read` alone.
-    """
+def reading_routes(context: ControllerContext) -> APIRouter:
+    """The list and the view of jobs. A key of the scope `read` sees that every job exists, and its progress."""
+    router = make_router(JOBS.prefix, FINE_TUNING, READ)
     db, organization = context.db, context.config.organization
 
     def known(job_id: str, caller: Principal) -> JobRow:
-        return JOBS.known(db, job_id, caller.seeing_all() if sees_all else caller)
+        return JOBS.known(db, job_id, caller.seeing_all() if caller.may(READ) else caller)
 
-    @router.get(path)
-    def list_jobs(request: Request, caller: Caller, part: Part = paged) -> dict[str, Any]:
-        viewer = None if sees_all else caller.viewer
+    @router.get("")
+    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+        viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
         page, judges = job_records.page_with_judges(db, page, _JUDGED)
         return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
 
-    @router.get(f"{path}/{{job_id}}")
+    @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known(job_id, caller)
         return _view(context, row) | {"energy": energy_views.of_job(db, row, time.time())}
 
-    @router.get(f"{path}/{{job_id}}/metrics")
+    @router.get("/{job_id}/metrics")
     def metrics(
         job_id: str,
         caller: Caller,
@@ -71,10 +67,11 @@ def reads(context: ControllerContext, router: APIRouter, path: str, paged: Any, 
         known(job_id, caller)
         return views.metrics_object(db, job_id, after_step, limit)
 
+    return router
+
 
 def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     router, db, view = JOBS.router(), context.db, partial(_view, context)
-    reads(context, router, "", part(20, order=None))
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -130,21 +127,13 @@ def _view(context: ControllerContext, row: JobRow) -> dict[str, Any]:
 
 def _metadata_filter(request: Request) -> dict[str, Any]:
     """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
-    pairs: dict[str, str] = {}
-    null = False
-    for name, value in request.query_params.multi_items():
-        if name == "metadata":
-            if value != "null":
-                raise InvalidValue(
-                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.", "metadata"
-                )
-            null = True
-        elif name.startswith("metadata[") and name.endswith("]"):
-            pairs[name[len("metadata[") : -1]] = value
-    if pairs and null:
+    pairs, whole = metadata_of(request), request.query_params.get("metadata")
+    if whole not in (None, "null"):
+        raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
+    if pairs and whole:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
-    return {"metadata": pairs, "null_metadata": null}
+    return {"metadata": pairs, "null_metadata": whole is not None}
 
 
 def method_routes() -> APIRouter:

@@ -94,15 +94,14 @@ class StoredResponses:
             raise _not_found(response_id, kind)
         return row
 
-    def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> Iterator[ResponseRow]:
-        """The stored turns of the conversation up to this response, one by one, for it may be 64 MiB: within a reading.
-        Raises BadRequest if it has too many turns."""
+    def turns(self, response_id: str, viewer: str | None) -> Iterator[ResponseRow]:
+        """The stored turns of the conversation up to this response, oldest first: within a reading. Raises BadRequest
+        if it has too many."""
         ids = responses.chain_ids(self._db, response_id, viewer, max_turns=MAX_TURNS)
         if len(ids) >= MAX_TURNS:
             raise _too_long(response_id)
-        for turn in reversed(ids) if newest_first else ids:
-            found = responses.find(self._db, turn)
-            if found is not None:  # else it was deleted in the meantime
+        for turn in ids:
+            if (found := responses.find(self._db, turn)) is not None:  # else it was deleted in the meantime
                 yield found
 
     async def before(self, previous_id: str, viewer: str | None) -> list[str]:

@@ -119,12 +119,11 @@ def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
 
 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
-    """Schemas of tools that are strict, or whose call is demanded."""
-    demanded = data.get("tool_choice") not in (None, "auto", "none")
+    """Schemas of strict tools; those whose call is demanded are strict (normalize.py)."""
     for at, tool in _each_tool(data.get("tools", [])):
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
         for where, holder in ((at, tool), (f"{at}.function", tool.get("function"))):
-            if isinstance(holder, dict) and (demanded or holder.get("strict")):
+            if isinstance(holder, dict) and holder.get("strict"):
                 names = [name for name in ("parameters", "input_schema") if holder.get(name) is not None]
                 yield from ((f"{where}.{name}", holder[name]) for name in names)
 

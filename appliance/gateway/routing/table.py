@@ -49,7 +49,7 @@ class Canary(Struct, frozen=True):
     since_s: float
 
 
-class Trouble(Struct, frozen=True):
+class StartFailure(Struct, frozen=True):
     """Why no replica of a model starts.
 
     next_try_s: in seconds since 1970. hold_before_s: requests wait for the next try if it is at most this far away.
@@ -81,7 +81,7 @@ class Model(Struct, frozen=True):
     adapter: Text = ""
     pins: Text = ""
     canary: Canary | None = None
-    trouble: Trouble | None = None
+    trouble: StartFailure | None = None
     owners: frozenset[str] | int | None = None
     chats: bool = True
 

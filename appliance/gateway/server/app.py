@@ -195,13 +195,13 @@ class App:
                 await self._controller.relay(exchange, body)
                 return None
             if transcript.previous_id:
-                body, checked = await self._controller.with_previous(exchange, body, checked)
+                checked = await self._controller.with_previous(exchange, data, checked)
                 self._check_model(exchange, checked)
         state.spending.opened(exchange, checked, state.limits)
         exchange.model, exchange.routed_model = checked.model.partition("@")[0], checked.model
         if state.tracing is not None:
             state.tracing.begin(exchange)
-        return Inference(state, self._controller.copies, exchange, checked, checked.rewritten or body)
+        return Inference(state, self._controller.copies, exchange, checked)
 
     def _check_model(self, exchange: Exchange, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""

@@ -7,13 +7,11 @@ them the API's shape.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -26,14 +24,13 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import read_up_to
-from appliance.gateway.requests.request_check import Checked, check_body
+from appliance.gateway.requests.request_check import Checked, check_object
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.state import State
 
 ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_WAIT_S: Final = 2.0
 METRICS_BYTES: Final = 8 << 20
-BATCH_BYTES: Final = 1 << 20
 RETRY_S: Final = 0.5
 _POLL_S: Final = 0.05
 _HOST: Final = "http://appliance"
@@ -44,57 +41,52 @@ log = logging.getLogger("appliance.gateway")
 class Copies:
     """Copies of answered responses and chat completions on their way to the controller, which stores them.
 
-    The client's answer does not wait for its copy. Copies go in batches, the next once the controller has acknowledged
-    the last; while it is away they wait here, up to `response_copies_bytes`. An answer that begins after that is not
-    stored, and its object says so. The controller stores a copy that arrives twice once.
-
-    delivering: copies are left, and the controller was there at the last attempt.
+    The client's answer does not wait for its copy. While the controller is away they wait here, up to
+    `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
+    stores a copy that arrives twice once.
     """
 
     def __init__(self, state: State) -> None:
-        self.delivering = False
         self._state = state
-        self._waiting: deque[bytes] = deque()
-        self._bytes = 0
-        self._came = asyncio.Event()
+        self._waiting = asyncio.Queue[bytes]()
+        self._count = self._bytes = 0
+        self._away = False
 
     def has_room(self) -> bool:
         return self._bytes < self._state.limits.response_copies_bytes
 
+    @property
+    def delivering(self) -> bool:
+        """Whether copies are left, and the controller was there at the last attempt."""
+        return self._count > 0 and not self._away
+
     def add(self, copy: bytes) -> None:
-        self._waiting.append(copy)
+        self._count += 1
         self._bytes += len(copy)
-        self.delivering = True
-        self._came.set()
+        self._waiting.put_nowait(copy)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._count
 
     async def send_forever(self) -> None:
         """Until it is cancelled."""
         while True:
-            await self._came.wait()
-            sizes = itertools.accumulate(map(len, self._waiting))
-            batch = list(itertools.islice(self._waiting, max(1, sum(size <= BATCH_BYTES for size in sizes))))
-            status = await self._send(batch)
-            if not status:
-                self.delivering = False
+            copy = await self._waiting.get()
+            while not (status := await self._send(copy)):
+                self._away = True
                 await asyncio.sleep(RETRY_S)
-                continue
+            self._away = False
             if status >= 300:  # it would answer the same again
-                log.error("%d answered responses are not stored: the controller answered %d", len(batch), status)
-                self._state.metrics.events["responses_not_stored"] += len(batch)
-            for _ in batch:
-                self._bytes -= len(self._waiting.popleft())
-            self.delivering = bool(self._waiting)
-            if not self._waiting:
-                self._came.clear()
+                log.error("an answered response is not stored: the controller answered %d", status)
+                self._state.metrics.events["responses_not_stored"] += 1
+            self._count -= 1
+            self._bytes -= len(copy)
 
-    async def _send(self, batch: list[bytes]) -> int:
+    async def _send(self, copy: bytes) -> int:
         """The controller's status; 0 if it did not answer."""
         state = self._state
         headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
-        data, timeout = b"[%b]" % b",".join(batch), aiohttp.ClientTimeout(total=30)
+        data, timeout = b"[%b]" % copy, aiohttp.ClientTimeout(total=30)
         try:
             path = f"{_HOST}/internal/responses"
             async with _session(state).post(path, data=data, headers=headers, timeout=timeout) as response:
@@ -184,8 +176,11 @@ class Controller:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return b""
 
-    async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
-        """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
+    async def with_previous(self, request: Request, data: dict[str, Any], checked: Checked) -> Checked:
+        """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
+
+        data: its body, as it came.
+        """
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
@@ -193,10 +188,10 @@ class Controller:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
-        whole = joined(body, earlier) if len(earlier) <= limit else earlier
-        if len(whole) > limit:
+        nbytes = request.body_bytes + len(earlier)
+        if nbytes > limit:
             raise errors.body_too_large(limit, close=False)  # the client's own body was not
-        state.take_body(request, len(whole) - len(body))
-        again = check_body(request.route, whole, state.limits)
+        state.take_body(request, len(earlier))
+        again = check_object(request.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
-        return whole, again
+        return again

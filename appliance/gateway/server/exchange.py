@@ -16,8 +16,7 @@ from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
-from appliance.gateway.routing.holds import Ticket
-from appliance.gateway.routing.router import Choice, Work
+from appliance.gateway.routing.router import Choice, Ticket, Work
 
 if TYPE_CHECKING:
     from appliance.gateway.server.state import State

@@ -20,17 +20,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import aiohttp
+import orjson
 
-from appliance.gateway.answers.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS, RESUME_PATH
+from appliance.gateway.answers.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.answers.transcript import token_count
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
-from appliance.gateway.requests.request_check import Checked, with_fields, with_model
-from appliance.gateway.routing.holds import Ticket
-from appliance.gateway.routing.router import Choice, Work
+from appliance.gateway.requests.request_check import Checked, with_fields
+from appliance.gateway.routing.router import Choice, Ticket, Work
 from appliance.gateway.routing.table import cache_salt
 from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import Exchange
@@ -42,7 +42,6 @@ log = logging.getLogger("appliance.gateway")
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 _HELD: Final = b": held\n\n"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
@@ -56,28 +55,28 @@ class Inference:
     another engine continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
     """
 
-    def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked, body: bytes) -> None:
+    def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
         self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
         self.model, self.path = checked.model, route.engine_path.decode()
         # Separates its owner's entries in an engine's cache of prefixes from those of others.
-        salt = "" if state.config.prefix_cache_shared else cache_salt(caller.owner, checked.cache_salt)
-        self.salt = b',"cache_salt":"%b"' % salt.encode() if salt else b""
+        salt = checked.data.get("cache_salt", "")
+        salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
+        self.salt = {"cache_salt": salt} if salt else {}
         hides_usage = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
-        asks = (_ASK_FOR_USAGE if hides_usage else b"") + (ASK_FOR_TOKEN_IDS if checked.continuation else b"")
-        self.body = with_fields(body, self.salt + asks) if self.salt or asks else body
+        more = {"stream_options": {"include_usage": True}} if hides_usage else {}
+        token_ids = {"return_token_ids": True} if checked.continuation else {}
+        self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
+        checked.data = {}  # it may be large, and the request may wait for long
         self.stream = Stream(exchange, checked, hides_usage=hides_usage, most_bytes=state.limits.stored_response_bytes)
         self.work = exchange.work = Work(
             caller.owner,
             checked.tokens,
             checked.prompt_tokens,
             sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else checked.sequences,
-            beginning=zlib.crc32(checked.prefix(), zlib.crc32(salt.encode())),
+            beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        canary = state.router.models[self.model].canary
-        self.conversation = None if canary is None else zlib.crc32(checked.conversation())
-        checked.forget_prompt()
         self.failures = 0
         self.avoided: set[str] = set()
         self.died_on: set[str] = set()
@@ -131,9 +130,9 @@ class Inference:
         what the canary has no room for."""
         if self.continues:
             return (self.exchange.routed_model,)
-        if self.failures or self.conversation is None:
+        if self.failures:
             return (self.model,)
-        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.conversation)
+        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
@@ -226,9 +225,9 @@ class Inference:
         body, model = self.body, self.state.router.models.get(choice.model)
         name = choice.model if model is None else model.adapter or model.pins or choice.model
         if name != self.model:
-            body = with_model(body, name)
+            body = with_fields(body, model=name)
         if self.exchange.route.task == "embed":  # for which vLLM reads no header
-            body = with_fields(body, b',"priority":%d' % choice.priority)
+            body = with_fields(body, priority=choice.priority)
         return body
 
     async def _relay_stream(
@@ -389,7 +388,7 @@ class Inference:
         log.info("the stream is continued on another engine", extra=exchange.ids)
         rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
-        self.body = b"" if rest is None else with_fields(rest, self.salt)
+        self.body = b"" if rest is None else with_fields(rest, **self.salt)
 
     def _compare(self, choice: Choice, *, failed: bool) -> None:
         """Count the attempt for its version while the model has a canary."""

@@ -22,11 +22,9 @@ from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.http.upstreams import Sessions
-from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.load import Comparison
-from appliance.gateway.observe.metrics import Metrics
-from appliance.gateway.routing.holds import Holds
-from appliance.gateway.routing.router import Choice, Router
+from appliance.gateway.observe.metrics import AccessLog, Metrics
+from appliance.gateway.routing.router import Choice, Holds, Router
 from appliance.gateway.routing.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
 

@@ -18,7 +18,8 @@ from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
 async def ask(control: Control, method: str, path: str, status: int = 200, **kwargs: Any) -> dict[str, Any]:
-    answer = await control.http.request(method, f"/admin/v1{path}", headers=ADMIN, **kwargs)
+    url = path if path.startswith("/v1/") else f"/admin/v1{path}"
+    answer = await control.http.request(method, url, headers=ADMIN, **kwargs)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -174,7 +175,7 @@ async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
     assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
     verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
     assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
-    assert await ask(control, "DELETE", "/models/team/tiny") == {"name": "team/tiny", "deleted": True}
+    assert (await ask(control, "DELETE", "/v1/models/team/tiny"))["deleted"] is True
     await ask(control, "GET", "/models/team/tiny", 404)
     assert [action for action, _, _ in actions(control)] == ["model.import", "model.verify", "model.delete"]
 
@@ -286,13 +287,13 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
 
 async def test_jobs_and_their_metrics(control: Control):
     job_id = await control.job()
-    listed = (await ask(control, "GET", "/jobs"))["data"]
+    listed = (await ask(control, "GET", "/v1/fine_tuning/jobs"))["data"]
     assert [(job["id"], job["phase"], job["reason"]) for job in listed] == [(job_id, "queued", "waiting for devices")]
-    shown = await ask(control, "GET", f"/jobs/{job_id}")
+    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
     assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
-    assert (await ask(control, "GET", f"/jobs/{job_id}/metrics"))["data"] == []
-    await ask(control, "GET", "/jobs/none/metrics", 404)
-    await ask(control, "GET", f"/jobs/{job_id}/metrics?after_step={2**70}", 400)
+    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics"))["data"] == []
+    await ask(control, "GET", "/v1/fine_tuning/jobs/none/metrics", 404)
+    await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics?after_step={2**70}", 400)
 
 
 async def test_the_audit_log_pages(control: Control):
@@ -345,15 +346,16 @@ async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
             jobs.insert(control.db, replace(row, id=f"ftjob-{number}", hyperparameters=large, phase="cancelled"))
         for step in range(2500):
             job_records.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
-    page, found = await ask(control, "GET", "/jobs?limit=1000"), []
+    page, found = await ask(control, "GET", "/v1/fine_tuning/jobs?limit=1000"), []
     assert page["has_more"], "a page ends by its bytes"
     while page["has_more"]:
         found += [job["id"] for job in page["data"]]
-        page = await ask(control, "GET", f"/jobs?limit=1000&after={page['last_id']}")
+        page = await ask(control, "GET", f"/v1/fine_tuning/jobs?limit=1000&after={page['last_id']}")
     found += [job["id"] for job in page["data"]]
     assert found == [*(f"ftjob-{number}" for number in reversed(range(300))), row.id]
-    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000")
-    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000&after_step={steps['data'][-1]['step']}")
+    steps = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000")
+    last = steps["data"][-1]["step"]
+    rest = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000&after_step={last}")
     assert (len(steps["data"]), steps["has_more"]) == (2000, True)
     assert (len(rest["data"]), rest["has_more"]) == (500, False)
 

@@ -34,7 +34,7 @@ async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     row = jobs.get(control.db, job_id)
     assert (row.priority, row.deadline_s, row.preemptible, row.held) == (5, deadline_s, 0, 1)
     assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
-    shown = await ask(control, "GET", f"/jobs/{job_id}")
+    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
     assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (
         deadline_s,
         False,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import io
+import os
+import threading
+from typing import Any
 
 import openai
 import pytest
 
+from appliance.controller.files import results
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
@@ -366,3 +371,108 @@ async def test_metrics_keep_seconds_of_each_rank(control: Control, events: JobEv
     events.started(job_id, ["n0/2", "n0/5"], resumed=False)
     events.ingest(job_id, metrics(20, 2.0) | {"rank_seconds": [0.5, 0.8]})
     assert job_records.metric_at(control.db, job_id, 20).rank_seconds == [0.5, 0.8]
+
+
+async def test_the_table_of_a_long_jobs_steps_is_made_beside_the_loop(
+    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 100,000 steps it held the loop for a second, when the job had succeeded."""
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, metrics(1, 2.0))
+    events.ingest(job_id, published(1))
+    read_on, written_on = set[int](), set[int]()
+    list_metrics, write = job_records.list_metrics, results.write
+
+    def listed(*asked: Any, **named: Any) -> Any:
+        read_on.add(threading.get_ident())
+        return list_metrics(*asked, **named)
+
+    def written(*asked: Any) -> Any:
+        written_on.add(threading.get_ident())
+        return write(*asked)
+
+    monkeypatch.setattr(job_records, "list_metrics", listed)
+    monkeypatch.setattr(results, "write", written)
+    await events.will_succeed(job_id)
+    await events.will_succeed(job_id)  # its end is told again after a restart
+    events.succeeded(job_id)
+    assert read_on and written_on and threading.get_ident() not in read_on | written_on
+    assert (await table_of(control, job_id))[0]["train_loss"] == "2.0"
+    assert [path.name for path in control.context.files_dir.iterdir() if path.name.startswith(".")] == []
+
+
+async def test_a_full_disk_costs_the_table_and_not_the_success(
+    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
+):
+    """It was raised into the round of the scheduler's loop that told of the end, and into every round after it."""
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, metrics(1, 2.0))
+    events.ingest(job_id, published(1))
+    monkeypatch.setattr(results, "write", full)
+    events.succeeded(job_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "succeeded" and job.fine_tuned_model and job.result_files == []
+    said = "The table of its steps could not be written: No space left on device."
+    assert any(text.startswith(said) for text in await control.messages(job_id))
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_of_a_job_that_does_not_succeed_after_all_no_table_is_left(control: Control, events: JobEvents, end: str):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    before = set(control.context.files_dir.iterdir())
+    await events.will_succeed(job_id)
+    assert set(control.context.files_dir.iterdir()) != before
+    events.cancelled(job_id) if end == "cancelled" else events.failed(job_id, "training_failed", "rank 3 died")
+    assert set(control.context.files_dir.iterdir()) == before
+
+
+async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):
+    job_id = await control.job(hyperparameters={"n_epochs": 5})
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 2.0 / step))
+    events.ingest(job_id, published(20))
+    await events.will_succeed(job_id)
+    events.succeeded(job_id)
+    shown = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).to_dict()
+    assert shown["status"] == "succeeded" and shown["verdict"]["code"] in ("learned", "still_falling")
+    told = [event.message for event in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=4)).data]
+    assert shown["verdict"]["text"] in told
+    assert (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=ADMIN)).json()["verdict"] == shown[
+        "verdict"
+    ]
+
+
+async def test_job_best_version_is_judged_up_to_its_step(control: Control, events: JobEvents):
+    job_id = await control.job(hyperparameters={"n_epochs": 2})
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, {"event": "validation", "step": 0, "loss": 2.0})
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 2.0 - step / 20))
+    for step, loss in ((10, 1.2), (20, 3.0)):
+        events.ingest(job_id, {"event": "validation", "step": step, "loss": loss})
+    events.ingest(job_id, published(10))
+    events.succeeded(job_id)
+    assert jobs.get(control.db, job_id).verdict["code"] in ("generalises", "still_falling")
+
+
+async def test_job_with_equal_rewards_warns_and_fails(control: Control, events: JobEvents):
+    job_id = await control.job()
+    jobs.update(control.db, job_id, method="reinforcement")
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 0.0) | {"train_mean_reward": 1.0, "equal_rewards": 1.0})
+    warned = [e for e in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)).data if e.level == "warn"]
+    assert len(warned) == 1
+    events.ingest(job_id, published(20))
+    events.succeeded(job_id)
+    failed = jobs.get(control.db, job_id)
+    assert (failed.phase, failed.error["code"]) == ("failed", "nothing_trained")
+    assert len(failed.result_files) == 1

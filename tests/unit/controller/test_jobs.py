@@ -448,7 +448,7 @@ async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control
     assert (await api.pause(job_id)).status == "queued"
     assert (await api.pause(job_id)).status == "queued"
     assert jobs.get(control.db, job_id).wanted == "pause"
-    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers={"x-appliance-scopes": "admin"})).json()
+    shown = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers={"x-appliance-scopes": "admin"})).json()
     assert (shown["status"], shown["phase"]) == ("queued", "paused")
     assert (await api.resume(job_id)).status == "queued"
     cancelled = await api.cancel(job_id)
@@ -646,7 +646,7 @@ async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(
     found = newest.data["profile"]
     assert (found["trace"], found["bytes"], found["share"]) == (f"jobs/{job_id}/profile/trace-9.json.gz", 77, share)
     events.ingest(job_id, {"event": "metrics", "step": 10, "total_steps": 12, "loss": 1.0})
-    rows = (await control.http.get(f"/admin/v1/jobs/{job_id}/metrics")).json()["data"]
+    rows = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/metrics")).json()["data"]
     assert [(row["step"], row["communication"]) for row in rows] == [(9, 0.2), (10, None)]
     series = (await control.http.get("/admin/v1/metrics")).text
     assert f'appliance_job_communication_ratio{{job="{job_id}",model="starter"}} 0.2' in series

@@ -572,12 +572,17 @@ async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str
             assert (answer.status_code != 403) == opens, (scopes, method, path, answer.text)
 
 
-async def test_read_lists_models_and_changes_or_reads_nothing_else(control: Control, people: People):
+_JOBS = "/v1/fine_tuning/jobs"
+READ_TOO = {"/v1/models", "/v1/models/{name:path}", _JOBS, f"{_JOBS}/{{job_id}}", f"{_JOBS}/{{job_id}}/metrics"}
+"""Routes of OpenAI's API that a key of the scope `read` may ask."""
+
+
+async def test_read_sees_models_and_jobs_and_changes_or_reads_nothing_else(control: Control, people: People):
     row, _ = keys.create(control.db, "looker", ["read"])
     for (method, path), what in judged(control):
         if path.startswith("/v1/") and what is not ADMINS:
             answer = await call(control, headers(row), method, filled(path))
-            open_ = method == "GET" and path.startswith("/v1/models")
+            open_ = method == "GET" and path in READ_TOO
             assert (answer.status_code != 403) == open_, (method, path, answer.text)
 
 

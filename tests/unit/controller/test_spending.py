@@ -125,7 +125,7 @@ async def test_what_was_refused_is_counted_by_whom_and_for_what(control: Control
     (spent,) = usage.report(control.db, "key", 0, NOON)
     assert (spent.requests, spent.refused) == (3, 6)
     by_model = {r.name: r.refused for r in usage.report(control.db, "model", 0, NOON)}
-    assert by_model == {"m": 3, "(no such model)": 3}
+    assert by_model == {"m": 3, "(no model)": 3}
 
 
 async def test_device_hours_of_jobs_count_while_they_hold_devices(control: Control):

@@ -61,7 +61,7 @@ async def test_a_retrain_becomes_a_version_of_the_model(control: Control, events
     assert job_records.find_checkpoint(control.db, f"fraud:ckpt-{v1}") is not None
     assert [model.id for model in (await control.sdk.models.list()).data].count("fraud") == 1
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
-    shown = await ask(control, "GET", f"/jobs/{second}")
+    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{second}")
     assert (shown["publish_as"], shown["activate"]) == ("fraud", True)
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.observe.access_log import AccessLog
+from appliance.gateway.observe.metrics import AccessLog
 
 
 def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:

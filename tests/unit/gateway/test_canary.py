@@ -73,14 +73,6 @@ async def test_an_error_in_a_canarys_stream_counts_as_its_error(start_box: Start
     assert counted(box) == {"v2": (1, 1)}
 
 
-async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
-    box = await start_box()
-    await split(box, 1.0, e1="draining")
-    response = await box.ask("POST", "/v1/chat/completions", asked(1))
-    assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
-    assert box.state.metrics.events["held"] == 0
-
-
 async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_counts_for_the_canary(
     start_box: Start,
 ) -> None:
@@ -162,16 +154,6 @@ async def test_a_version_by_its_name(box: Box) -> None:
     assert none.error["code"] == "model_version_not_served"
     unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})
     assert unknown.error["code"] == "model_not_found"
-
-
-async def test_a_version_by_its_name_for_keys_with_a_list(box: Box) -> None:
-    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
-    ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
-    box.limit(models=["m"])
-    assert (await box.ask("POST", "/v1/chat/completions", ask)).status == 200
-    box.limit(models=["other"])
-    for name in ("m@v1", "m@v9"):
-        assert (await box.ask("POST", "/v1/chat/completions", ask | {"model": name})).error["code"] == "model_not_found"
 
 
 async def test_a_version_that_goes_while_a_request_for_it_is_held(box: Box) -> None:

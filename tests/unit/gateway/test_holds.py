@@ -1,4 +1,4 @@
-"""appliance/gateway/routing/holds.py: who may wait, and who is next."""
+"""Holds: who may wait, and who is next."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.routing.holds import Holds, Ticket
-from appliance.gateway.routing.router import Choice, Work
+from appliance.gateway.routing.router import Choice, Holds, Ticket, Work
 
 MOST = 6
 

@@ -98,16 +98,6 @@ async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(s
     assert [(await wire.response()).status for wire in (base, adapter)] == [200, 200]
 
 
-async def test_counting_tokens_takes_no_slot(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1)
-    await send(box, "long")
-    await send(box, "waits")
-    await box.until(lambda: len(engine.running) == 1 and box.state.holds.count == 1)
-    engine.end("count")
-    body = {"model": "m", "messages": [{"role": "user", "content": "count"}]}
-    assert (await box.ask("POST", "/v1/messages/count_tokens", body)).status == 200
-
-
 async def test_batch_is_not_held_and_is_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(2)]
@@ -170,14 +160,3 @@ async def test_batch_that_gives_way_costs_its_key_nothing(start_box: Start) -> N
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).status == 200
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "rate_limit_exceeded"
     assert (await box.ask("POST", URL, chat())).status == 200, "class batch has an allowance of its own"
-
-
-async def test_batch_whose_engine_dies_fails(start_box: Start) -> None:
-    async def dies(request: UpstreamRequest, reply: Reply) -> None:
-        reply.die()
-
-    box = await start_box()
-    await box.engine("e0", dies)
-    box.serve("m", "e0", slots=4)
-    answer = await box.ask("POST", URL, chat(), headers=BATCH)
-    assert (answer.status, answer.error["code"]) == (502, "engine_failed")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes, salted
@@ -126,15 +124,6 @@ async def test_large_plain_answer_with_content_length_and_chunked(box: Box) -> N
         assert response.body == big
 
 
-async def test_keep_alive_reuses_both_sides(box: Box) -> None:
-    wire = await box.connect()
-    for _ in range(5):
-        await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-        assert (await wire.response()).status == 200
-    assert box.engines["e0"].connections == 1
-    assert len(box.state.connections) == 1
-
-
 async def test_pipelined_requests_are_answered_in_order(box: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"seed": request.json["seed"]})
@@ -216,49 +205,6 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["replicas"]["e0"] == {"inflight": 0}
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
     assert box.state.buffered_bytes == 0
-
-
-async def test_what_a_cache_of_prefixes_had_is_not_counted_as_computed(box: Box) -> None:
-    usage = {"prompt_tokens": 90, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 80}}
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({**chat_answer(), "usage": usage})
-
-    box.engines["e0"].script = script
-    for _ in range(2):
-        await box.ask("POST", "/v1/chat/completions", chat())
-    report = load_report(box.state)["models"]["m"]
-    estimated = report["arrived_prompt_tokens"]
-    assert report["computed_part"] == pytest.approx(2 * 10 / estimated) and report["prompt_tokens"] == 0
-    box.state.metrics.forget_models([])
-    assert "m" not in box.state.metrics.loads
-
-
-async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:
-    waiting, go_on = [], asyncio.Event()
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        waiting.append(load_report(box.state)["models"]["m"]["waiting_prompt_tokens"])
-        if len(waiting) > 1:
-            await go_on.wait()
-        for event in chat_events("a"):
-            await reply.chunk(event)
-        await reply.end()
-
-    box.engines["e0"].script = script
-    await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    one = load_report(box.state)["models"]["m"]["arrived_prompt_tokens"]
-    two = [asyncio.create_task(box.ask("POST", "/v1/chat/completions", chat(stream=True))) for _ in range(2)]
-    await box.until(lambda: len(waiting) == 3)
-    go_on.set()
-    await asyncio.gather(*two)
-    assert waiting[0] == one > 0 and waiting[2] == 2 * one
-    assert load_report(box.state)["models"]["m"]["waiting_prompt_tokens"] == 0
-    samples = box.state.metrics.loads["m"]._prefills
-    assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
-    box.state.metrics.forget_models([])
-    assert "m" not in box.state.metrics.loads
 
 
 async def test_a_version_by_its_name_is_answered_by_that_version_or_not_at_all(box: Box) -> None:

@@ -50,12 +50,6 @@ def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_la
     assert last is not None and last.replica.id == "a"
 
 
-def test_choose_takes_the_first_row_with_room_and_skips_unknown_ones() -> None:
-    router = _router(_model(a="open"), _model("m@v2", b="open"), max_inflight=1)
-    rows = [router.choose(["gone", "m@v2", "m"], Work(), 0.0) for _ in range(3)]
-    assert [choice and choice.model for choice in rows] == ["m@v2", "m", None]
-
-
 def test_failures_back_off_and_a_replica_that_left_the_table_starts_anew() -> None:
     router = _router(_model(a="open"))
     waits = []

@@ -38,7 +38,7 @@ def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("die_with_parent", "dies_as", "_limit"):  # of the process that runs the tests
         monkeypatch.setattr(convert, name, lambda *_, **__: None)
-    monkeypatch.setattr("appliance.models.library.maker_process.convert_gguf", converted)
+    monkeypatch.setattr("appliance.models.library._convert_gguf", converted)
 
 
 def logits(model) -> torch.Tensor:

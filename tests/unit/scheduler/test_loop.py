@@ -13,7 +13,7 @@ from scheduler.core.allocation import Allocation, GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed, Stopped
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy
 from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
 from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.moves import Box, GroupView, Handover, Move, moves, only_with_room
@@ -640,10 +640,10 @@ async def test_of_a_job_that_is_cancelled_while_it_waits_nothing_is_kept() -> No
     store = FakeStore(jobs=(JOB,), policy=Policy("serve"))
     async with Rig(store) as rig:
         await rig.settle()
-        assert rig.loop._reporter._told.keys() == {"j1"}
+        assert rig.loop._reasons.keys() == {"j1"}
         del store.jobs["j1"]
         await rig.settle()
-        assert not rig.loop._reporter._told
+        assert not rig.loop._reasons
 
 
 @in_virtual_time
@@ -719,26 +719,6 @@ async def test_held_requests_of_a_sleeping_model_wake_it() -> None:
         rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
         await asyncio.sleep(120)
         assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
-
-
-@in_virtual_time
-async def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
-    """A plan at each end would cost a large cluster their number times n log n."""
-
-    class Counted(FakeStore):
-        loads = 0
-
-        def load(self, *, free_devices: int = 0) -> Workload:
-            self.loads += 1
-            return super().load(free_devices=free_devices)
-
-    jobs = tuple(JobView(f"j{n:03d}", submitted_s=float(n)) for n in range(120))
-    store = Counted(Policy("train"), jobs)
-    async with Rig(store, devices=120) as rig:
-        rig.effects.late_s = {f"j{n:03d}": n * 0.003 for n in range(120)}
-        await rig.settle()
-        assert rig.jobs() == {job.id: 1 for job in jobs}
-        assert store.loads < 60, "120 groups started at 120 moments"
 
 
 def test_moves_of_a_job_to_other_devices_need_its_own_leaving() -> None:
