@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from train.control.progress import Events, Progress
+from train.control.rank_messages import broadcast_json
 from train.plan.spec import TrainSpec
 from train.state import fragments, snapshot
 from train.state.cadence import every_s
@@ -58,8 +59,11 @@ class Checkpointer:
     def suspend(self, step: int) -> Written:
         """Collective: a snapshot of this step, in shared memory or, if that is full, on disk: the devices are wanted
         either way."""
-        if self._newest is not None and self._newest[0] == step:
-            return replace(self._newest[1], seconds=0.0)
+        newest = self._newest
+        # Rank 0 alone knows whether its commit succeeded.
+        if broadcast_json(newest is not None and newest[0] == step):
+            assert newest is not None
+            return replace(newest[1], seconds=0.0)
         try:
             return self._write(step, self._store)
         except StoreFull as full:  # raised on every rank

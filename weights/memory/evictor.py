@@ -93,7 +93,7 @@ class Evictor:
         usage = self.usage()
         return None if self.budget_bytes is None else self.budget_bytes - usage.committed_bytes - usage.draft_bytes
 
-    def stake(self, layout: Layout, needed_bytes: int, path: Path, *, pooled: bool = True) -> DirectoryLock:
+    def stake(self, layout: Layout, needed_bytes: int, path: Path) -> DirectoryLock:
         """Makes the draft directory `path`, locked, whose files have their sizes, counted against the budget. Raises
         StoreFull."""
         self._make_room(needed_bytes)
@@ -102,7 +102,7 @@ class Evictor:
         assert lock is not None, "nobody else removes drafts while we hold the mutex"
         try:
             for file in layout.files:
-                if not pooled or not self.pool.claim(file.nbytes, path / file.name):
+                if not self.pool.claim(file.nbytes, path / file.name):
                     segment.create(lock.fd, file.name, file.nbytes)
             self.trim(needed_bytes - layout.nbytes)
         except BaseException:

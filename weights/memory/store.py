@@ -36,7 +36,6 @@ from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manif
 from weights.memory.evictor import Evictor, Usage
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import best_fit
 
 
 @dataclass(frozen=True)
@@ -142,46 +141,6 @@ class WeightStore:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
-
-    def stock(self, layout: Layout) -> bool:
-        """Adds allocated segments to the pool for a later reservation of `layout`, unless they are already there.
-
-        Evicts nothing. Returns False unless twice the room is free, so that a concurrent reservation still finds room.
-        Any other reservation may take the segments. Raises StoreFull in a race.
-        """
-        if self._stocked_paths(layout) is not None:
-            return True
-        if self._free_bytes() < 2 * layout.nbytes:
-            return False
-        # Not from the pool: that would truncate or extend segments stocked for another layout.
-        path = self.draft_path(uuid.uuid4().hex)
-        with self._evictor.mutex():
-            lock = self._evictor.stake(layout, layout.nbytes, path, pooled=False)
-        try:
-            self._allocate(layout, lock.fd, layout.nbytes)
-        finally:
-            lock.close()
-            self._evictor.pool.take_unheld(path, keep=True)
-        return True
-
-    def stocked(self, layout: Layout) -> dict[str, memoryview]:
-        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty unless
-        all are in the pool. Populate them, do not write: they may go to another reservation at any time."""
-        paths = self._stocked_paths(layout)
-        if paths is None:
-            return {}
-        pairs = zip(layout.files, paths, strict=True)
-        return {file.name: segment.window(path, file.nbytes, "write", None) for file, path in pairs}
-
-    def _stocked_paths(self, layout: Layout) -> list[Path] | None:
-        pooled, found = self._evictor.pool.files(), []
-        for file in layout.files:
-            best = best_fit(pooled, file.nbytes)
-            if best is None or best.nbytes != file.nbytes:
-                return None
-            pooled.remove(best)
-            found.append(best.path)
-        return found
 
     def import_dir(
         self,

@@ -16,7 +16,7 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
-from train.data.packing import StepPlan, build_row
+from train.data.packing import build_row
 from train.data.token_set import open_token_set
 from train.methods import head_gradient
 from train.methods.dpo import METHOD as DPO
@@ -97,12 +97,12 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         micro_batch=2,
         max_length=64,
         packing=False,
+        data_order="given",
         learning_rate=1e-3,
         adam_betas=(0.9, 0.999),
         precision="fp32",
         device_kind="cpu",
     )
-    monkeypatch.setattr(StepPlan, "_order", lambda plan, epoch: np.arange(plan.n_packs))
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     told = []
     run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())

@@ -350,7 +350,7 @@ def test_a_directory_that_somebody_removed_is_made_again(store, gone):
     """Without the pool a version could not be removed: each look at the canaries failed until the box started again."""
     stored, _ = put(store, "a"), put(store, "b")
     shutil.rmtree(store.root / gone)
-    assert store.usage().pool_bytes == 0 and store.stocked(sized(MIB)) == {}
+    assert store.usage().pool_bytes == 0
     draft = store.attach(store.reserve(sized(MIB), kind="snapshot", model="m", version="c").path)
     shutil.rmtree(store.root / "pool")
     draft.abort()
