@@ -13,10 +13,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
-    field_serializer,
 )
 
 from train.graders import formula, similarity, templates
@@ -45,6 +43,11 @@ class _Grader(_Strict):
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
     """A sample passes with at least this reward; without it, above half of the grader's range."""
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def as_given(self) -> dict[str, Any]:
+        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
+        return dict(self._given)
 
     def check(self, param: str) -> None:
         """Raises InvalidGrader for what its types cannot tell."""
@@ -193,7 +196,11 @@ class _ModelGrader(_Grader):
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
         contents = [
-            "\n".join(templates.fill(text, sample, item) for _, text in message.parts()) for message in self.input
+            # A lone surrogate, which JSON may contain, cannot be sent.
+            "\n".join(templates.fill(text, sample, item) for _, text in message.parts())
+            .encode(errors="replace")
+            .decode()
+            for message in self.input
         ]
         if (size := sum(map(len, contents))) > templates.MAX_TEXT:
             raise GradingFailed(
@@ -293,20 +300,10 @@ class Multi(_Grader):
     calculate_output: str
     graders: dict[str, Leaf]
     """Graders by the name that the formula uses."""
-    _form: Literal["by name", "list", "one"] = PrivateAttr("by name")
 
     @property
     def highest(self) -> float | None:
         return None
-
-    @field_serializer("graders", mode="wrap")
-    def _as_given(self, graders: dict[str, Leaf], dumped: SerializerFunctionWrapHandler) -> Any:
-        """In the form, among those that `parse` takes, in which the client wrote it: a client's type has only that
-        one."""
-        by_name = dumped(graders)
-        if self._form == "by name":
-            return by_name
-        return list(by_name.values()) if self._form == "list" else next(iter(by_name.values()))
 
     def check(self, param: str) -> None:
         if not 1 <= len(self.graders) <= MAX_GRADERS:
@@ -332,11 +329,9 @@ def parse(given: Any) -> Grader:
     InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
-    parts = given.get("graders")
-    if given.get("type") == "multi":
-        given = {**given, "graders": _by_name(parts)}
+    named = {**given, "graders": _by_name(given.get("graders"))} if given.get("type") == "multi" else given
     try:
-        written = json.dumps(given)
+        written = json.dumps(named)
         _check_size(written)
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
@@ -346,9 +341,8 @@ def parse(given: Any) -> Grader:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidGrader("", f"cannot be read: {error}") from None
-    if isinstance(grader, Multi):
-        grader._form = "list" if isinstance(parts, list) else "one" if _is_one(parts) else "by name"
     grader.check("")
+    grader._given = dict(given)
     return grader
 
 
@@ -406,13 +400,8 @@ def _named(grader: Any, name: Any) -> Any:
     return {**grader, "name": name} if isinstance(grader, Mapping) and "name" not in grader else grader
 
 
-def _is_one(graders: Any) -> bool:
-    """Whether it is one grader, not several by name."""
-    return isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
-
-
 def _by_name(graders: Any) -> Any:
-    alone = _is_one(graders)
+    alone = isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping | list) and len(graders) > MAX_GRADERS:

@@ -22,6 +22,7 @@ import socket
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import cache
@@ -37,7 +38,7 @@ from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, Python, TextSimilarity, leaves, parse
-from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.grading import Graded, ModelAnswer, grade
 from train.graders.schemas import refused_items
 from train.graders.templates import Sample
 
@@ -60,6 +61,8 @@ OWN_TIME_S = 60
 CHECK_S = 30
 MEMORY_BYTES = 2 << 30
 SCHEMA_BYTES = 1 << 30
+SCHEMA_S = 300
+"""Of the clock: its CPU is what bounds a check of items, so that a busy machine refuses no honest one."""
 THREADS = 64
 """With small stacks, 2 GiB could hold more threads than the machine has ids for: then no other process could start."""
 MOST_TIMEOUTS = 3
@@ -155,6 +158,8 @@ def _handle(client: socket.socket) -> NoReturn:
         except Broke as error:
             answered = {"broke": str(error)}
         client.sendall(_written(answered))
+    except BaseException:  # noqa: BLE001 - this process ends here
+        traceback.print_exc()
     finally:
         os._exit(0)
 
@@ -163,7 +168,6 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
     """The result of a request, by its "kind":
 
     grade: of "grader", {"sample", "item", "answers"} each -> a Graded each.
-    requests: the same -> questions to models by the name of the grader that asks, each.
     code: "sources" by path -> [(path, why)] of those that cannot grade.
     schema: "schema", "cpu_s", items -> [(place, why)] of the items refused (schemas.py).
 
@@ -172,7 +176,7 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
     match request["kind"]:
         case "schema":
             work, cpu_s = (lambda _: refused_items(request["schema"], samples)), request["cpu_s"]
-            return _in_child(work, OWN_TIME_S, client, SCHEMA_BYTES, cpu_s=cpu_s)
+            return _in_child(work, SCHEMA_S, client, SCHEMA_BYTES, cpu_s=cpu_s)
         case "code":
             found = [(path, _why_unusable(source, client)) for path, source in request["sources"].items()]
             return [(path, why) for path, why in found if why]
@@ -181,8 +185,6 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
         (Sample(**one["sample"]), one["item"], {name: ModelAnswer(**of) for name, of in one["answers"].items()})
         for one in samples
     ]
-    if request["kind"] == "requests":
-        return _in_child(lambda _: [requests(grader, sample, item) for sample, item, _ in given], OWN_TIME_S, client)
     return _grade(grader, given, client)
 
 
