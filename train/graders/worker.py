@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -193,29 +193,13 @@ def _grade(
 ) -> list[Graded]:
     """A sample whose child breaks has no reward and a flag; samples without code that break together go alone."""
     calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
-    graded, late, returned = list[Graded](), 0, False
+    time_s, graded, late, returned = TIME_S * calls or OWN_TIME_S, list[Graded](), 0, False
     for group in [[one] for one in samples] if calls else [samples]:
-
-        def work(unconfined: str, group: list[Any] = group) -> list[Graded]:
-            def run(source: str, sample: dict[str, Any], item: Any) -> float:
-                if unconfined:
-                    flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
-                    raise GradingFailed(unconfined, flags)
-                return run_python(source, sample, item)
-
-            return [grade(grader, sample, item, answers, run) for sample, item, answers in group]
-
-        def read(written: bytes, group: list[Any] = group) -> list[Graded]:
-            if len(found := _GRADED.validate_json(written)) != len(group):
-                raise ValueError
-            return found
-
         if late >= MOST_TIMEOUTS and not returned:
             graded.append(_broken(f"it was not run: its first {MOST_TIMEOUTS} calls all ran out of time", code=False))
             continue
         try:
-            time_s = TIME_S * calls or OWN_TIME_S
-            graded += _in_child(work, time_s, client, read=read)
+            graded += _in_child(partial(_graded, grader, group), time_s, client, read=partial(_read, len(group)))
             returned = True
         except Broke as error:
             late += error.late
@@ -224,6 +208,24 @@ def _grade(
             else:
                 graded.append(_broken(str(error), code=bool(calls)))
     return graded
+
+
+def _graded(grader: Grader, samples: list[tuple[Sample, Any, dict[str, ModelAnswer]]], unconfined: str) -> list[Graded]:
+    def run(source: str, sample: dict[str, Any], item: Any) -> float:
+        if unconfined:
+            flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
+            raise GradingFailed(unconfined, flags)
+        return run_python(source, sample, item)
+
+    return [grade(grader, sample, item, answers, run) for sample, item, answers in samples]
+
+
+def _read(count: int, written: bytes) -> list[Graded]:
+    """Raises ValueError."""
+    found = _GRADED.validate_json(written)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} results of {count} samples")
+    return found
 
 
 def _broken(why: str, *, code: bool) -> Graded:
