@@ -49,8 +49,14 @@ class _Grader(_Strict):
         """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
         return dict(self._given)
 
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
+        """Its templates, each with its path below `param`."""
+        yield from ()
+
     def check(self, param: str) -> None:
         """Raises InvalidGrader for what its types cannot tell."""
+        for path, text in self.texts(param):
+            templates.check(text, path)
 
     @property
     def highest(self) -> float | None:
@@ -65,31 +71,31 @@ class _Grader(_Strict):
         return reward >= (self.default_threshold if self.pass_threshold is None else self.pass_threshold)
 
 
-class StringCheck(_Grader):
+class _Compared(_Grader):
+    input: str
+    reference: str
+
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
+        yield f"{param}input", self.input
+        yield f"{param}reference", self.reference
+
+
+class StringCheck(_Compared):
     """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it
     whatever the case of its letters (`ilike`), else 0."""
 
     type: Literal["string_check"]
-    input: str
-    reference: str
     operation: Literal["eq", "ne", "like", "ilike"]
 
-    def check(self, param: str) -> None:
-        templates.check(self.input, f"{param}input")
-        templates.check(self.reference, f"{param}reference")
 
-
-class TextSimilarity(_Grader):
+class TextSimilarity(_Compared):
     """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
 
     type: Literal["text_similarity"]
-    input: str
-    reference: str
     evaluation_metric: str
 
     def check(self, param: str) -> None:
-        templates.check(self.input, f"{param}input")
-        templates.check(self.reference, f"{param}reference")
+        super().check(param)
         if self.evaluation_metric == "cosine":
             raise InvalidGrader(
                 f"{param}evaluation_metric",
@@ -176,10 +182,9 @@ class _ModelGrader(_Grader):
     input: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     sampling_params: _Sampling | None = None
 
-    def check(self, param: str) -> None:
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
-            for path, text in message.parts(f"{param}input.{place}"):
-                templates.check(text, path)
+            yield from message.parts(f"{param}input.{place}")
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -370,13 +375,7 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
 def texts(grader: Grader) -> Iterator[tuple[str, str]]:
     """Its templates, each with its path."""
     for name, leaf in leaves(grader).items():
-        within = f"graders.{name}." if isinstance(grader, Multi) else ""
-        if isinstance(leaf, StringCheck | TextSimilarity):
-            yield f"{within}input", leaf.input
-            yield f"{within}reference", leaf.reference
-        elif isinstance(leaf, ScoreModel | LabelModel):
-            for place, message in enumerate(leaf.input):
-                yield from message.parts(f"{within}input.{place}")
+        yield from leaf.texts(f"graders.{name}." if isinstance(grader, Multi) else "")
 
 
 def sources(grader: Grader) -> dict[str, str]:
