@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from train.graders.graders import Grader, Python, leaves
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.templates import Sample
-from train.graders.worker import CHECK_S, OWN_TIME_S, TIME_S, loads_of
+from train.graders.worker import CHECK_S, OWN_TIME_S, SCHEMA_S, TIME_S, loads_of
 
 MAX_BUSY = 4
 """How many owners' samples are graded at the same time; others wait for one of them."""
@@ -48,12 +48,6 @@ class GraderHosts:
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._free = asyncio.Semaphore(MAX_BUSY)
 
-    async def requests(
-        self, owner: str, grader: Grader, samples: Sequence[tuple[Sample, Any]]
-    ) -> list[dict[str, dict[str, Any]]]:
-        """The questions to models for each sample, by the name of the grader that asks. Raises WorkerBroke."""
-        return list(json.loads(await self._grading(owner, "requests", grader, samples)))
-
     async def grade(
         self,
         owner: str,
@@ -66,19 +60,7 @@ class GraderHosts:
 
         waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
         """
-        answered = await self._grading(owner, "grade", grader, samples, answers, waited_for)
-        return _GRADED.validate_json(answered)
-
-    async def _grading(
-        self,
-        owner: str,
-        kind: str,
-        grader: Grader,
-        samples: Sequence[tuple[Sample, Any]],
-        answers: Sequence[dict[str, ModelAnswer]] | None = None,
-        waited_for: bool = False,
-    ) -> bytes:
-        head = {"grader": grader.model_dump(mode="json", exclude_unset=True), "nice": 0 if waited_for else NICENESS}
+        head = {"kind": "grade", "grader": grader.as_given(), "nice": 0 if waited_for else NICENESS}
         given: list[dict[str, ModelAnswer]] = list(answers) if answers else [{} for _ in samples]
         lines = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
@@ -86,7 +68,8 @@ class GraderHosts:
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
         async with self._turn(owner, "grade"), self._free:
-            return await self._ask({"kind": kind, **head}, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+            answered = await self._ask(head, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+        return _GRADED.validate_json(answered)
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
@@ -102,7 +85,7 @@ class GraderHosts:
         WorkerBroke, for one that takes more than `cpu_s` ForkBroke."""
         async with self._turn(owner, "check"):
             head = {"kind": "schema", "schema": schema, "cpu_s": cpu_s}
-            answered = await self._ask(head, list(items), 2 * OWN_TIME_S, ["jsonschema"])
+            answered = await self._ask(head, list(items), SCHEMA_S + OWN_TIME_S, ["jsonschema"])
         return [(place, why) for place, why in json.loads(answered)]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:

@@ -22,9 +22,10 @@ import socket
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -37,7 +38,7 @@ from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, Python, TextSimilarity, leaves, parse
-from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.grading import Graded, ModelAnswer, grade
 from train.graders.schemas import refused_items
 from train.graders.templates import Sample
 
@@ -60,6 +61,8 @@ OWN_TIME_S = 60
 CHECK_S = 30
 MEMORY_BYTES = 2 << 30
 SCHEMA_BYTES = 1 << 30
+SCHEMA_S = 300
+"""Of the clock: its CPU is what bounds a check of items, so that a busy machine refuses no honest one."""
 THREADS = 64
 """With small stacks, 2 GiB could hold more threads than the machine has ids for: then no other process could start."""
 MOST_TIMEOUTS = 3
@@ -155,6 +158,8 @@ def _handle(client: socket.socket) -> NoReturn:
         except Broke as error:
             answered = {"broke": str(error)}
         client.sendall(_written(answered))
+    except BaseException:  # noqa: BLE001 - this process ends here
+        traceback.print_exc()
     finally:
         os._exit(0)
 
@@ -163,7 +168,6 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
     """The result of a request, by its "kind":
 
     grade: of "grader", {"sample", "item", "answers"} each -> a Graded each.
-    requests: the same -> questions to models by the name of the grader that asks, each.
     code: "sources" by path -> [(path, why)] of those that cannot grade.
     schema: "schema", "cpu_s", items -> [(place, why)] of the items refused (schemas.py).
 
@@ -172,7 +176,7 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
     match request["kind"]:
         case "schema":
             work, cpu_s = (lambda _: refused_items(request["schema"], samples)), request["cpu_s"]
-            return _in_child(work, OWN_TIME_S, client, SCHEMA_BYTES, cpu_s=cpu_s)
+            return _in_child(work, SCHEMA_S, client, SCHEMA_BYTES, cpu_s=cpu_s)
         case "code":
             found = [(path, _why_unusable(source, client)) for path, source in request["sources"].items()]
             return [(path, why) for path, why in found if why]
@@ -181,8 +185,6 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
         (Sample(**one["sample"]), one["item"], {name: ModelAnswer(**of) for name, of in one["answers"].items()})
         for one in samples
     ]
-    if request["kind"] == "requests":
-        return _in_child(lambda _: [requests(grader, sample, item) for sample, item, _ in given], OWN_TIME_S, client)
     return _grade(grader, given, client)
 
 
@@ -191,29 +193,13 @@ def _grade(
 ) -> list[Graded]:
     """A sample whose child breaks has no reward and a flag; samples without code that break together go alone."""
     calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
-    graded, late, returned = list[Graded](), 0, False
+    time_s, graded, late, returned = TIME_S * calls or OWN_TIME_S, list[Graded](), 0, False
     for group in [[one] for one in samples] if calls else [samples]:
-
-        def work(unconfined: str, group: list[Any] = group) -> list[Graded]:
-            def run(source: str, sample: dict[str, Any], item: Any) -> float:
-                if unconfined:
-                    flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
-                    raise GradingFailed(unconfined, flags)
-                return run_python(source, sample, item)
-
-            return [grade(grader, sample, item, answers, run) for sample, item, answers in group]
-
-        def read(written: bytes, group: list[Any] = group) -> list[Graded]:
-            if len(found := _GRADED.validate_json(written)) != len(group):
-                raise ValueError
-            return found
-
         if late >= MOST_TIMEOUTS and not returned:
             graded.append(_broken(f"it was not run: its first {MOST_TIMEOUTS} calls all ran out of time", code=False))
             continue
         try:
-            time_s = TIME_S * calls or OWN_TIME_S
-            graded += _in_child(work, time_s, client, read=read)
+            graded += _in_child(partial(_graded, grader, group), time_s, client, read=partial(_read, len(group)))
             returned = True
         except Broke as error:
             late += error.late
@@ -222,6 +208,24 @@ def _grade(
             else:
                 graded.append(_broken(str(error), code=bool(calls)))
     return graded
+
+
+def _graded(grader: Grader, samples: list[tuple[Sample, Any, dict[str, ModelAnswer]]], unconfined: str) -> list[Graded]:
+    def run(source: str, sample: dict[str, Any], item: Any) -> float:
+        if unconfined:
+            flags = GradingErrors(python_grader_server_error=True, python_grader_server_error_type=unconfined)
+            raise GradingFailed(unconfined, flags)
+        return run_python(source, sample, item)
+
+    return [grade(grader, sample, item, answers, run) for sample, item, answers in samples]
+
+
+def _read(count: int, written: bytes) -> list[Graded]:
+    """Raises ValueError."""
+    found = _GRADED.validate_json(written)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} results of {count} samples")
+    return found
 
 
 def _broken(why: str, *, code: bool) -> Graded:

@@ -246,7 +246,7 @@ async def _criteria(
                 param=f"testing_criteria.{place}.name",
                 code="invalid_grader",
             )
-        kept[grader.name] = grader.model_dump(mode="json", exclude_unset=True)
+        kept[grader.name] = grader.as_given()
         if grader.type == "text_similarity":
             kept[grader.name].setdefault("pass_threshold", grader.default_threshold)
     return list(kept.values())

@@ -48,7 +48,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         await check_code(hosts, grader, caller, "grader")
-        return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
+        return {"grader": grader.as_given()}
 
     @router.post("/run")
     async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:

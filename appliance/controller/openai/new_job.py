@@ -169,7 +169,7 @@ def _judge(
     given, param = _who_judges(body)
     options, where = requests.beside_hyperparameters(body), f"method.{method.name}"
     if method.judged_by == "grader":
-        grader = grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)
+        grader = grader_of(context, given, caller, param).as_given()
         form = form_of(options.get("response_format"), f"{where}.response_format")
         if form and resolved["options"]["rollouts"] == "engine":
             raise BadRequest(

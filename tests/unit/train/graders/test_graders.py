@@ -155,6 +155,12 @@ def test_what_models_are_to_read_for_a_sample_is_bounded() -> None:
     assert any("at most 1048576 are asked" in text for text in told.messages)
 
 
+def test_half_a_sign_of_an_answer_is_no_text_that_a_model_is_asked() -> None:
+    judge = parse(SCORE | {"input": [{"role": "user", "content": "{{ sample.output_json.a }}é你"}]})
+    (asked,) = requests(judge, Sample('{"a": "\\ud800"}'), None).values()
+    assert asked["messages"][0]["content"] == "?é你"
+
+
 def test_an_output_that_is_no_json_has_its_own_flag() -> None:
     found = graded({**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}"}, "no json", {"answer": "1"})
     assert found.errors == GradingErrors(sample_parse_error=True)
@@ -252,7 +258,7 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
     found = graded(given, "4", {"answer": "4"})
     assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
     # As OpenAI's SDK reads it from a job: its type has one alone, whose fields are where they were said.
-    assert parse(given).model_dump(mode="json", exclude_unset=True) == given
+    assert parse(given).as_given() == given
 
 
 @pytest.mark.parametrize(
