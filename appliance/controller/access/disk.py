@@ -6,8 +6,10 @@ So the last bytes are reserved for the box itself.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.controller.interfaces.errors import ApiError, Unavailable
@@ -45,6 +47,17 @@ class Disk:
                 f"The disk of the box has {max(room, 0)} bytes left above what it keeps free for itself"
                 + (f"; {more_bytes} more are needed" if more_bytes else "")
             )
+
+
+@contextmanager
+def disk_may_be_full() -> Iterator[None]:
+    """Raises ApiError 507 in place of an OSError that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise insufficient_storage("The disk of the box is full") from error
+        raise
 
 
 def insufficient_storage(what: str) -> ApiError:

@@ -118,19 +118,14 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        now_s, data = time.time(), []
-        for row in windows.list_all(db):
-            window = window_of(row, _floor(context))
-            data.append({**_window(window), "created_s": row.created_s, "next_s": window.next_s(now_s)})
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [_row(context, row) for row in windows.list_all(db)]}
 
     @router.post("/mode/schedule")
     async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
         _check(context, body)
-        now_s = time.time()
-        row = WindowRow(id=new_id("win_", 8), created_s=now_s, **body.model_dump())
+        row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
-            window = window_of(row, _floor(context))
+            window_of(row, _floor(context))
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
@@ -146,8 +141,7 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
         made, new = Attempt(request, caller, "windows", body.model_dump(mode="json"), known).once(make)
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
-        window = window_of(made, _floor(context))
-        return {**_window(window), "created_s": made.created_s, "next_s": window.next_s(now_s)}
+        return _row(context, made)
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
@@ -207,6 +201,11 @@ def _mode_view(context: ControllerContext) -> dict[str, Any]:
 
 def _policy(policy: Policy) -> dict[str, Any]:
     return {"policy": policy.kind, **columns(policy, "train_devices serving_floor")}
+
+
+def _row(context: ControllerContext, row: WindowRow) -> dict[str, Any]:
+    window = window_of(row, _floor(context))
+    return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
 
 
 def _window(window: Window) -> dict[str, Any]:
