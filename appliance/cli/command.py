@@ -75,6 +75,11 @@ def number(kind: type = int, least: float | None = None, most: float | None = No
     return parsed
 
 
+def auto_or(kind: Callable[[str], Any], word: str = "auto") -> Callable[[str], Any]:
+    """A type of options: of this kind, or a word."""
+    return lambda text: text if text == word else kind(text)
+
+
 def seconds(text: str) -> float:
     """A type of options: a time."""
     if (value := formats.seconds_of(text)) is None:
@@ -227,14 +232,14 @@ def _add_environment(args: Namespace) -> None:
 
 def open_session(args: Namespace, as_json: bool) -> Session:
     """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
-    from appliance.cli.client import Address, Client  # late: httpx takes longer than the rest of `--help`
+    from appliance.cli.client import Client  # late: httpx takes longer than the rest of `--help`
 
     if args.url and args.data_dir:
         raise BadUsage("--url and --data-dir name two boxes; give one of them")
     if args.url:
-        return Session(Client(Address.of_url(args.url), args.api_key), as_json, None, args.api_key)
+        return Session(Client(args.url, args.api_key), as_json, None, args.api_key)
     box_file = BoxFile.read(args.data_dir)
-    client = Client(Address(socket_path=box_file.controller_socket()), why_silent=box_file.why_silent)
+    client = Client(socket_path=box_file.controller_socket(), why_silent=box_file.why_silent)
     return Session(client, as_json, box_file, args.api_key)
 
 

@@ -146,9 +146,9 @@ def without_secrets(text: str) -> str:
 def _answers(box_file: BoxFile) -> Iterator[tuple[str, str]]:
     if box_file.pid is None:
         return
-    from appliance.cli.client import Address, Client
+    from appliance.cli.client import Client
 
-    client = Client(Address(socket_path=box_file.controller_socket()))
+    client = Client(socket_path=box_file.controller_socket())
     for path in ASKED:
         try:
             text = json.dumps(without_graders(client.get(path)), indent=1)

@@ -15,7 +15,7 @@ from appliance.cli.command import Session, command, either, flag, given, number,
 from appliance.cli.commands import training
 from appliance.cli.commands.data import kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.resources import JOB, JOBS, MODEL, segment
+from appliance.cli.resources import JOB, JOBS, STEPS, segment
 from appliance.cli.waiting import POLL_S, Doing, Patience, until
 from train.methods.methods import METHODS
 
@@ -275,10 +275,7 @@ def _end_well(job: dict[str, Any]) -> None:
     raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
 
 
-_STEPS = opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3)
-
-
-@command("profile job", JOB, _STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
+@command("profile job", JOB, STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
 def profile_job(session: Session, args: Namespace) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 
@@ -305,19 +302,3 @@ def profile_job(session: Session, args: Namespace) -> None:
     if done["found"] is None:
         raise CommandFailed(f"{args.id} was not profiled: {done['failed']}")
     session.show(done["found"], views.profile)
-
-
-@command("profile engine", MODEL, _STEPS)
-def profile_engine(session: Session, args: Namespace) -> None:
-    """Profile the next steps of an engine of this model, on its first worker, while it answers.
-
-    An engine that gets no requests makes no steps: after a minute the profile ends with those that there were.
-
-    Examples:
-      appliance profile engine starter                    of an awake engine's next three steps
-      appliance profile engine starter --steps 20 -o json | jq .operators
-    """
-    path = f"/admin/v1/models/{segment(args.id)}/profile"
-    # A minute for the steps, and what the profiler then takes.
-    found = session.client.send("POST", path, body={"steps": args.steps}, timeout_s=150)
-    session.show(found, views.profile)

@@ -8,8 +8,8 @@ from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, command, flag, number, opt, pairs, picked
-from appliance.cli.commands.training import moment_to_come, nullable
+from appliance.cli.command import Session, auto_or, command, flag, number, opt, picked
+from appliance.cli.commands.training import moment_to_come
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.resources import segment
 from appliance.cli.waiting import until
@@ -17,16 +17,21 @@ from appliance.cli.waiting import until
 NONE = "none"
 
 
+def _bound(text: str) -> Any:
+    name, _, value = text.partition("=")
+    return NONE if text == NONE else (name, number(int, 0)(value))
+
+
 # What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
 # others, and what its owner may keep; an operator's key has no such bounds. "none" takes a limit away.
 _NUMBERS = {
-    "requests_per_minute": ("At least 1.", nullable(number(int, 1))),
-    "tokens_per_minute": ("Prompts and completions together.", nullable(number(int, 1))),
-    "tokens_per_day": ("Days of UTC.", nullable(number(int, 1))),
-    "tokens_per_month": ("Months of UTC.", nullable(number(int, 1))),
+    "requests_per_minute": ("At least 1.", auto_or(number(int, 1), NONE)),
+    "tokens_per_minute": ("Prompts and completions together.", auto_or(number(int, 1), NONE)),
+    "tokens_per_day": ("Days of UTC.", auto_or(number(int, 1), NONE)),
+    "tokens_per_month": ("Months of UTC.", auto_or(number(int, 1), NONE)),
     "max_priority": (
         "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. Default: 0.",
-        nullable(number(int, -1000, 1000)),
+        auto_or(number(int, -1000, 1000), NONE),
     ),
 }
 _LIMITS = (
@@ -45,6 +50,7 @@ _LIMITS = (
         "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
         "responses, responses_bytes.",
         dest="bounds",
+        type=_bound,
         action="append",
     ),
 )
@@ -54,19 +60,11 @@ _KEY = opt("id NAME_OR_ID")
 def _limits(args: Namespace) -> dict[str, Any]:
     """Of the request; "none" for a limit that goes. Raises BadUsage."""
     found = picked(args, " ".join(["models", *_NUMBERS]))
-    if args.bounds == [NONE]:
-        found["bounds"] = NONE
-    elif args.bounds:
-        found["bounds"] = {name: _bound(name, text) for name, text in pairs("--bound", args.bounds)}
+    if args.bounds:
+        found["bounds"] = NONE if args.bounds == [NONE] else dict(args.bounds)
     if args.expires is not None:
         found["expires_s"] = NONE if args.expires == NONE else _expires(args.expires)
     return found
-
-
-def _bound(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise BadUsage(f"--bound {name}={text} was given, expected NAME=NUMBER")
-    return int(text)
 
 
 def _expires(text: str) -> float:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from appliance.cli import output, views
-from appliance.cli.command import Session, command, number, opt, picked, seconds
+from appliance.cli.command import Session, auto_or, command, given, number, opt, picked, seconds
 from appliance.cli.errors import BadUsage, WaitTimedOut
 from appliance.cli.resources import limit, segment
 
@@ -14,7 +14,7 @@ MODES = ("serve", "train", "split", "auto")
 """As `scheduler.core.workload` has them."""
 WAIT_S = 900.0
 _ANSWER_MARGIN_S = 30.0
-_TRAIN = opt("--train N|auto", "With split: devices that training may have.")
+_TRAIN = opt("--train N|auto", "With split: devices that training may have.", type=auto_or(number(int, 0)))
 _FLOOR = opt(
     "--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=number(int, 0)
 )
@@ -22,21 +22,11 @@ _FLOOR = opt(
 
 def _wanted(args: Namespace) -> dict[str, Any]:
     """The body of the request. Raises BadUsage."""
-    body, train = picked(args, "policy serving_floor"), args.train
-    if train is None:
-        if args.policy == "split":
-            raise BadUsage("the mode split needs --train N: how many devices training may have")
-        return body
-    if args.policy not in ("split", "auto"):
-        raise BadUsage(f"--train belongs to the mode split, not to {args.policy}")
-    if train == "auto":
-        # A split whose line the box itself draws is what it calls auto.
-        return body | {"policy": "auto"}
-    if args.policy == "auto":
-        raise BadUsage("the mode auto decides by itself how many devices train; --train N belongs to the mode split")
-    if not (train.isascii() and train.isdigit()):
-        raise BadUsage(f"--train is {train!r}; expected a number of devices, or auto")
-    return body | {"train_devices": int(train)}
+    body = picked(args, "policy serving_floor")
+    if (args.policy == "split") != (args.train is not None):
+        raise BadUsage("--train N, how many devices training may have, belongs to the mode split, and split needs it")
+    # A split whose line the box itself draws is what it calls auto.
+    return body | ({"policy": "auto"} if args.train == "auto" else given(train_devices=args.train))
 
 
 @command(

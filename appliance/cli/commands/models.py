@@ -11,6 +11,7 @@ from appliance.cli.command import (
     OUTPUT,
     Option,
     Session,
+    auto_or,
     command,
     either,
     flag,
@@ -23,7 +24,6 @@ from appliance.cli.command import (
     seconds,
 )
 from appliance.cli.commands import catalog
-from appliance.cli.commands.training import nullable
 from appliance.cli.errors import BadUsage
 from appliance.cli.resources import MODEL, segment
 from appliance.cli.waiting import TIMEOUT, WAIT, finish
@@ -56,7 +56,7 @@ def import_model(session: Session, args: Namespace) -> None:
       appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online
       appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it
     """
-    is_local = session.client.address.is_local
+    is_local = session.client.is_local
     if is_local and (args.source.startswith((".", "/", "~")) or Path(args.source).exists()):
         args.source = str(Path(args.source).expanduser().resolve())
     with catalog.fetched(args.source, args.name, is_local) as found:
@@ -91,7 +91,7 @@ def _template(path: str) -> str:
 
 
 def _settings(*rows: tuple[str, Any, str, str]) -> tuple[Option, ...]:
-    return tuple(opt(f"{name} {value}|none", help, type=nullable(kind)) for name, kind, value, help in rows)
+    return tuple(opt(f"{name} {value}|none", help, type=auto_or(kind, "none")) for name, kind, value, help in rows)
 
 
 def _values(args: Namespace, options: tuple[Option, ...]) -> dict[str, Any]:

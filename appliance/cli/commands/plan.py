@@ -50,8 +50,6 @@ def serve(session: Session, args: Namespace) -> None:
     engines = picked(args, "replicas tensor_parallel")
     if args.config is not None:
         _show(session, _imagined(args, False, **engines))
-    elif args.accelerator is not None or args.devices is not None:
-        raise BadUsage("--accelerator and --devices go with --config; the devices of the box are known")
     else:
         _show(session, session.client.post(_PATH, {"serve": engines | {"model": args.model}}))
 
@@ -82,15 +80,11 @@ def job(session: Session, args: Namespace) -> None:
     hyperparameters = training.hyperparameters(args)
     if (args.model is None) == (args.config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
-    if args.file is not None and args.examples is not None:
-        raise BadUsage("--file has its examples; --examples is for a plan without one")
     if args.config is not None:
         if args.file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
         _show(session, _imagined(args, True, **picked(args, "examples method"), given=hyperparameters))
         return
-    if args.accelerator is not None:
-        raise BadUsage("--accelerator goes with --config; the devices of the box are known")
     body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters}
     uploaded: list[str] = []
     if args.file is not None:
