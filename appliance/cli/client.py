@@ -6,83 +6,61 @@ import json
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import httpx
 
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a box answers: `socket_path`, or `host` and `port`. `secure`: with TLS. `verified`: check its
-    certificate."""
+def box_url(text: str) -> httpx.URL:
+    """`http(s)://host[:port]`, given with or without `/v1` behind it. Raises BadUsage."""
+    try:
+        url = httpx.URL(text if "//" in text else f"http://{text}")
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("http", "https") or not url.host or url.path.rstrip("/") not in ("", "/v1"):
+        raise BadUsage(
+            f"the box's URL is {text!r}; expected something like http://127.0.0.1:8000, with no path behind the port "
+            "other than /v1"
+        )
+    return url.copy_with(path="/")
 
-    host: str = "box"
-    port: int = 0
-    secure: bool = False
-    socket_path: str | None = None
-    verified: bool = True
 
-    @classmethod
-    def of_url(cls, url: str) -> Address:
-        """The address in `http(s)://host[:port]`, with or without `/v1` behind it. Raises BadUsage."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise BadUsage(f"the box's URL is {url!r}; expected something like http://127.0.0.1:8000")
-        if parts.path.rstrip("/") not in ("", "/v1"):
-            raise BadUsage(f"the box's URL is {url!r}; expected no path behind the port other than /v1")
-        secure = parts.scheme == "https"
-        return cls(parts.hostname, port or (443 if secure else 80), secure)
-
-    @classmethod
-    def of_own(cls, url: str) -> Address:
-        """The address of the box on this machine. On loopback its certificate, which names the box, is not checked."""
-        address = cls.of_url(url)
-        return replace(address, verified=not address.is_local)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether paths mean the same to the box as they do here."""
-        return self.socket_path is not None or self.host in ("127.0.0.1", "localhost", "::1")
-
-    def __str__(self) -> str:
-        if self.socket_path is not None:
-            return self.socket_path
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.secure else 'http'}://{host}:{self.port}"
-
-    def context(self) -> ssl.SSLContext | bool:
-        """The TLS of connections; False for none."""
-        if not self.secure:
-            return False
-        context = ssl.create_default_context()
-        if not self.verified:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        return context
+def verification(url: httpx.URL, own: bool) -> ssl.SSLContext | bool:
+    """What checks the certificate of a box. own: of this machine; then, on loopback, the certificate, which names the
+    box, is not checked."""
+    return ssl.create_default_context() if url.scheme == "https" and not (own and url.host in LOOPBACK) else False
 
 
 class Client:
     """One box. Every method raises the errors of `appliance.cli.errors`, with the box's own message."""
 
-    def __init__(self, address: Address, api_key: str | None = None, why_silent: Callable[[], str] = lambda: ""):
-        """why_silent: says what a box does that takes no connection, "" if that is not known."""
-        self.address, self._why_silent = address, why_silent
+    def __init__(
+        self,
+        url: str = "http://box",
+        api_key: str | None = None,
+        *,
+        socket_path: str | None = None,
+        own: bool = False,
+        why_silent: Callable[[], str] = lambda: "",
+    ):
+        """socket_path: in place of the URL. why_silent: says what a box does that takes no connection, "" if that is
+        not known."""
+        known = box_url(url)
+        self.address, self._why_silent = socket_path or str(known).rstrip("/"), why_silent
+        self.is_local = socket_path is not None or known.host in LOOPBACK
+        """Whether paths mean the same to the box as they do here."""
         self._http = httpx.Client(
-            base_url="http://box" if address.socket_path else str(address),
+            base_url=known,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             # Proxies of the environment lead out of the network that the box is in.
-            transport=httpx.HTTPTransport(uds=address.socket_path, verify=address.context(), trust_env=False),
+            transport=httpx.HTTPTransport(uds=socket_path, verify=verification(known, own), trust_env=False),
         )
 
     def get(self, path: str, **query: Any) -> Any:

@@ -75,6 +75,29 @@ def number(kind: type = int, least: float | None = None, most: float | None = No
     return parsed
 
 
+def auto_or(kind: Callable[[str], Any], word: str = "auto") -> Callable[[str], Any]:
+    """A type of options: of this kind, or a word."""
+    return lambda text: text if text == word else kind(text)
+
+
+def seconds(text: str) -> float:
+    """A type of options: a time."""
+    if (value := formats.seconds_of(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 45m, 9h, 1h30m or 7d")
+    return value
+
+
+def part(text: str) -> float:
+    """A type of options: a part of a whole, 0 to 1."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 1% or 0.1")
+    return value
+
+
 def existing_file(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_file():
@@ -209,14 +232,14 @@ def _add_environment(args: Namespace) -> None:
 
 def open_session(args: Namespace, as_json: bool) -> Session:
     """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
-    from appliance.cli.client import Address, Client  # late: httpx takes longer than the rest of `--help`
+    from appliance.cli.client import Client  # late: httpx takes longer than the rest of `--help`
 
     if args.url and args.data_dir:
         raise BadUsage("--url and --data-dir name two boxes; give one of them")
     if args.url:
-        return Session(Client(Address.of_url(args.url), args.api_key), as_json, None, args.api_key)
+        return Session(Client(args.url, args.api_key), as_json, None, args.api_key)
     box_file = BoxFile.read(args.data_dir)
-    client = Client(Address(socket_path=box_file.controller_socket()), why_silent=box_file.why_silent)
+    client = Client(socket_path=box_file.controller_socket(), why_silent=box_file.why_silent)
     return Session(client, as_json, box_file, args.api_key)
 
 
@@ -228,14 +251,6 @@ def picked(args: Namespace, names: str) -> dict[str, Any]:
 def given(**fields: Any) -> dict[str, Any]:
     """Fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def seconds_given(option: str, text: str) -> float:
-    """Raises BadUsage."""
-    seconds = formats.seconds_of(text)
-    if seconds is None:
-        raise BadUsage(f"{option} is {text!r}; expected a time such as 90s, 45m, 9h, 1h30m or 7d")
-    return seconds
 
 
 def pairs(option: str, texts: Iterable[str] | None) -> list[tuple[str, str]]:

@@ -95,39 +95,56 @@ def rate(bytes_per_s: float | None) -> str:
 
 def by_name(name: str, value: Any) -> str:
     """A value in the unit that its name ends with; of a mapping or a list each in its own."""
-    if isinstance(value, dict):  # a part without a unit is in the whole's
-        parts = {part: f"{part}_{name}" if name and label(part) == part.replace("_", " ") else part for part in value}
-        return ", ".join(f"{label(part)} {by_name(parts[part], one)}" for part, one in value.items()) or "-"
+    if isinstance(value, dict):
+        if value.keys() == {"kind", "id"}:
+            return f"{value['kind']} {value['id']}"
+        unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # of parts that have none
+        parts = {part: one for part, one in value.items() if one not in ("", [], {})}
+        return ", ".join(f"{label(part)} {by_name(part + unit, one)}" for part, one in parts.items()) or "-"
     if isinstance(value, list):
-        return ", ".join(by_name(name, one) for one in value) or "-"
+        sentences = any(isinstance(one, str) and " " in one for one in value)
+        return ("\n" if sentences else ", ").join(by_name(name, one) for one in value) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
         return or_dash(value)
-    if name.endswith("bytes_per_s"):
-        return rate(value)
-    if name.endswith(("bytes", "bytes_read")):
-        return size(value)
-    if name.endswith("_s") and not name.endswith("per_s") or name.endswith("seconds"):
-        return moment(value) if value > 1e9 else duration(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return next(shown for end, shown in UNITS if name.endswith(end))(value)
 
 
 def label(name: str) -> str:
     """A field's name without its unit."""
-    return name.removesuffix("_per_s").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return re.sub(r"_(per_s|bytes|s|at|w|c)$", "", name).replace("_", " ")
 
 
+def joules(value: float) -> str:
+    for limit, unit in ((1e6, "MJ"), (1e3, "kJ")):
+        if value >= limit:
+            return f"{value / limit:,.3g} {unit}"
+    return f"{value:.3g} J"
+
+
+def _time(value: float) -> str:
+    return moment(value) if value > 1e9 else duration(value)
+
+
+def number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    *(("bytes_per_s", rate), ("bytes", size), ("bytes_read", size), ("per_s", number), ("_s", _time)),
+    *(("seconds", _time), ("_at", _time), ("created", _time), ("share", percent), ("busy", percent)),
+    *(("joules", joules), ("loss", loss), ("_w", lambda watts: f"{watts:.0f} W"), ("_c", lambda c: f"{c} °C")),
+    ("", number),
+)
+"""How numbers are shown, by the ends of their names; the first that fits counts."""
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "": lambda value: by_name("", value),
-    "clock": clock,
     "count": count,
-    "duration": duration,
-    "loss": loss,
-    "moment": moment,
-    "n": lambda number: "-" if number is None else f"{number:,}",
-    "percent": lambda part: "-" if part is None else f"{100 * part:.0f} %",
-    "rate": rate,
+    "names": lambda rows: ", ".join(one["name"] for one in rows),
     "short": short,
     "size": size,
     "total": lambda rows: str(len(rows)),

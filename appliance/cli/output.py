@@ -39,50 +39,78 @@ def say(message: str) -> None:
     print(formats.printable(message), file=sys.stderr, flush=True)
 
 
-Column = str | tuple[str, Callable[[Any], object]]
-"""What a table or a record shows of a row: "[>][?]TITLE=path:format", or a title and a function of the row.
+def column(spec: str) -> tuple[str, Callable[[Any], str]]:
+    """The title and the cell of a row, by "[>][?]TITLE=path|path:format".
 
-path: names with dots between. format: of `formats.FORMATS`. >: aligned to the right. ?: left out of a record where
-there is nothing. Without TITLE= the title is the path's last name.
-"""
-
-
-def column(spec: Column) -> tuple[str, Callable[[Any], object]]:
-    """The title and the cell of a row."""
-    if not isinstance(spec, str):
-        return spec
-    name, _, source = spec.rpartition("=")
-    if not name:
+    path: names with dots between; of several the first that has something. format: of `formats.FORMATS`, else by the
+    path's name. >: aligned to the right. ?: left out where no row has something. TITLE: with underscores for spaces;
+    without it the path's last name.
+    """
+    title, _, source = spec.rpartition("=")
+    if not title:
         marks = spec[: len(spec) - len(spec.lstrip(">?"))]
         source = spec.lstrip(">?")
-        name = marks + source.partition(":")[0].rpartition(".")[2].removesuffix("_s").replace("_", " ")
-    path, _, form = source.partition(":")
+        title = marks + formats.label(source.partition(":")[0].partition("|")[0].rpartition(".")[2])
+    paths, _, form = source.partition(":")
 
-    def cell(row: Any) -> object:
-        for key in path.split("."):
-            row = (row or {}).get(key)
-        return formats.FORMATS[form](row)
+    def cell(row: Any) -> str:
+        name, value = "", None
+        for path in paths.split("|"):
+            name, value = path.rpartition(".")[2], row
+            for key in path.split("."):
+                value = (value or {}).get(key)
+            if value not in NOTHING:
+                break
+        if value is None:
+            return "-"
+        return formats.FORMATS[form](value) if form else formats.by_name(name, value)
 
-    return name, cell
-
-
-def listing(columns: Sequence[Column], rows: Iterable[Any], *, empty: str) -> RenderableType:
-    """A table with a line for each row."""
-    titles, cells = zip(*map(column, columns), strict=True)
-    return table([title.upper() for title in titles], ([cell(row) for cell in cells] for row in rows), empty=empty)
-
-
-def record(columns: Sequence[Column], row: Any) -> RenderableType:
-    """One row, with a name and a value per line."""
-    shown = [(title.lstrip("?"), cell(row), title[0]) for title, cell in map(column, columns)]
-    return fields(*((title, value) for title, value, mark in shown if mark != "?" or value not in ("-", "", None)))
+    return title.replace("_", " "), cell
 
 
-def named(values: Mapping[str, Any]) -> RenderableType:
-    """Values that are not null, each in the unit of its name."""
-    return fields(
-        *((formats.label(name), formats.by_name(name, one)) for name, one in values.items() if one is not None)
-    )
+NOTHING = (None, "", [], {})
+_ONE_LINE_CHARACTERS = 100  # a part of an object that needs more is shown below it
+
+
+def listing(columns: str, rows: Sequence[Any], *, empty: str = "") -> RenderableType:
+    """A table with a line for each row. columns: as `column` has them, with spaces between; "": all that the rows
+    have."""
+    if not columns:
+        names = dict.fromkeys(name for row in rows for name in row if name != "object")
+        columns = " ".join(f"?{name}" for name in names)
+    drawn = []
+    for title, cell in map(column, columns.split()):
+        cells = [cell(row) for row in rows]
+        if "?" not in title or any(text not in ("-", "") for text in cells):
+            drawn.append((title.replace("?", ""), cells))
+    return table([title.upper() for title, _ in drawn], zip(*(cells for _, cells in drawn), strict=True), empty=empty)
+
+
+def view(answer: Mapping[str, Any]) -> RenderableType:
+    """Any object of the box: its fields in their order, each in the unit of its name, and below them its lists and
+    larger parts. What has no value is left out."""
+    pairs, parts, remarks = [], [], []
+    for name, value in answer.items():
+        if value in NOTHING or name == "object":
+            continue
+        if name in ("notes", "warnings"):
+            remarks += [f"{of}: {text}" for of, text in value.items()] if isinstance(value, dict) else value
+        elif rows := _rows(value):
+            parts.append(above(f"{formats.label(name)}:", listing("", rows)))
+        elif isinstance(value, dict) and len(formats.by_name(name, value)) > _ONE_LINE_CHARACTERS:
+            parts.append(above(f"{formats.label(name)}:", view(value)))
+        else:
+            pairs.append((formats.label(name), formats.by_name(name, value)))
+    return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
+
+
+def _rows(value: Any) -> list[Any]:
+    """The rows of a list of objects, or of objects by their names."""
+    if isinstance(value, dict) and "data" in value:
+        value = value["data"]
+    if isinstance(value, dict) and len(value) > 1 and all(isinstance(one, dict) for one in value.values()):
+        value = [{"name": name, **one} for name, one in value.items()]
+    return value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:

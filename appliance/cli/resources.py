@@ -13,13 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from appliance.cli import output, views
-from appliance.cli.command import COMMANDS, WATCH, Command, Option, Session, number, opt, picked, seconds_given
+from appliance.cli.command import COMMANDS, WATCH, Command, Option, Session, number, opt, picked, seconds
 from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
-from appliance.cli.formats import duration
-from appliance.cli.output import Column
+from appliance.cli.formats import by_name
 from appliance.cli.waiting import TIMEOUT, WAIT, Patience, finish
 
-Draw = str | tuple[Column, ...] | Callable[[Any], Any]
+Draw = str | Callable[[Any], Any]
 
 
 def segment(name: str) -> str:
@@ -31,7 +30,8 @@ def segment(name: str) -> str:
 class Verb:
     """One command of a resource: a request, and how its answer is drawn.
 
-    draw: columns of a list or a record, a template of the answer's fields, or a function; "" takes the resource's own.
+    draw: columns of a list, a template of the answer's fields, or a function; "": the resource's columns, or all
+    fields of one thing.
     of: "all" (the resource itself), "one" or "many" of its things. path: default: the resource's, the id and, unless it
     is read or deleted, the name. body, query: arguments that are sent, by names with spaces between; None for no body.
     own: what a key without the scope read gets instead. operation: the answer is one, which is waited for.
@@ -60,32 +60,31 @@ _SAMPLES = {
     "WINDOW": "win_4fG7kQ2x",
     "BATCH_ID": "batch_abc123",
     "NAME_OR_ID": "alice",
+    "FILE_ID": "file-abc123",
 }
 """Values of arguments, for examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """name, help: of its group of commands. key: the argument for one of its things. columns, empty: of its list.
-    fields: of one."""
+    """name, help: of its group of commands. key: the argument for one of its things. columns, empty: of its list."""
 
     name: str
     help: str
     path: str
     verbs: tuple[Verb, ...]
     key: Option
-    columns: tuple[Column, ...] = ()
+    columns: str = ""
     empty: str = ""
-    fields: Draw = ""
 
     def draw(self, verb: Verb, answer: Any) -> Any:
-        is_list = "data" in answer
-        draw = verb.draw or (self.columns if is_list else self.fields)
-        if isinstance(draw, str):
-            return draw.format_map(answer)
-        if not isinstance(draw, tuple):
-            return draw(answer)
-        return output.listing(draw, answer["data"], empty=self.empty) if is_list else output.record(draw, answer)
+        if callable(verb.draw):
+            return verb.draw(answer)
+        if "{" in verb.draw:
+            return verb.draw.format_map({name: by_name(name, value) for name, value in answer.items()})
+        if "data" in answer:
+            return output.listing(verb.draw or self.columns, answer["data"], empty=self.empty)
+        return output.view(answer)
 
     def path_of(self, verb: Verb) -> str:
         """With {id} in it, where it is of a thing."""
@@ -197,7 +196,7 @@ def limit(usual: int) -> Option:
 
 
 def _since(text: str) -> float:
-    return max(0.0, time.time() - seconds_given("--since", text))
+    return max(0.0, time.time() - seconds(text))
 
 
 SINCE = opt("--since TIME", "45m, 24h, 7d, in whole hours.", dest="since_s", type=_since, default="24h")
@@ -205,8 +204,10 @@ BY = opt("--by", "One row for each.", choices=("key", "owner", "model", "version
 ORDER = opt("--order", "desc: the newest first.", choices=("desc", "asc"), default="desc")
 JOB = opt("id JOB_ID", names="job")
 MODEL = opt("id MODEL", names="model")
-WINDOW = opt("id WINDOW", "As `mode schedule list` names it.")
+STEPS = opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3)
 JOBS = "/v1/fine_tuning/jobs"
+_AUDIT = "when=created_s who=by action of=target outcome detail"
+_PREVIEW = "from=from_s to=to_s mode=policy ?>train=train_devices >floor=serving_floor ?window ?instead_of=overridden"
 
 RESOURCES = (
     resource(
@@ -218,17 +219,21 @@ RESOURCES = (
             """List devices with their health and holder (a job, a replica or nobody), and of GPUs heat, power and use.
 
             Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.""",
-            views.devices,
             watch=True,
         ),
-        Verb("undrain", "Put a device back into use, whoever took it out.", views.device_line),
+        Verb("undrain", "Put a device back into use, whoever took it out.", "{id}: {health}"),
         key=opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),
+        columns=views.DEVICES,
+        empty="no devices",
     ),
     resource(
         "node",
         "Nodes: the machines of the box, invitations for others, and taking one out.",
         "/admin/v1/nodes",
-        read("list", "List the machines of the box. Each is asked now for the memory it has left.", views.nodes),
+        read("list", "List the machines of the box. Each is asked now for the memory it has left."),
+        columns="node=id address >devices:total >answers_in=answered_s >memory_left=memory_available_bytes "
+        ">of=memory_bytes ?home:yes ?leaves:yes",
+        empty="no nodes",
     ),
     resource(
         "status",
@@ -252,10 +257,12 @@ RESOURCES = (
               appliance usage
               appliance usage --by model --since 7d
               appliance usage --by owner --since 30d -o json""",
-            views.usage,
             options=(BY, SINCE),
             query="by since_s",
         ),
+        columns="name >requests:count >refused:count >errors:count >prompt_tokens:count >completion_tokens:count "
+        ">device_hours",
+        empty="nothing was spent in that time",
     ),
     resource(
         "power",
@@ -264,7 +271,7 @@ RESOURCES = (
         read(
             "",
             "Show the power limit, and the energy of each job, each model and of devices that no job or model held.",
-            views.power,
+            output.view,
             options=(SINCE,),
             query="since_s",
         ),
@@ -284,14 +291,14 @@ RESOURCES = (
               appliance audit --limit 1000 -o json | jq '.data[] | select(.action == "key.create")'""",
             options=(limit(50),),
         ),
-        columns=("when=created_s:moment", "who=by", "action", "of=target", "outcome", ("detail", views.audit_detail)),
+        columns=_AUDIT,
         empty="nothing was changed yet",
     ),
     resource(
         "mode",
         "Modes: who the devices belong to, serving or training.",
         "/admin/v1/mode",
-        read("show", "Show the mode, since when it holds, and what serving always keeps.", views.mode, watch=True),
+        read("show", "Show the mode, since when it holds, and what serving always keeps.", watch=True),
     ),
     resource(
         "mode schedule",
@@ -308,26 +315,19 @@ RESOURCES = (
             "preview",
             """Show what will hold over the coming 24 hours, in this machine's local time.
 
+            Without a window the mode that was set by hand holds.
+
             Examples:
               appliance mode schedule preview
               appliance mode schedule preview --hours 168""",
-            (
-                *(
-                    "from=from_s:moment",
-                    "to=to_s:moment",
-                    (">length", lambda one: duration(one["to_s"] - one["from_s"])),
-                ),
-                *(("mode", views.mode_name), ">floor=serving_floor", ("by", views.set_by)),
-            ),
+            _PREVIEW,
             path="/admin/v1/mode/schedule/preview",
             options=(opt("--hours N", "How far to look.", type=number(float, 1, 744), default=24.0),),
             query="hours",
         ),
-        key=WINDOW,
-        columns=(
-            *("id", "begins=cron", ("ends", views.window_ends), "zone=tz", ("mode", views.mode_name)),
-            *(">floor=serving_floor", "next=next_s:moment"),
-        ),
+        key=opt("id WINDOW", "As `mode schedule list` names it."),
+        columns="id begins=cron ends=until|for_s zone=tz mode=policy ?>train=train_devices "
+        ">floor=serving_floor next=next_s",
         empty='no windows; `appliance mode schedule add "0 22 * * *" train --for 9h` makes one',
     ),
     resource(
@@ -341,18 +341,13 @@ RESOURCES = (
 
             Exit code 1 names every copy that is damaged. On disk or in the remote store such a copy is replaced from
             the next tier when it is needed; in memory it goes at once, if nobody reads it and a tier has it whole.""",
+            views.operation,
             of="all",
             operation=True,
         ),
-        columns=(
-            *("tier=name", "where", ">versions", ">snapshots", ">size=bytes:size", (">backlog", views.tier_backlog)),
-            *("now=busy", "last error=last_error"),
-        ),
+        columns="tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes "
+        "now=busy last_error",
         empty="no tiers",
-        fields=(
-            *("operation=id", "state", "?whole copies=result.copies", "?without checksums yet=result.unsealed"),
-            *("?tensors=result.tensors", "?read=result.bytes:size"),
-        ),
     ),
     resource(
         "model",
@@ -371,8 +366,9 @@ RESOURCES = (
         Verb(
             "rm",
             "Delete a model with all its versions. Exit code 5 if a job uses it.",
-            "deleted {name}",
+            "deleted {id}",
             method="DELETE",
+            path="/v1/models/{id}",
         ),
         Verb(
             "verify",
@@ -394,7 +390,7 @@ RESOURCES = (
             Examples:
               appliance model rollback ft:starter:local:gsm8k:a1b2c3d4
               appliance model rollback ft:starter:local:gsm8k:a1b2c3d4 --version step-120""",
-            views.rolled_back,
+            "{model}: {from} -> {to}; swap: {swap}",
             options=(opt("--version VERSION", "The version to serve. Default: the one before."),),
             body="version",
             timeout_s=600,
@@ -406,7 +402,7 @@ RESOURCES = (
             Examples:
               appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120
               appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120 --off""",
-            lambda done: f"{done['model']} {done['version']} is {'' if done['pinned'] else 'not '}pinned",
+            "{model} {version}, pinned: {pinned}",
             options=(
                 opt("version VERSION"),
                 opt("--off", "Leave it to the retention rules again.", dest="pinned", action="store_false"),
@@ -414,23 +410,20 @@ RESOURCES = (
             body="version pinned",
         ),
         key=MODEL,
-        fields=views.model,
     ),
     resource(
         "job",
         "Fine-tuning jobs.",
-        "/admin/v1/jobs",
+        JOBS,
         read(
             "list",
             """List jobs: how far each is, which devices it holds, and what it waits for.
 
-            A key of the scope fine_tuning alone gets its owner's, as OpenAI's API has them.""",
-            views.jobs,
+            A key without the scope read gets its owner's, as OpenAI's API has them.""",
             options=(limit(100),),
             watch=True,
-            own=JOBS,
         ),
-        show("get", "Show everything the box knows of one job.", watch=True, own=f"{JOBS}/{{id}}"),
+        show("get", "Show everything the box knows of one job.", watch=True),
         read(
             "queue",
             "List jobs in the order in which they get devices, each with why it waits, as Slurm does.",
@@ -439,10 +432,10 @@ RESOURCES = (
             watch=True,
         ),
         *(
-            Verb(name, help, f"{{id}} is {done}", of="many")
-            for name, done, help in (
-                ("hold", "held", "Keep jobs in the queue; one that runs is suspended at its next step."),
-                ("release", "released", "Release held jobs: they get devices again in their turn."),
+            Verb(name, help, f"{{id}} is {done}", of="many", path=f"/admin/v1/jobs/{{id}}/{name}")
+            for name, help, done in (
+                ("hold", "Keep jobs in the queue; one that runs is suspended at its next step.", "held"),
+                ("release", "Release held jobs: they get devices again in their turn.", "released"),
             )
         ),
         *(
@@ -454,9 +447,30 @@ RESOURCES = (
             )
         ),
         key=JOB,
-        fields=views.job,
+        columns=views.JOBS,
+        empty=views.NO_JOBS,
     ),
-    resource("profile", "Show where the time of a running job or engine goes.", "/admin/v1/models"),
+    resource(
+        "profile",
+        "Show where the time of a running job or engine goes.",
+        "/admin/v1/models",
+        Verb(
+            "engine",
+            """Profile the next steps of an engine of this model, on its first worker, while it answers.
+
+            An engine that gets no requests makes no steps: after a minute the profile ends with those that there were.
+
+            Examples:
+              appliance profile engine starter                    of an awake engine's next three steps
+              appliance profile engine starter --steps 20 -o json | jq .operators""",
+            views.profile,
+            path="/admin/v1/models/{id}/profile",
+            options=(STEPS,),
+            body="steps",
+            timeout_s=150,  # a minute for the steps, and what the profiler then takes
+        ),
+        key=MODEL,
+    ),
     resource("plan", "Show whether a job or a model would fit, before anything is started.", "/admin/v1/plan"),
     resource(
         "batch",
@@ -466,22 +480,16 @@ RESOURCES = (
         show("show", "Show how far a batch is, what it waits for, and its files."),
         Verb("cancel", "Cancel a batch. Its output file keeps the answers so far."),
         key=opt("id BATCH_ID"),
-        columns=(
-            *("id", "status", ">answered=request_counts.completed", ">failed=request_counts.failed"),
-            *(">total=request_counts.total", "created=created_at:moment", "waits for=waiting_for"),
-        ),
+        columns="id status >answered=request_counts.completed >failed=request_counts.failed "
+        ">total=request_counts.total created=created_at ?waits_for=waiting_for",
         empty="no batches; `appliance batch create FILE` starts one",
-        fields=views.batch,
     ),
     resource(
         "eval",
         "Evaluations: how good models are at a suite of prompts, by graders (docs/evals.md).",
         "/v1/evals",
         read("list", "List evaluations, the newest first.", options=(ORDER,), query="order"),
-        columns=(
-            *("id", "name", ("graders", lambda row: ", ".join(one["name"] for one in row["testing_criteria"]))),
-            "created=created_at:moment",
-        ),
+        columns="id name graders=testing_criteria:names created=created_at",
         empty="no evaluations; `appliance eval run` makes one",
     ),
     resource(
@@ -494,7 +502,15 @@ RESOURCES = (
             options=(opt("--purpose PURPOSE", "Only files of this purpose."),),
             query="purpose",
         ),
-        columns=("id", "purpose", ">bytes:n", "status", "created=created_at:moment", "filename"),
+        Verb(
+            "rm",
+            "Delete files. Jobs that were made from them keep their own copy.",
+            "deleted {id}",
+            of="many",
+            method="DELETE",
+        ),
+        key=opt("id FILE_ID"),
+        columns="id purpose >size=bytes status created=created_at filename",
         empty="no files; `appliance file upload FILE` sends one",
     ),
     resource(
@@ -516,7 +532,7 @@ RESOURCES = (
         Verb(
             "forget",
             "Remove the devices of a lost node from the list. A node that joins again is usable again.",
-            lambda done: f"{done['id']} is forgotten with {views.many(len(done['devices']), 'device')}",
+            "{id} is forgotten with its devices: {devices}",
             method="DELETE",
         ),
         key=opt("id NODE", "The first part of its devices' names, e.g. n1."),

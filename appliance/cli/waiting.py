@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -41,7 +42,7 @@ class Patience:
         """The answer; None while the box is away. Raises CliError, and Unreachable in the end."""
         return self.call(lambda: session.client.get(path, **query))
 
-    def call(self, fetch: Any) -> Any | None:
+    def call(self, fetch: Callable[[], Any]) -> Any | None:
         try:
             answer = fetch()
         except Unreachable as error:
@@ -56,33 +57,49 @@ class Patience:
         return answer
 
 
+Doing = tuple[str, float | None, float | None]
+"""What a piece of work is doing, how much of it is done, and of how much; None where that is not known."""
+
+
+def until(
+    fetch: Callable[[], Any],
+    ended: Callable[[Any], bool],
+    doing: Callable[[Any], Doing],
+    timeout_s: float | None,
+    name: str,
+) -> Any:
+    """The answer of `fetch` once it has `ended`, with a line of progress. Raises WaitTimedOut."""
+    patience = Patience(timeout_s)
+    with output.progress(name) as meter:
+        while True:
+            if (now := patience.call(fetch)) is not None:
+                if ended(now):
+                    return now
+                message, done, total = doing(now)
+                meter.update(message, done=done, total=total)
+            patience.pause(f"{name} is not done after {patience.limit}; it goes on")
+
+
 def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[str, Any]:
     """The operation once it has ended, or as it began with --no-wait. Raises CommandFailed if it failed."""
     operation = started["operation"]
-    if not args.wait:
-        return operation
-    patience = Patience(args.timeout)
-    with output.progress(_message(operation)) as meter:
-        while operation["state"] == "running":
-            patience.pause(
-                f"{operation['kind']} goes on as operation {operation['id']}; it took longer than {patience.limit}"
-            )
-            answer = patience.get(session, f"/admin/v1/operations/{quote(operation['id'], safe='')}")
-            operation = answer["operation"] if answer else operation
-            progress = operation["progress"]
-            meter.update(_message(operation), done=progress.get("done"), total=progress.get("total"))
-    if operation["state"] == "failed":
+    if args.wait and operation["state"] == "running":
+        path = f"/admin/v1/operations/{quote(operation['id'], safe='')}"
+        operation = until(
+            lambda: session.client.get(path)["operation"],
+            lambda now: now["state"] != "running",
+            _doing,
+            args.timeout,
+            f"{operation['kind']} (operation {operation['id']})",
+        )
+    if args.wait and operation["state"] == "failed":
         error = operation["error"]
         named = f" ({error['code']})" if error.get("code") else ""
         raise CommandFailed(f"{operation['kind']} failed{named}: {error['message']}")
     return operation
 
 
-def _message(operation: dict[str, Any]) -> str:
+def _doing(operation: dict[str, Any]) -> Doing:
     progress = operation.get("progress") or {}
-    parts = [operation["kind"]]
-    if progress.get("message"):
-        parts.append(progress["message"])
-    if progress.get("total") and progress.get("unit") not in ("", None, "bytes"):
-        parts.append(f"{progress['done']:g}/{progress['total']:g} {progress['unit']}")
-    return ": ".join(parts)
+    message = ": ".join(filter(None, [operation["kind"], progress.get("message")]))
+    return message, progress.get("done"), progress.get("total")

@@ -72,7 +72,6 @@ from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStor
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
 from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
-from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
@@ -159,7 +158,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
     weights = _open_store(config, paths)
-    home = discover_devices(config.box.devices, untried=config.box.untried_devices)
+    home = discover_devices(config.box.devices)
     node_config = node_config_of(config, paths, home)
     background, inbox = BackgroundTasks(), Inbox()
 
@@ -185,8 +184,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     versions = VersionProvider(db, weights, tiers, opening, config, home[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
-    warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
-    library = ModelLibrary(paths.models, hub_settings=hub, warm=warm)
+    library = ModelLibrary(paths.models, hub_settings=hub)
 
     # Jobs: their events, and what is answered to their ranks.
     events = JobEvents(db, paths.files, config.controller.organization)
@@ -206,7 +204,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         engine_bytes=versions.host_bytes,
         job_bytes=job_memory.host_bytes,
         devices=nodes.device_count,
-        parked=effects,
         nudge=inbox.nudge,
         on_enough=partial(inbox.retry, "memory"),
         save=tiers.nudge,
@@ -219,7 +216,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         BoxSize(floor, len(home), config.serve.max_replicas),
         routing,
         Wishes(db, bus, routing, asking, sampling_engines, floor),
-        DemandLearning(routing.traffic, config.scheduler, len(home), db=db),
+        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         job_memory,
     )
@@ -255,7 +252,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes), bus),
+        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes)),
         scheduler=scheduler,
         routing=routing,
         sizes=sizes,
@@ -397,8 +394,7 @@ async def _profile_jobs(context: ControllerContext) -> None:
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    table = {"table of models"} if context.bus.is_table_too_long else set()
-    context.bus.set_degraded(sorted({*context.background.names(), *others, *table}))
+    context.bus.set_degraded(sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

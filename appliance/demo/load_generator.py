@@ -5,9 +5,11 @@ Used by the demo and by the end-to-end tests: what it reports is what a client s
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 
@@ -57,20 +59,17 @@ class Load:
     def __init__(self, base_url: str, api_key: str, model: str, *, workers: int = 4, max_tokens: int = 24):
         # No retries: a request that the SDK had to send twice would hide a drop.
         self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
-        self._model, self._workers, self._max_tokens = model, workers, max_tokens
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._next = 0
-        self._threads: list[threading.Thread] = []
+        self._asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
+        self._stopping, self._numbers = threading.Event(), itertools.count()
+        self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(workers)]
         self.outcomes: list[Outcome] = []
 
     def __enter__(self) -> Load:
-        self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(self._workers)]
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         for thread in self._threads:
             thread.join()
@@ -93,37 +92,24 @@ class Load:
 
     def _work(self) -> None:
         while not self._stopping.is_set():
-            with self._lock:
-                number, self._next = self._next, self._next + 1
+            number = next(self._numbers)
             outcome = Outcome(number, streamed=number % 2 == 0, started_s=time.monotonic())
             try:
-                self._stream(outcome) if outcome.streamed else self._ask(outcome)
+                self._ask(outcome)
             except openai.OpenAIError as error:
                 outcome.error = f"{type(error).__name__}: {error}"
             outcome.ended_s = time.monotonic()
             self.outcomes.append(outcome)
 
-    def _messages(self, number: int) -> list[dict]:
-        return [{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}]
-
     def _ask(self, outcome: Outcome) -> None:
-        answer = self._client.chat.completions.create(
-            model=self._model, messages=self._messages(outcome.number), max_tokens=self._max_tokens, temperature=0
-        )
-        outcome.answers = len(answer.choices)
-        outcome.finish_reason = answer.choices[0].finish_reason
-
-    def _stream(self, outcome: Outcome) -> None:
-        ids = set()
-        for chunk in self._client.chat.completions.create(
-            model=self._model,
-            messages=self._messages(outcome.number),
-            max_tokens=self._max_tokens,
-            temperature=0,
-            stream=True,
-        ):
-            if outcome.first_token_s is None:
-                outcome.first_token_s = time.monotonic() - outcome.started_s
+        messages: Any = [{"role": "user", "content": PROMPTS[outcome.number % len(PROMPTS)]}]
+        create, ids = self._client.chat.completions.create, set()
+        if not outcome.streamed:
+            answer = create(messages=messages, **self._asked)
+            outcome.answers, outcome.finish_reason = len(answer.choices), answer.choices[0].finish_reason
+            return
+        for chunk in create(messages=messages, stream=True, **self._asked):
+            outcome.first_token_s = outcome.first_token_s or time.monotonic() - outcome.started_s
             ids.add(chunk.id)
             outcome.chunks += 1
             if chunk.choices and chunk.choices[0].finish_reason:

@@ -60,7 +60,7 @@ REAL = Lesson(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
+    parser.add_argument("--switches", type=int, default=2, help="mode switches under load (default: 2)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
@@ -105,7 +105,7 @@ def run(box: DemoBox, switches: int) -> bool:
     switched = box.switch(lesson, file.id, switches)
     headline("5  Back to an older version and to the newest again, in the running engine, with streams flowing")
     swapped = box.roll_back_and_forth(job.fine_tuned_model)
-    summary(box, job.id, (switched, swapped), time.monotonic() - began_s)
+    summary(box, (switched, swapped), time.monotonic() - began_s)
     return before != after and not any(r.dropped or r.truncated or r.duplicated for r in (switched, swapped))
 
 
@@ -196,33 +196,18 @@ class DemoBox:
         return load.report()
 
 
-def summary(box: DemoBox, job: str, reports: Sequence[LoadReport], seconds: float) -> None:
+def summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
     steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
-
-    def took(verb: str) -> list[float]:
-        return [s["ended_s"] - s["started_s"] for s in steps if s["verb"] == verb and s["state"] == "done"]
-
-    events = box.client.fine_tuning.jobs.list_events(job, limit=100)
-    times = {
-        "publish": [event.data["seconds"] for event in events if event.message.startswith("Checkpoint created")],
-        "swap": [s["detail"]["pause_s"] for s in steps if s["verb"] == "swap_replica" and "pause_s" in s["detail"]],
-        "sleep": took("sleep_replica"),
-        "wake": took("wake_replica"),
-        "suspend": took("suspend_group"),
-        "resume": took("start_group"),
-    }
-    meanings = {
-        "publish": "from the trained weights to a version in shared memory",
-        "swap": "a running engine pauses for another version; its requests are kept",
-        "sleep": "an engine gives its devices back",
-        "wake": "an engine has its devices again, and answers",
-        "suspend": "a job gives its devices back, and keeps every step",
-        "resume": "a job goes on where it was (the first time: it starts)",
-    }
     table = Table("what", "measured", "what it means", title="One run on this machine")
-    for name, found in times.items():
-        if found:
-            table.add_row(name, f"{statistics.median(found) * 1e3:,.0f} ms (median of {len(found)})", meanings[name])
+    for name, verb, meaning in (
+        ("swap", "swap_replica", "a running engine takes another version; its requests are kept"),
+        ("sleep", "sleep_replica", "an engine gives its devices back"),
+        ("wake", "wake_replica", "an engine has its devices again, and answers"),
+        ("suspend", "suspend_group", "a job gives its devices back, and keeps every step"),
+        ("resume", "start_group", "a job goes on where it was (the first time: it starts)"),
+    ):
+        if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
+            table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
     for name, figure, meaning in (
         ("requests", f"{sum(r.requests for r in reports)}", "answered in parts 4 and 5"),
         ("longest", f"{max(r.longest_s for r in reports):.1f} s", "a request held until devices came back, whole"),

@@ -23,7 +23,6 @@ from weights.checkpoint.folder import read_json
 from weights.format.layout import Layout, Placed
 
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
-MAX_PATTERNS = 2048
 _LAYER = re.compile(r"\^?[A-Za-z0-9_.]{1,200}")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Starts that leave the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ) belong to a changed base.
@@ -113,7 +112,18 @@ def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, 
     _refuse_kind(config)
     if rank_limit == 0:
         raise AdapterRefused("", f"engines of {base} take no adapters: merge it into the base, and import the result")
-    ranks = [_rank_of(config), *_pairs(layout, base, base_layout)]
+    rank = config.get("r")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise AdapterRefused(CONFIG_FILE, "r must be a whole number of at least 1")
+    for name in ("rank_pattern", "alpha_pattern"):
+        # peft takes these keys for regular expressions; one could take an engine off the air for all who use its base.
+        found = config.get(name) or {}
+        odd = next((key for key in found if not _LAYER.fullmatch(str(key))), None)
+        if odd is not None or not isinstance(found, dict) or not all(type(n) in (int, float) for n in found.values()):
+            raise AdapterRefused(
+                CONFIG_FILE, f"{name} must have numbers by names of layers, or of their ends, and has {str(found)[:80]}"
+            )
+    ranks = [rank, *(config.get("rank_pattern") or {}).values(), *_pairs(layout, base, base_layout)]
     if max(ranks) > rank_limit:
         raise AdapterRefused(
             CONFIG_FILE,
@@ -150,34 +160,6 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise AdapterRefused(CONFIG_FILE, "lora_alpha must be a number")
-
-
-def _patterns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in rank_pattern. peft takes the keys of both patterns for regular expressions; one could take an
-    engine off the air for all who use its base, so an import takes names alone. Raises
-    AdapterRefused."""
-    for name in ("rank_pattern", "alpha_pattern"):
-        found = config.get(name) or {}
-        if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
-            raise AdapterRefused(CONFIG_FILE, f"{name} must name the ranks of at most {MAX_PATTERNS} layers")
-        odd = next((key for key in found if not _LAYER.fullmatch(key)), None)
-        if odd is not None:
-            raise AdapterRefused(
-                CONFIG_FILE,
-                f"{name} has {odd[:80]!r}, and the box takes names of layers there, or their ends, of letters, digits, "
-                "'_' and '.': write out which layers are meant, or merge the adapter into its base and import the "
-                "result",
-            )
-        if name == "alpha_pattern" and any(type(alpha) not in (int, float) for alpha in found.values()):
-            raise AdapterRefused(CONFIG_FILE, "alpha_pattern must have numbers")
-    return config.get("rank_pattern") or {}
-
-
-def _rank_of(config: Mapping[str, Any]) -> int:
-    ranks = [config.get("r"), *_patterns(config).values()]
-    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in ranks):
-        raise AdapterRefused(CONFIG_FILE, "r and the ranks of rank_pattern must be whole numbers of at least 1")
-    return max(rank for rank in ranks if isinstance(rank, int))
 
 
 def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:

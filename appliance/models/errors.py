@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from weights.checkpoint.errors import CheckpointRefused
 
-ENDED = "its trial was ended from outside, as the kernel does where memory is short: try again"
-
 
 class ModelError(Exception):
     """Base: the message says what was given, what was expected and what to do."""

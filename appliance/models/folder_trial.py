@@ -11,13 +11,17 @@ from pathlib import Path
 
 from appliance.models.checkpoint import PROCESSORS, chat_templates
 from appliance.models.template_trial import Tried, try_template
-from appliance.models.tokenizer_trial import try_tokenizer
+from appliance.models.trial_process import TrialFailed, TrialProcess
+from train.convert.tokenizer_trial import CPU_S, MEMORY_BYTES
+from weights.checkpoint.errors import TokenizerRefused
 from weights.checkpoint.folder import read_json, read_tokenizer_config
 from weights.checkpoint.tokenizer_settings import CONFIG_FILE, MAP_FILE
 from weights.format.foreign_json import config_in
-from weights.format.names import TOKENIZER_FILES
+from weights.format.names import TOKENIZER_FILES, VOCABULARIES
 from weights.format.tool_template import with_tools
 
+WALL_S = 600.0
+TOKENIZER_FILE = "tokenizer.json"
 RULES = 1
 """The number of these trials. Raise it whenever one of them refuses more than before: every version is tried again
 before it is opened."""
@@ -38,6 +42,26 @@ def try_folder(directory: Path) -> Tried:
         try_template(other, special)
     try_tokenizer(directory)
     return tried
+
+
+def try_tokenizer(directory: Path) -> None:
+    """Read some texts by the tokenizer in `directory`, in a child process: by its tokenizer.json, and, where it has
+    other vocabularies too or none but such, as transformers loads it. Raises TokenizerRefused for one that exceeds the
+    limits, and for one without tokenizer.json that cannot be loaded."""
+    found = [name for names in VOCABULARIES for name in names if (directory / name).is_file()]
+    tried = [(directory / TOKENIZER_FILE, TOKENIZER_FILE)] if TOKENIZER_FILE in found else []
+    tried += [(directory, name) for name in found if name != TOKENIZER_FILE][:1]
+    for path, name in tried:
+        try:
+            with TrialProcess(name, "train.convert.tokenizer_trial", str(path)) as trial:
+                refused = trial.result(limit_s=WALL_S)["refused"]
+        except TrialFailed as error:
+            limits = f"{CPU_S} s of CPU or {MEMORY_BYTES >> 30} GiB of memory"
+            raise TokenizerRefused(
+                name, f"reading short texts took more than {limits}, or ended its process"
+            ) from error
+        if refused:
+            raise TokenizerRefused(name, refused)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -1,25 +1,22 @@
-"""Downloads a checkpoint from a model hub: resumed where it stopped, every byte checked.
+"""Downloads a checkpoint from a model hub by `huggingface_hub`, every file checked against the hub's checksums.
 
-`huggingface_hub` gets the listing. The files are fetched here, because version 2 of that library throws a partial file
-away when a download is interrupted, and compares sizes only; a 140 GB model over a shaky line needs more. A partial
-file is kept as `<file>.part` and becomes `<file>` once its SHA-256 (large files) or git blob hash (small ones) is the
-one in the listing. Only the files of a safetensors checkpoint are fetched.
+A file that an earlier call has brought whole is not brought again. Only the files of a safetensors checkpoint, or of an
+adapter, are fetched.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
 import re
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -39,8 +36,6 @@ from weights.format.source import AUX_SUFFIXES
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
 READ_CHUNK_BYTES = 4 << 20
-RETRIES, RETRY_S, RETRY_MAX_S = 5, 0.25, 10.0
-TIMEOUT = httpx2.Timeout(30.0)
 
 
 @dataclass(frozen=True)
@@ -135,83 +130,27 @@ def _wanted(repository: str, names: Iterable[str]) -> set[str]:
     return weights | described
 
 
-def download(listing: Listing, directory: Path, settings: HubSettings, on_bytes: Callable[[int, str], None]) -> None:
-    """Brings every file of `listing` into `directory`, continuing what an earlier call left there.
-
-    `on_bytes(count, file)` is called for every piece with the bytes since the last call, negative if the hub could not
-    resume and a file begins again. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file
-    is gone).
-    """
-    headers = {"Accept-Encoding": "identity", "User-Agent": "appliance"}
-    if settings.token:
-        # The client takes this header away when a redirect leads to another host.
-        headers["Authorization"] = f"Bearer {settings.token}"
-    with httpx2.Client(headers=headers, follow_redirects=True, timeout=TIMEOUT) as client:
-        for file in listing.files:
-            part, path = directory / f"{file.name}.part", directory / file.name
-            if path.is_file():
-                if _digest(path, file) == file.expected:
-                    on_bytes(file.nbytes, file.name)
-                    continue
-                path.unlink()
-            url = f"{settings.endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.name)}"
-            _fetch(client, url, file, part, on_bytes)
-            found = _digest(part, file)
-            if found != file.expected:
-                part.unlink()
-                raise DownloadCorrupt(file.name, file.expected, found)
-            os.rename(part, path)
-
-
-def _fetch(client: httpx2.Client, url: str, file: HubFile, part: Path, on_bytes: Callable[[int, str], None]) -> None:
-    """Appends to `part` until it has all of `file`, over as many connections as it takes.
-
-    Gives up after RETRIES connections in a row that brought nothing.
-    """
-    with part.open("ab") as out:
-        have = out.tell()
-        if have > file.nbytes:
-            out.truncate(0)
-            have = 0
-        on_bytes(have, file.name)
-        fruitless = 0
-        while have < file.nbytes:
-            before = have
-            try:
-                with client.stream("GET", url, headers={"Range": f"bytes={have}-"} if have else {}) as answer:
-                    _refuse_status(answer, url)
-                    if have and answer.status_code != httpx2.codes.PARTIAL_CONTENT:
-                        on_bytes(-have, file.name)
-                        out.truncate(0)
-                        have = before = 0
-                    for piece in answer.iter_raw():
-                        if have + len(piece) > file.nbytes:
-                            raise DownloadCorrupt(file.name, f"{file.nbytes} bytes", "more")
-                        out.write(piece)
-                        have += len(piece)
-                        on_bytes(len(piece), file.name)
-                problem = "the connection ended early"
-            except httpx2.TransportError as error:
-                problem = f"{type(error).__name__} {str(error)[:200]}"
-            fruitless = 0 if have > before else fruitless + 1
-            if fruitless > RETRIES:
-                raise HubUnreachable(
-                    f"{url}: {problem}, {fruitless} times in a row; {have} of {file.nbytes} bytes are kept, run the "
-                    "import again to go on"
-                )
-            if have < file.nbytes:
-                time.sleep(min(RETRY_S * 2**fruitless, RETRY_MAX_S))
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _refuse_status(answer: httpx2.Response, url: str) -> None:
-    """Raises HubNotFound for answers that another try will not change, a TransportError for those that it may."""
-    status = answer.status_code
-    if status in (httpx2.codes.TOO_MANY_REQUESTS, httpx2.codes.REQUEST_TIMEOUT) or status >= 500:
-        raise httpx2.RemoteProtocolError(f"status {status}")
-    if status not in (httpx2.codes.OK, httpx2.codes.PARTIAL_CONTENT):
-        raise HubNotFound(f"{url} answered with status {status}")
+def download(listing: Listing, directory: Path, settings: HubSettings, on_file: Callable[[int, str], None]) -> None:
+    """Brings every file of `listing` into `directory`. `on_file(count, file)` is called before each, with the bytes
+    that are there. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file is gone)."""
+    done = 0
+    for file in listing.files:
+        on_file(done, file.name)
+        fetch = partial(
+            hf_hub_download,
+            listing.repository,
+            file.name,
+            revision=listing.commit,
+            local_dir=directory,
+            endpoint=settings.endpoint,
+            token=settings.token or False,
+        )
+        path = Path(_ask(settings, listing.repository, fetch))
+        if (found := _digest(path, file)) != file.expected:
+            path.unlink()
+            raise DownloadCorrupt(file.name, file.expected, found)
+        done += file.nbytes
+    on_file(done, listing.files[-1].name)
 
 
 def _digest(path: Path, file: HubFile) -> str:
@@ -242,4 +181,6 @@ def _ask(settings: HubSettings, repository: str, question: Callable[[], Any]) ->
     except HfHubHTTPError as error:
         raise HubUnreachable(f"{where} answered with an error: {str(error)[:300]}") from error
     except (httpx2.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise HubUnreachable(f"{where}: {type(error).__name__} {str(error)[:200]}") from error

@@ -2,8 +2,7 @@
 
 Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
 are on the medium. What a crash leaves is in `.staging`, and the next import removes it. The number of a version never
-comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone. The
-newest thousand names without a version keep their own number; others begin above all that were forgotten.
+comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models import adapter, checkpoint_trial, hub, maker_process
+from appliance.models import adapter, checkpoint_trial, hub
 from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
-from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
+from appliance.models.errors import InvalidModelName, NotEnoughDisk, NotEnoughMemory, SourceNotFound
 from appliance.models.folder_trial import try_folder
 from appliance.models.put_right import check_numbers, put_right
-from appliance.models.recorded import check_same, recorded
+from appliance.models.trial_process import TrialFailed, TrialProcess
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint import generation
-from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
+from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint
 from weights.checkpoint.folder import read_json
-from weights.format.errors import ManifestInvalid
 from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -43,9 +41,7 @@ from weights.tiers.record import Name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
-COPY_CHUNK_BYTES = 16 << 20
-MOST_NUMBERS = 1000
-_FORGOTTEN = "forgotten"
+COPY_CHUNK_BYTES = 1 << 30
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -82,10 +78,8 @@ class ModelLibrary:
         models_dir: Path,
         *,
         hub_settings: hub.HubSettings | None = None,
-        warm: checkpoint_trial.WarmParent | None = None,
     ):
         self._root = Path(models_dir)
-        self._warm = warm
         self._hub = hub_settings or hub.HubSettings()
 
     def import_model(
@@ -101,8 +95,7 @@ class ModelLibrary:
     def import_path(self, path: Path, *, name: str | None = None, report: Report = silent) -> ModelVersion:
         """Copies the checkpoint directory `path` in as a new version of `name` (default: the directory's name).
 
-        It takes safetensors, configuration, tokenizer and README.md, and leaves code, pickles and sub-directories. A
-        directory with a box's manifest.json is compared with that.
+        It takes safetensors, configuration, tokenizer and README.md, and leaves code, pickles and sub-directories.
         Raises CheckpointRefused, weights.format.errors.IntegrityError (a damaged or hostile weight file, by name),
         NotEnoughDisk, InvalidModelName, SourceNotFound.
         """
@@ -177,7 +170,7 @@ class ModelLibrary:
             listing = hub.list_files(source, revision, self._hub)
             path = self._downloaded(listing, report)
             origin = self._origin(listing)
-        files, before = adapter.choose_files(path), recorded(path)
+        files = adapter.choose_files(path)
         self._require_space(files.nbytes if local else 0)
         with self._staging(files.nbytes) as staging:
             _fill(staging, files, report, move=not local)
@@ -194,13 +187,7 @@ class ModelLibrary:
                     "adapter": {"rank": facts.rank, "trained_on": facts.base, "modules": list(facts.modules)},
                 },
             }
-
-            def check(now: Manifest) -> None:
-                if before is not None:
-                    check_same(before, now, path, ())
-
-            with self._family(name) as family:
-                taken = self._publish(staging, family, "adapter", name, meta, check)
+            taken = self._publish(staging, "adapter", name, meta)
         if not local:
             shutil.rmtree(path)
         return taken
@@ -210,7 +197,7 @@ class ModelLibrary:
         chosen_name = check_name(name if name is not None else _name_of(file.stem))
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
-            facts = maker_process.convert_gguf(file, made, report)
+            facts = _convert_gguf(file, made, report)
             _keep_sampling(file.parent, made / generation.FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
@@ -247,15 +234,12 @@ class ModelLibrary:
         folder.mkdir(mode=0o700, exist_ok=True)
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         self._require_space(listing.nbytes - kept)
-        done = 0
 
-        def on_bytes(count: int, file: str) -> None:
-            nonlocal done
-            done = min(done + count, listing.nbytes)
+        def on_file(done: int, file: str) -> None:
             report(done, listing.nbytes, "bytes", f"downloading {file}")
 
         with self._room_for(listing.nbytes):
-            hub.download(listing, folder, self._hub, on_bytes)
+            hub.download(listing, folder, self._hub, on_file)
         return folder
 
     @contextlib.contextmanager
@@ -275,30 +259,23 @@ class ModelLibrary:
     ) -> ModelVersion:
         """Copies the files (moves them if they are ours already), examines, seals and publishes them."""
         self._sweep()
-        files, before = choose_files(directory), recorded(directory)
+        files = choose_files(directory)
         if not move:
             self._require_space(files.nbytes)
-        with self._staging(files.nbytes) as staging, checkpoint_trial.begun(self._warm) as trial:
+        with self._staging(files.nbytes) as staging, checkpoint_trial.begun() as trial:
             _fill(staging, files, report, move=move)
             facts = examine(staging, Layout.read(staging))
             report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")
             tried = try_folder(staging)
             report(files.nbytes, files.nbytes, "bytes", "comparing its tensors with its architecture")
             found = trial.result(staging, facts.arch)
-            kept = {name: os.stat(staging / name).st_mtime_ns for name in os.listdir(staging)}
             facts = put_right(staging, facts, tried, found)
             if adapter.CONFIG_FILE in files.left:
                 left = (
                     f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
                 )
                 facts = replace(facts, warnings=(*facts.warnings, left))
-            changed = {name for name in os.listdir(staging) if os.stat(staging / name).st_mtime_ns != kept.get(name)}
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
-
-            def check(now: Manifest) -> None:
-                if before is not None:
-                    check_same(before, now, directory, changed)
-
             described = {
                 "source": source,
                 "arch": facts.arch,
@@ -308,36 +285,16 @@ class ModelLibrary:
                 "warnings": list(facts.warnings),
                 "info": dict(facts.info),
             }
-            with self._family(name) as family:
-                return self._publish(staging, family, "version", name, {**meta, **described}, check)
+            return self._publish(staging, "version", name, {**meta, **described})
 
-    @contextlib.contextmanager
-    def _family(self, name: str) -> Iterator[Path]:
-        """The directory of a model's versions, which goes again if none comes into it."""
+    def _publish(self, staging: Path, kind: str, name: str, meta: Mapping[str, Any]) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
-        try:
-            yield family
-        except BaseException:
-            with contextlib.suppress(OSError):  # other versions are in it
-                family.rmdir()
-            raise
-
-    def _publish(
-        self,
-        staging: Path,
-        family: Path,
-        kind: str,
-        name: str,
-        meta: Mapping[str, Any],
-        check: Callable[[Manifest], None],
-    ) -> ModelVersion:
         while True:
             number = self._next_number(name, family)
             version = f"v{number}"
-            check(copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta))
+            copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta)
             for file in staging.iterdir():
                 sync(file)
-            self._forget_numbers()
             replace_file(self._given(name), str(number).encode(), durable=True)
             try:
                 os.rename(staging, family / version)
@@ -346,41 +303,17 @@ class ModelLibrary:
                     continue  # this number was taken meanwhile, by a published fine-tune for instance
                 raise
             sync(family)
-            made = self.show(name, version)
-            twin = _twin(made)
-            if twin is None:
-                return made
-            warning = f"the same bytes are here as {twin}: this import made the next version, {version}, of them"
-            return replace(made, warnings=(*made.warnings, warning))
+            return self.show(name, version)
 
     def _next_number(self, name: str, family: Path) -> int:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
         given = self._given(name)
-        numbers.append(_number_in(given if given.exists() else given.with_name(_FORGOTTEN)))
-        return max(numbers) + 1
+        return max([*numbers, int(given.read_text()) if given.exists() else 0]) + 1
 
     def _given(self, name: str) -> Path:
         """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
-
-    def _forget_numbers(self) -> None:
-        """Keeps the numbers of MOST_NUMBERS names whose versions are all gone; one number stands for those that go."""
-        folder = self._private(self._root / ".numbers")
-        kept = [entry for entry in os.scandir(folder) if re.fullmatch(r"[0-9a-f]{32}", entry.name)]
-        if len(kept) <= MOST_NUMBERS:
-            return
-        names = (decode_name(family.name) for family in self._root.iterdir())
-        here = {self._given(name).name for name in names if name is not None}
-        gone = sorted((one for one in kept if one.name not in here), key=lambda one: one.stat().st_mtime_ns)
-        # A tenth at once, or each import would look through all of them.
-        gone = gone[: max(len(gone) - MOST_NUMBERS * 9 // 10, 0)]
-        if gone:
-            floor = folder / _FORGOTTEN
-            highest = max(map(_number_in, [floor, *map(Path, gone)]))
-            replace_file(floor, str(highest).encode(), durable=True)
-            for one in gone:
-                os.unlink(one)
 
     def list(self) -> list[ModelVersion]:
         """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""
@@ -472,9 +405,42 @@ class ModelLibrary:
 def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
     done = 0
     for file, real in files.taken.items():
-        for count in _transfer(real, staging / file, move=move):
-            done += count
-            report(done, files.nbytes, "bytes", f"copying {file}")
+        report(done, files.nbytes, "bytes", f"copying {file}")
+        done += real.stat().st_size
+        if move:
+            os.rename(real, staging / file)
+            (staging / file).chmod(0o600)
+        else:
+            _copy(real, staging / file)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A new file, 0600. It shares the blocks where the file system can (reflink)."""
+    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as old, open(target, "xb") as new:
+        os.fchmod(new.fileno(), 0o600)
+        try:
+            while os.copy_file_range(old.fileno(), new.fileno(), COPY_CHUNK_BYTES):
+                pass
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise
+            shutil.copyfileobj(old, new)  # between these file systems; from where it stopped
+
+
+def _convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
+    """Writes the model in `file` as a checkpoint directory into the new directory `out`; returns what the file says of
+    itself. Raises CheckpointRefused, NotEnoughMemory."""
+    report(0, None, "", f"reading {file.name}")
+    try:
+        with TrialProcess(file.name, "train.convert.gguf", str(file), str(out)) as process:
+            facts = process.events(lambda event: report(event["done"], event["total"], "tensors", "dequantising"))
+    except TrialFailed as error:
+        raise CheckpointRefused(file.name, f"its conversion {error}") from None
+    if "refused" in facts:
+        raise CheckpointRefused(file.name, facts["refused"])
+    if "needed_bytes" in facts:
+        raise NotEnoughMemory(file.name, facts["needed_bytes"], facts["available_bytes"])
+    return facts
 
 
 def _keep_sampling(folder: Path, made: Path) -> None:
@@ -524,61 +490,3 @@ def _gguf(path: Path) -> Path | None:
 
 def _name_of(directory_name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", directory_name).strip("-._") or "model"
-
-
-def _transfer(source: Path, target: Path, *, move: bool) -> Iterator[int]:
-    """Copies (or renames) one file, yielding the bytes done; 0600, never following a link at `target`, nor anywhere in
-    `source`, a path without links. Raises UnsafeLink."""
-    if move:
-        nbytes = source.stat().st_size
-        os.rename(source, target)
-        target.chmod(0o600)
-        yield nbytes
-        return
-    read_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    write_fd = -1
-    try:
-        if os.readlink(f"/proc/self/fd/{read_fd}") != str(source):
-            # Whose directory it is may have put a link in the place of a folder since the file was looked at.
-            raise UnsafeLink(target.name, f"{source} is not where it was; import a directory that nobody changes")
-        write_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        # copy_file_range shares the blocks where the file system can (reflink): an instant, independent copy.
-        copy: Callable[[int], int] = lambda n: os.copy_file_range(read_fd, write_fd, n)  # noqa: E731
-        while True:
-            try:
-                count = copy(COPY_CHUNK_BYTES)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
-                    raise
-                copy = lambda n: os.sendfile(write_fd, read_fd, None, n)  # noqa: E731
-                continue
-            if count == 0:
-                return
-            yield count
-    finally:
-        os.close(read_fd)
-        if write_fd >= 0:
-            os.close(write_fd)
-
-
-def _number_in(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except FileNotFoundError:
-        return 0
-
-
-def _twin(made: ModelVersion) -> str | None:
-    """The newest other version of the model with the same bytes in all files."""
-
-    def contents(manifest: Manifest) -> object:
-        files = {**manifest.files, **manifest.aux_files}
-        return {**manifest.tensors}, files
-
-    own = contents(Manifest.read(made.path))
-    entries = sorted(made.path.parent.iterdir(), key=lambda entry: (len(entry.name), entry.name), reverse=True)
-    for other in entries:
-        with contextlib.suppress(ManifestInvalid):
-            if other != made.path and contents(Manifest.read(other)) == own:
-                return other.name
-    return None

@@ -8,8 +8,6 @@ for a short conversation.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +17,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from appliance.models.errors import ENDED, TemplateRefused, TrialEnded
+from appliance.models.errors import TemplateRefused
+from appliance.models.trial_process import TrialFailed, TrialProcess
 from runtime.processes.bounds import Bounds
 from weights.checkpoint.turns import PROBES
 
@@ -77,17 +76,9 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
         )
     given = json.dumps({"template": template, "special": dict(special or {})})
     try:
-        command = [sys.executable, "-P", "-m", "appliance.models.template_trial"]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=WALL_S)
-    except subprocess.TimeoutExpired as error:
-        raise TrialEnded(
-            "chat template", f"{1 + len(OTHERS)} short conversations took more than {WALL_S:.0f} s: try again"
-        ) from error
-    try:
-        verdict = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError) as error:
-        if done.returncode == -signal.SIGKILL:
-            raise TrialEnded("chat template", ENDED) from error
+        with TrialProcess("chat template", "appliance.models.template_trial") as trial:
+            verdict = trial.result(given, limit_s=WALL_S)
+    except TrialFailed as error:
         raise TemplateRefused(
             "chat template",
             f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "

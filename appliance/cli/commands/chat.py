@@ -101,18 +101,18 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
 @contextlib.contextmanager
 def _gateway(session: Session) -> Iterator[Client]:
     """The box's endpoint. On the box itself a command without a key gets one, which is revoked after it."""
-    from appliance.cli.client import Address, Client  # late, see appliance.cli.command
+    from appliance.cli.client import Client  # late, see appliance.cli.command
 
     if session.box_file is None:
         yield session.client
         return
-    address = Address.of_own(session.box_file.url)
+    url = session.box_file.url
     if session.api_key:
-        yield Client(address, session.api_key)
+        yield Client(url, session.api_key, own=True)
         return
     made = session.client.post("/admin/v1/session-keys")
     try:
-        gateway = Client(address, made["key"])
+        gateway = Client(url, made["key"], own=True)
         _wait_until_known(gateway)
         yield gateway
     finally:

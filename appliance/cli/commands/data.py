@@ -5,8 +5,8 @@ A local file is checked and prepared here, in a process of its own, and needs no
 
 from __future__ import annotations
 
+import argparse
 import base64
-import binascii
 import io
 import json
 import re
@@ -29,6 +29,7 @@ from appliance.cli.command import (
     number,
     opt,
     pairs,
+    part,
     picked,
 )
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
@@ -116,7 +117,7 @@ def upload(session: Session, args: Namespace) -> None:
       appliance file upload train.jsonl -o json | jq -r .id
     """
     answer = send(session, args.path, args.purpose)
-    session.show(answer, lambda sent: _record(sent | {"status_details": None}))
+    session.show(answer, lambda sent: output.view(sent | {"status_details": None}))
     _refuse_bad(answer)  # says the details
 
 
@@ -141,17 +142,17 @@ def get(session: Session, args: Namespace) -> None:
     """
     if args.errors + args.report + args.lineage + (args.save is not None) > 1:
         raise BadUsage("give one of --errors, --report, --lineage and --save")
-    for wanted, part, draw in (
+    for wanted, below, draw in (
         (args.errors, "errors", _errors),
         (args.report, "check", _report),
-        (args.lineage, "lineage", _lineage),
+        (args.lineage, "lineage", output.view),
     ):
         if wanted:
-            session.show(session.client.get(f"{file_path(args.id)}/{part}"), draw)
+            session.show(session.client.get(f"{file_path(args.id)}/{below}"), draw)
             return
     answer = session.client.get(file_path(args.id))
     if args.save is None:
-        session.show(answer, _record)
+        session.show(answer, output.view)
     elif args.save == "-":
         _download(session, args.id, answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
@@ -172,35 +173,7 @@ def _download(session: Session, file_id: str, file: dict[str, Any], out: BinaryI
         return session.client.download(where, out)
     table = io.BytesIO()
     session.client.download(where, table)
-    with suppress(binascii.Error):
-        return out.write(base64.b64decode(table.getvalue(), validate=True))
-    return out.write(table.getvalue())
-
-
-@command("file rm", opt("ids FILE_ID", nargs="+"))
-def rm(session: Session, args: Namespace) -> None:
-    """Delete files. Jobs that were made from them keep their own copy.
-
-    Examples:
-      appliance file rm file-abc123
-      appliance file rm file-abc123 file-def456
-    """
-    answers = [session.client.delete(file_path(file_id)) for file_id in args.ids]
-    session.show({"data": answers}, lambda done: "\n".join(f"deleted {gone['id']}" for gone in done["data"]))
-
-
-def _record(answer: dict[str, Any]) -> Any:
-    def checked(row: dict[str, Any]) -> str:
-        check = row.get("check") or {"status": ""}
-        found = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in check.get("found", {}).items())
-        return found or ("nothing found" if check["status"] == "done" else check["status"])
-
-    columns: tuple[output.Column, ...] = (
-        *("id", "filename", "purpose", "bytes:n", "created=created_at:moment", "status"),
-        ("?why" if answer.get("status") == "error" else "?note", lambda f: f.get("status_details") and _details(f)),
-        ("?data check", checked),
-    )
-    return output.record(columns, answer)
+    return out.write(base64.b64decode(table.getvalue()))
 
 
 def _errors(answer: dict[str, Any]) -> str:
@@ -212,15 +185,6 @@ def _errors(answer: dict[str, Any]) -> str:
 
 # Checks and preparations
 
-_TITLES = {
-    "bad_lines": "bad lines",
-    "empty": "without an answer",
-    "duplicates": "duplicates",
-    "near_duplicates": "near duplicates",
-    "too_long": "too long",
-    "contaminated": "as in the validation set",
-    "personal_data": "personal data, secrets",
-}
 _SHOWN = 3
 _TARGET = opt("target FILE|FILE_ID", "On this machine, or one that the box has.")
 _READING = (
@@ -266,7 +230,7 @@ def check(session: Session, args: Namespace) -> None:
         if found is None:
             raise BadUsage(f"--at-most has {name}, which was not checked; it needs --against, --model or --max-tokens")
         if found["share"] > most:
-            faults.append(f"{_TITLES[name]}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
+            faults.append(f"{name}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
     if not report["usable"]:
         faults.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
     if faults:
@@ -275,13 +239,9 @@ def check(session: Session, args: Namespace) -> None:
 
 def _share(name: str, text: str) -> float:
     try:
-        most = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        most = -1
-    if name not in _TITLES or not 0 <= most <= 1:
-        names = ", ".join(_TITLES)
-        raise BadUsage(f"--at-most is {name}={text}; expected CHECK=SHARE, such as duplicates=1%, with one of {names}")
-    return most
+        return part(text)
+    except argparse.ArgumentTypeError as error:
+        raise BadUsage(f"--at-most {name}: {error}") from None
 
 
 @command(
@@ -295,7 +255,7 @@ def _share(name: str, text: str) -> float:
     flag("--drop-bad", "Drop lines that no job would take."),
     flag("--mask-pii", "Replace personal data by [EMAIL], [CARD] …"),
     opt("--decontaminate FILE|FILE_ID", "Drop what this validation set has too."),
-    opt("--split SHARE", "Put this share into a validation file.", type=float),
+    opt("--split SHARE", "Put this share into a validation file.", type=part),
     *_READING,
     without_box=_is_here,
 )
@@ -320,13 +280,11 @@ def prepare(session: Session, args: Namespace) -> None:
     }
     if args.drop_too_long and args.model is None and args.max_tokens is None:
         raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
-    if args.split is not None and not 0 < args.split < 1:
-        raise BadUsage(f"--split is {args.split}; expected more than 0 and less than 1")
     if session.client is not None and args.out is not None:
         raise BadUsage("--out is for local files; the box stores the new file under an id of its own")
     options = picked(args, "model max_tokens method") | given(against=args.decontaminate)
     chosen = {"drop": [name for name, wanted in drops.items() if wanted], "mask": args.mask_pii, "split": args.split}
-    session.show(_read(session, args, "prepare", options, chosen), _lineage)
+    session.show(_read(session, args, "prepare", options, chosen), output.view)
 
 
 def _read(
@@ -364,55 +322,11 @@ def _read(
 
 
 def _report(report: dict[str, Any]) -> Any:
-    rows = [
-        (
-            _TITLES[name],
-            f"{found['count']:,}",
-            f"{found['share']:.2%}" if found["count"] else "",
-            ", ".join(f"{kind} {n:,}" for kind, n in found.get("kinds", {}).items()),
-        )
-        for name, found in report["checks"].items()
-    ]
-    lines = [row for name, found in report["checks"].items() for row in _lines(name, found)]
-    file, tokens, lengths, left_out = (report[name] for name in ("file", "tokens", "lengths", "keys_left_out"))
-    sure = "" if tokens["exact"] else " (estimated; --model counts them)"
-    about = [
-        ("file", f"{file['file']} ({formats.size(file['bytes'])}, {file['shape'] or 'no shape'})"),
-        ("examples", f"{report['examples']:,}"),
-        ("tokens", f"{tokens['total']:,}{sure}"),
-        ("length", ", ".join(f"{name} {value:,}" for name, value in lengths.items())),
-        ("left out", ", ".join(f"{name} {n:,}" for name, n in left_out.items())),
-    ]
+    checks = report["checks"]
+    rows = [{"check": name, **found, "first": None} for name, found in checks.items()]
+    first = [{"check": name, **one} for name, found in checks.items() for one in found["first"][:_SHOWN]]
     return output.stack(
-        output.fields(*[pair for pair in about if pair[1]]),
-        output.table(("CHECK", ">EXAMPLES", ">SHARE", "KINDS"), rows),
-        output.table((">LINE", "CHECK", "WHAT"), lines) if lines else None,
-    )
-
-
-def _lines(name: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    first = found["first"]
-    if name == "bad_lines":  # one cause of many lines is shown once
-        first = list({one["reason"]: one for one in reversed(first)}.values())[::-1]
-    rows = [(str(one["line"]), _TITLES[name], _finding(one)) for one in first[:_SHOWN]]
-    left = found["count"] - len(rows)
-    return [*rows, ("…", _TITLES[name], f"and {left:,} more")] if left > 0 else rows
-
-
-def _finding(one: dict[str, Any]) -> str:
-    part = one.get("likeness", one.get("share"))
-    of = f"line {one.get('of')}{' of the validation set' if 'share' in one else ''}"
-    words = [one[name] for name in ("reason", "kind", "value") if name in one]
-    words += [of if part is None else f"{part:.0%} of {of}"] if "of" in one else []
-    return " ".join([*words, *([f"{one['tokens']:,} tokens"] if "tokens" in one else [])])
-
-
-def _lineage(lineage: dict[str, Any]) -> Any:
-    dropped = ((_TITLES[name], f"{n:,}") for name, n in lineage["dropped"].items())
-    masked, source = ", ".join(f"{kind} {n:,}" for kind, n in lineage["masked"].items()), lineage["from"]
-    return output.stack(
-        output.listing(("made=file", ">examples:n", ">bytes:n"), lineage["made"], empty=""),
-        output.table(("DROPPED", ">EXAMPLES"), dropped, empty="nothing was dropped"),
-        f"masked: {masked}" if masked else None,
-        f"from: {source['file']} (sha256 {source['sha256'][:12]}…), {formats.many(source['examples'], 'example')}",
+        output.view({name: value for name, value in report.items() if name != "checks"}),
+        output.listing("check >examples=count >share ?kinds", rows),
+        output.listing("", first) if first else None,
     )

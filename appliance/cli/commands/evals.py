@@ -9,13 +9,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats, output, views
+from appliance.cli import formats, output
 from appliance.cli.command import Session, command, flag, number, opt, picked
 from appliance.cli.commands.data import UPLOAD, kept_if_taken, send
 from appliance.cli.commands.training import json_file
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.resources import segment
-from appliance.cli.waiting import TIMEOUT, Patience
+from appliance.cli.waiting import TIMEOUT, Doing, until
 
 _RUN_ENDED = frozenset({"completed", "failed", "canceled"})
 _BATCH_ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -54,13 +54,13 @@ def create(session: Session, args: Namespace) -> None:
         batch = session.client.post("/v1/batches", request)
     if args.wait:
         batch = _batch_ended(session, batch, args.timeout)
-    session.show(batch, views.batch)
+    session.show(batch, output.view)
     if not args.wait:
         return
     errors = (batch.get("errors") or {}).get("data") or []
     if batch["status"] != "completed":
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        reason = f": {views.batch_error(errors[0])}{more}" if errors else ""
+        reason = f": {errors[0]['message']}{more}" if errors else ""
         ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
         raise CommandFailed(f"{batch['id']} {ended}{reason}")
     if failed := batch["request_counts"]["failed"]:
@@ -71,16 +71,16 @@ def create(session: Session, args: Namespace) -> None:
 
 def _batch_ended(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     """The batch once it has ended. Raises WaitTimedOut."""
-    patience = Patience(timeout_s)
-    with output.progress(batch["id"]) as meter:
-        while batch["status"] not in _BATCH_ENDED:
-            patience.pause(f"{batch['id']} is {batch['status']} after {patience.limit}; it goes on")
-            batch = patience.get(session, f"/v1/batches/{segment(batch['id'])}") or batch
-            counts = batch["request_counts"]
-            waits = f", waits: {batch['waiting_for']}" if batch.get("waiting_for") else ""
-            done = counts["completed"] + counts["failed"]
-            meter.update(f"{batch['id']} {batch['status']}{waits}", done=done, total=counts["total"] or None)
-    return batch
+
+    def doing(now: dict[str, Any]) -> Doing:
+        counts = now["request_counts"]
+        waits = f", waits: {now['waiting_for']}" if now.get("waiting_for") else ""
+        return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
+
+    path = f"/v1/batches/{segment(batch['id'])}"
+    return until(
+        lambda: session.client.get(path), lambda now: now["status"] in _BATCH_ENDED, doing, timeout_s, batch["id"]
+    )
 
 
 @command(
@@ -187,17 +187,16 @@ def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
 
 def _runs_ended(session: Session, eval_id: str, timeout_s: float | None) -> None:
     """Returns when no run of it goes on. Raises WaitTimedOut."""
-    patience = Patience(timeout_s)
-    with output.progress(eval_id) as meter:
-        going = _runs(session, eval_id)
-        while going := [run for run in going if run["status"] not in _RUN_ENDED]:
-            counts = [run["result_counts"] for run in going]
-            done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
-            total = sum(one["total"] for one in counts) or None
-            meter.update(f"{eval_id} {going[-1]['model']}", done=done, total=total)
-            patience.pause(f"{eval_id} is not done after {patience.limit}; it goes on")
-            found = patience.get(session, f"{_path(eval_id)}/runs", limit=_RUNS_SHOWN, order="desc")
-            going = found["data"] if found else going
+
+    def doing(runs: list[dict[str, Any]]) -> Doing:
+        counts = [run["result_counts"] for run in runs]
+        done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
+        return eval_id, done, sum(one["total"] for one in counts) or None
+
+    def ended(runs: list[dict[str, Any]]) -> bool:
+        return all(run["status"] in _RUN_ENDED for run in runs)
+
+    until(lambda: _runs(session, eval_id), ended, doing, timeout_s, eval_id)
 
 
 @command(
@@ -243,61 +242,38 @@ def _share(passed: int, failed: int) -> str:
 
 
 def _side_by_side(found: dict[str, Any]) -> Any:
-    runs = found["runs"]
-    names = list(dict.fromkeys(one["testing_criteria"] for run in runs for one in run["per_testing_criteria_results"]))
-
-    def row(run: dict[str, Any]) -> tuple[object, ...]:
+    """A line for each run, and for each of its graders."""
+    rows = []
+    for run in found["runs"]:
         counts = run["result_counts"]
-        by_name = {one["testing_criteria"]: one for one in run["per_testing_criteria_results"]}
-        graded = [by_name.get(name, {"passed": 0, "failed": 0}) for name in names]
-        return (
-            *(run["model"] or run["name"], run["status"], _share(counts["passed"], counts["failed"])),
-            *(
-                cell
-                for one in graded
-                for cell in (_share(one["passed"], one["failed"]), _reward(one.get("mean_reward")))
-            ),
-            *(counts["total"], counts["errored"], run["id"]),
-        )
-
-    graders = [title for name in names for title in (f">{name.upper()}", ">REWARD")]
-    header = ("MODEL", "STATUS", ">PASSED", *graders, ">ITEMS", ">ERRORS", "RUN")
-    waiting = [f"{run['id']} waits: {run['waits_for']}" for run in runs if run.get("waits_for")]
-    table = output.table(header, map(row, runs), empty="no runs; `appliance eval run` starts one")
-    return output.stack(found["id"], table, *waiting)
+        rows.append({**run, **counts, "grader": "all", "share": _share(counts["passed"], counts["failed"])})
+        for one in run["per_testing_criteria_results"] if len(run["per_testing_criteria_results"]) > 1 else ():
+            share = _share(one["passed"], one["failed"])
+            rows.append({"grader": one["testing_criteria"], "share": share, "mean_reward": one.get("mean_reward")})
+    columns = (
+        "model=model|name status grader >passed=share ?>reward=mean_reward >items=total >errors=errored run=id "
+        "?waits_for"
+    )
+    return output.stack(found["id"], output.listing(columns, rows, empty="no runs; `appliance eval run` starts one"))
 
 
 def _items(answer: dict[str, Any]) -> Any:
-    rows = answer["data"]
-    names = list(dict.fromkeys(one["name"] for row in rows for one in row["results"]))
-    lines = []
-    for row in rows:
-        sample, by_name = row["sample"], {one["name"]: one for one in row["results"]}
-        prompt, reply = sample["input"], sample["output"]
-        lines.append(
-            (
-                *(row["datasource_item_id"] + 1, row["status"]),
-                _cell(prompt[-1]["content"] if prompt else ""),
-                _cell(reply[-1]["content"] if reply else sample["error"]["message"]),
-                *(_verdict(by_name.get(name)) for name in names),
-            )
-        )
-    return output.table(("ITEM", "STATUS", "PROMPT", "ANSWER", *map(str.upper, names)), lines, empty="no items yet")
+    rows = [
+        {
+            "item": row["datasource_item_id"] + 1,
+            "status": row["status"],
+            "prompt": (row["sample"]["input"] or [{}])[-1].get("content"),
+            "answer": row["sample"]["output"][-1]["content"] if row["sample"]["output"] else row["sample"]["error"],
+            "graders": "; ".join(map(_verdict, row["results"])),
+        }
+        for row in answer["data"]
+    ]
+    columns = "item status prompt:short answer:short graders:short"
+    return output.listing(columns, rows, empty="no items yet")
 
 
-def _cell(text: str) -> str:
-    line = " ".join(text.split())
-    return formats.or_dash(line if len(line) <= 60 else f"{line[:59]}…")
-
-
-def _verdict(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "-"
+def _verdict(result: dict[str, Any]) -> str:
     if "error" in result:
-        return _cell(f"error: {result['error']}")
+        return f"{result['name']} error: {result['error']}"
     why = f": {result['reason']}" if "reason" in result else ""
-    return _cell(f"{'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}")
-
-
-def _reward(mean: float | None) -> str:
-    return "-" if mean is None else f"{mean:.4g}"
+    return f"{result['name']} {'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}"

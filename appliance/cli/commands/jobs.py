@@ -1,10 +1,7 @@
-"""`appliance job submit|logs|wait|update|tensorboard` and `appliance profile`: make jobs, and follow them."""
+"""`appliance job submit|logs|wait|update` and `appliance profile`: make jobs, and follow them."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 import time
 import uuid
 from argparse import Namespace
@@ -14,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import formats, output, views
-from appliance.cli.command import DATA_DIR, Session, command, either, flag, given, number, opt, pairs, picked
+from appliance.cli.command import Session, command, either, flag, given, number, opt, pairs, picked
 from appliance.cli.commands import training
 from appliance.cli.commands.data import kept_if_taken, uploaded_id
-from appliance.cli.errors import BadUsage, CommandFailed, NotFound
-from appliance.cli.locate import BoxFile
-from appliance.cli.resources import JOB, JOBS, MODEL, segment
-from appliance.cli.waiting import POLL_S, Patience
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.resources import JOB, JOBS, STEPS, segment
+from appliance.cli.waiting import POLL_S, Doing, Patience, until
 from train.methods.methods import METHODS
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
@@ -70,7 +66,7 @@ def submit(session: Session, args: Namespace) -> None:
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
-    on_loss_spike (none, pause, rollback, lower_rate), data_order (shuffled, given, loss), gradient_accumulation,
+    data_order (shuffled, given, loss), gradient_accumulation,
     micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing, offload,
     snapshot_every_s, step_patience_s; for methods that learn from the model's own answers also rollouts (engine,
     ranks), staleness (0 to 4), in_flight.
@@ -116,7 +112,8 @@ def submit(session: Session, args: Namespace) -> None:
     )
     body |= training.device_fields(args)
     body["method"] = {"type": method.name, method.name: block | picked(args, "teacher")}
-    if args.validation_file and _resolved(args.validation_file) == _resolved(args.file):
+    held_out, trained_on = (Path(one or "").expanduser().resolve() for one in (args.validation_file, args.file))
+    if args.validation_file and held_out == trained_on:
         raise BadUsage(
             f"--validation-file is {args.validation_file!r}, as is --file: a loss on what was learnt from says "
             "nothing; give lines that the job does not train on"
@@ -136,10 +133,6 @@ def submit(session: Session, args: Namespace) -> None:
     else:
         print(formats.printable(job["id"]), flush=True)
         _print_logs(session, job["id"], follow=True)
-
-
-def _resolved(path: str) -> Path:
-    return Path(path).expanduser().resolve()
 
 
 @command("job update", JOB, *training.DEVICES)
@@ -190,49 +183,20 @@ def wait(session: Session, args: Namespace) -> None:
     _end_well(job)
 
 
-# By name in an event: how a line calls it, and its form.
-_MEASURED = (
-    ("train_loss", "loss", ".4f"),
-    ("valid_loss", "validation loss", ".4f"),
-    ("train_mean_token_accuracy", "accuracy", ".1%"),
-    ("valid_mean_token_accuracy", "validation accuracy", ".1%"),
-    ("train_mean_reward", "reward", ".4f"),
-    ("valid_mean_reward", "validation reward", ".4f"),
-    ("reverse_kl", "reverse KL", ".4f"),
-    ("answer_reverse_kl", "of an answer", ".2f"),
-    ("valid_answer_reverse_kl", "of an answer", ".2f"),
-    ("entropy", "entropy", ".3f"),
-    ("valid_entropy", "validation entropy", ".3f"),
-    ("equal_rewards", "prompts with equal rewards", ".0%"),
-    ("mean_unresponsive_rewards", "not graded", ".0%"),
-    ("teacher_errors", "not taught", ".0%"),
-    ("completion_tokens_mean", "tokens an answer", ".0f"),
-)
-
-
 def event_line(event: dict[str, Any], job: dict[str, Any] | None) -> str:
     """One event for a person. `job` gives the time to finish, while it runs; None: do not show it."""
-    data = event.get("data") or {}
-    at = formats.clock(event["created_at"])
+    data, at = event.get("data") or {}, formats.clock(event["created_at"])
     if event["type"] != "metrics":
         mark = "" if event["level"] == "info" else f"{event['level']}: "
         return f"{at}  {mark}{event['message']}"
     parts = [f"step {data.get('step')}/{formats.or_dash(data.get('total_steps'))}"]
-    parts += [f"{label} {data[name]:{form}}" for name, label, form in _MEASURED if data.get(name) is not None]
-    own = {name: value for name, value in data.items() if "/" in name and isinstance(value, (int, float))}
-    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in own.items()]  # of the training method
-    if data.get("grad_norm") is not None:
-        parts.append(f"grad norm {data['grad_norm']:.3g}")
-    if data.get("learning_rate") is not None:
-        parts.append(f"lr {data['learning_rate']:.2e}")
-    if data.get("tokens_per_s") is not None:
-        parts.append(f"{data['tokens_per_s']:,.0f} tokens/s")
-    if data.get("devices") is not None:
-        parts.append(formats.many(data["devices"], "device"))
+    parts += [
+        f"{name.replace('_per_s', '/s').replace('_', ' ')} {formats.by_name(name, value)}"
+        for name, value in data.items()
+        if name not in ("step", "total_steps") and type(value) in (int, float)
+    ]
     left_s = _seconds_left(job) if job else None
-    if left_s is not None:
-        parts.append(f"ETA {formats.duration(left_s)}")
-    return f"{at}  {'  '.join(parts)}"
+    return "  ".join([at, *parts, *([] if left_s is None else [f"ETA {formats.duration(left_s)}"])])
 
 
 def _print_logs(session: Session, job_id: str, follow: bool) -> None:
@@ -278,23 +242,16 @@ def _events(session: Session, job_id: str) -> Iterator[dict[str, Any]]:
 
 def wait_for_end(session: Session, job_id: str, timeout_s: float | None) -> dict[str, Any]:
     """The job once it has ended. Raises WaitTimedOut."""
-    patience = Patience(timeout_s)
-    with output.progress(job_id) as meter:
-        while True:
-            job = patience.get(session, job_path(job_id))
-            if job is not None:
-                if job["status"] in FINISHED:
-                    return job
-                _update(session, meter, job, patience)
-            patience.pause(f"{job_id} is {job['status'] if job else 'unknown'} after {patience.limit}; it goes on")
+
+    def doing(job: dict[str, Any]) -> Doing:
+        left_s = _seconds_left(job)
+        return f"{job_id} {job['status']}{'' if left_s is None else f', ETA {formats.duration(left_s)}'}", None, None
+
+    return until(lambda: session.client.get(job_path(job_id)), _has_ended, doing, timeout_s, job_id)
 
 
-def _update(session: Session, meter: output.Meter, job: dict[str, Any], patience: Patience) -> None:
-    page = patience.get(session, f"{job_path(job['id'])}/events", limit=5)
-    data = next((e["data"] for e in (page or {}).get("data", ()) if e["type"] == "metrics" and e.get("data")), {})
-    left_s = _seconds_left(job)
-    eta = "" if left_s is None else f", ETA {formats.duration(left_s)}"
-    meter.update(f"{job['id']} {job['status']}{eta}", done=data.get("step"), total=data.get("total_steps"))
+def _has_ended(job: dict[str, Any]) -> bool:
+    return job["status"] in FINISHED
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:
@@ -318,10 +275,7 @@ def _end_well(job: dict[str, Any]) -> None:
     raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
 
 
-_STEPS = opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3)
-
-
-@command("profile job", JOB, _STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
+@command("profile job", JOB, STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
 def profile_job(session: Session, args: Namespace) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 
@@ -334,76 +288,17 @@ def profile_job(session: Session, args: Namespace) -> None:
     path = f"{job_path(args.id)}/events"
     known = {event["id"] for event in session.client.get(path, limit=100)["data"]}
     session.client.post(f"/admin/v1/jobs/{segment(args.id)}/profile", {"steps": args.steps})
-    patience = Patience(args.timeout)
-    while True:
-        # Before its events: if it has ended by then, they are all there.
-        now = patience.get(session, job_path(args.id))
-        for event in (patience.get(session, path, limit=100) or {"data": []})["data"]:
-            if event["id"] in known:
-                continue
-            if found := (event.get("data") or {}).get("profile"):
-                session.show(found, partial(views.profile, requested=args.steps))
-                return
-            if event["level"] == "warn" and "profile" in event["message"]:
-                raise CommandFailed(event["message"])
-        if now is not None and now["status"] in FINISHED:
-            raise CommandFailed(f"{args.id} has ended before its steps were profiled")
-        patience.pause(f"{args.id} has not done the steps to be profiled after {patience.limit}; an event will say so")
 
+    def look() -> dict[str, Any]:
+        job = session.client.get(job_path(args.id))  # before its events: if it has ended by then, they are all there
+        events = [one for one in session.client.get(path, limit=100)["data"] if one["id"] not in known]
+        found = next((data for one in events if (data := (one.get("data") or {}).get("profile"))), None)
+        failed = next((one["message"] for one in events if one["level"] == "warn" and "profile" in one["message"]), "")
+        return {"found": found, "failed": failed or ("it has ended" if _has_ended(job) else "")}
 
-@command("profile engine", MODEL, _STEPS)
-def profile_engine(session: Session, args: Namespace) -> None:
-    """Profile the next steps of an engine of this model, on its first worker, while it answers.
-
-    An engine that gets no requests makes no steps: after a minute the profile ends with those that there were.
-
-    Examples:
-      appliance profile engine starter                    of an awake engine's next three steps
-      appliance profile engine starter --steps 20 -o json | jq .operators
-    """
-    path = f"/admin/v1/models/{segment(args.id)}/profile"
-    # A minute for the steps, and what the profiler then takes.
-    found = session.client.send("POST", path, body={"steps": args.steps}, timeout_s=150)
-    session.show(found, partial(views.profile, requested=args.steps))
-
-
-_FOLDER = "tb"  # below a job's own, where rank 0 writes (train/run/loop.py)
-
-
-@command(
-    "job tensorboard",
-    opt("ids JOB_ID", "Default: every job, also later ones.", nargs="*", names="job"),
-    opt("--port PORT", "On loopback; 0: any that is free.", type=number(int, 0, 65535), default=6006),
-    DATA_DIR,
-    needs="",
-)
-def tensorboard(session: Session, args: Namespace) -> None:
-    """Show the curves of jobs in TensorBoard, until Ctrl-C. It reads their files, whether the box runs or not.
-
-    Examples:
-      appliance job tensorboard                                every job of this machine, at http://localhost:6006
-      appliance job tensorboard ftjob-abc123 ftjob-def456      two of them, one above the other
-      appliance job tensorboard --port 7007                    Ctrl-C ends it; the box and its jobs do not notice
-    """
-    folder = BoxFile.read(args.data_dir).data_dir / "jobs"
-    chosen = list(dict.fromkeys(args.ids))
-    for job_id in chosen:
-        if Path(job_id).name != job_id or not (folder / job_id / _FOLDER).is_dir():
-            raise NotFound(
-                f"no curves of {job_id!r} below {folder}: a job has them from its first step on, on the machine where "
-                "its first rank runs (elsewhere than the box itself: `away-jobs` of that node's data directory)"
-            )
-    if not folder.is_dir():
-        raise NotFound(f"no job has run on {folder.parent}; --data-dir names another box of this machine")
-    if importlib.util.find_spec("tensorboard") is None:
-        raise BadUsage(
-            "TensorBoard is not installed here: `pip install tensorboard` brings it (the extra `tracking` of the "
-            f"appliance has it too). The files that it reads are {folder}/JOB_ID/{_FOLDER}, and may be copied elsewhere"
-        )
-    # From the folder, with names alone: a comma or colon in the path of the data directory would part it there.
-    shown = [f"--logdir_spec={','.join(f'{one}:{one}' for one in chosen)}"] if chosen else ["--logdir=."]
-    output.say(f"curves of {', '.join(chosen) or f'all jobs below {folder}'}; Ctrl-C ends TensorBoard")
-    os.chdir(folder)
-    # In place of this process, so that Ctrl-C and signals are TensorBoard's. It has no login, so it stays on loopback.
-    command = [sys.executable, "-P", "-m", "tensorboard.main", *shown, f"--port={args.port}", "--host=localhost"]
-    os.execv(sys.executable, command)
+    done = until(
+        look, lambda now: now["found"] or now["failed"], lambda _: (args.id, None, None), args.timeout, args.id
+    )
+    if done["found"] is None:
+        raise CommandFailed(f"{args.id} was not profiled: {done['failed']}")
+    session.show(done["found"], views.profile)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from datetime import date, timedelta
 from typing import Any
 
-from appliance.cli import output, views
-from appliance.cli.command import Session, command, flag, number, opt, pairs, picked
-from appliance.cli.commands.training import moment_to_come, nullable
+from appliance.cli import output
+from appliance.cli.command import Session, auto_or, command, flag, number, opt, picked
+from appliance.cli.commands.training import moment_to_come
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.resources import segment
+from appliance.cli.waiting import until
 
 NONE = "none"
+
+
+def _bound(text: str) -> Any:
+    name, _, value = text.partition("=")
+    return NONE if text == NONE else (name, number(int, 0)(value))
 
 
 # What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
 # others, and what its owner may keep; an operator's key has no such bounds. "none" takes a limit away.
 _NUMBERS = {
-    "requests_per_minute": ("At least 1.", nullable(number(int, 1))),
-    "tokens_per_minute": ("Prompts and completions together.", nullable(number(int, 1))),
-    "tokens_per_day": ("Days of UTC.", nullable(number(int, 1))),
-    "tokens_per_month": ("Months of UTC.", nullable(number(int, 1))),
+    "requests_per_minute": ("At least 1.", auto_or(number(int, 1), NONE)),
+    "tokens_per_minute": ("Prompts and completions together.", auto_or(number(int, 1), NONE)),
+    "tokens_per_day": ("Days of UTC.", auto_or(number(int, 1), NONE)),
+    "tokens_per_month": ("Months of UTC.", auto_or(number(int, 1), NONE)),
     "max_priority": (
-        "Highest priority of its jobs. Default: 0.",
-        nullable(number(int, -1000, 1000)),
+        "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. Default: 0.",
+        auto_or(number(int, -1000, 1000), NONE),
     ),
-    "max_non_preemptible": ("How many unfinished jobs may be so. Default: 0.", nullable(number(int, 0))),
-    "max_deadlines": ("Unfinished jobs that have a deadline. Default: 0.", nullable(number(int, 0))),
-    "max_held": ("Unfinished jobs that are held. Default: 16.", nullable(number(int, 0))),
 }
 _LIMITS = (
     opt(
@@ -48,6 +50,7 @@ _LIMITS = (
         "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
         "responses, responses_bytes.",
         dest="bounds",
+        type=_bound,
         action="append",
     ),
 )
@@ -58,16 +61,10 @@ def _limits(args: Namespace) -> dict[str, Any]:
     """Of the request; "none" for a limit that goes. Raises BadUsage."""
     found = picked(args, " ".join(["models", *_NUMBERS]))
     if args.bounds:
-        found["bounds"] = {name: _bound(name, text) for name, text in pairs("--bound", args.bounds)}
+        found["bounds"] = NONE if args.bounds == [NONE] else dict(args.bounds)
     if args.expires is not None:
         found["expires_s"] = NONE if args.expires == NONE else _expires(args.expires)
     return found
-
-
-def _bound(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise BadUsage(f"--bound {name}={text} was given, expected NAME=NUMBER")
-    return int(text)
 
 
 def _expires(text: str) -> float:
@@ -113,7 +110,7 @@ def create(session: Session, args: Namespace) -> None:
     """
     limits = {name: value for name, value in _limits(args).items() if value != NONE}
     answer = session.client.post("/admin/v1/keys", picked(args, "name scopes owner") | limits)
-    _show_secret(session, answer, f"Key {answer['name']} ({', '.join(answer['scopes'])}){views.key_ends(answer)}.")
+    _show_secret(session, answer, f"Key {answer['name']} ({', '.join(answer['scopes'])}).")
 
 
 @command("key rotate", _KEY)
@@ -141,31 +138,21 @@ def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:
 @command(
     "key limit",
     _KEY,
-    opt(
-        "--lift LIMIT",
-        "Take a limit away, by its name with underscores; repeatable. `--tokens-per-day none` does so too.",
-        action="append",
-        default=[],
-    ),
     *_LIMITS,
 )
 def limit(session: Session, args: Namespace) -> None:
-    """Change what a key may use and spend; limits that are not named stay. It holds from the next request on.
+    """Change what a key may use and spend, from the next request on. `none` takes a limit away; limits that are not
+    named stay.
 
     Examples:
       appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000
       appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
-      appliance key limit alice --lift tokens_per_minute --lift models
-      appliance key limit guest --expires 2026-12-31     its last day; `--lift expires`: it lasts
+      appliance key limit alice --tokens-per-minute none --model none
+      appliance key limit guest --expires 2026-12-31     its last day; `--expires none`: it lasts
       appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10
     """
-    names = ("models", *_NUMBERS, "expires", "bounds")
-    for name in args.lift:
-        if name not in names:
-            raise BadUsage(f"--lift {name} is not a limit; they are {', '.join(names)}")
-    body = {name: None if value == NONE else value for name, value in _limits(args).items()}
-    body |= dict.fromkeys("expires_s" if name == "expires" else name for name in args.lift)
-    session.show(session.client.send("PATCH", f"/admin/v1/keys/{segment(args.id)}", body=body), views.key_changed)
+    body = {name: None if value in (NONE, [NONE]) else value for name, value in _limits(args).items()}
+    session.show(session.client.send("PATCH", f"/admin/v1/keys/{segment(args.id)}", body=body), output.view)
 
 
 @command("key list", flag("--all", "Revoked ones too."))
@@ -180,17 +167,17 @@ def list_keys(session: Session, args: Namespace) -> None:
     """
     answer = session.client.listed("/admin/v1/keys")
     shown = [key for key in answer["data"] if args.all or key["revoked_s"] is None]
-    columns: tuple[output.Column, ...] = (
-        *("id", "name", "owner", "scopes", ("key", lambda key: f"{key['prefix']}…"), ("limits", views.key_limits)),
-        *("created=created_s:moment", "asked=last_asked_s:moment", "expires=expires_s:moment"),
-        "revoked=revoked_s:moment",
+    columns = (
+        "id name owner scopes begins=prefix ?models ?>requests/min=requests_per_minute ?>tokens/min=tokens_per_minute "
+        "?>tokens/day=tokens_per_day ?>tokens/month=tokens_per_month created=created_s asked=last_asked_s "
+        "?expires=expires_s ?revoked=revoked_s"
     )
     empty = "no keys; `appliance key create --name NAME` makes one"
     session.show({**answer, "data": shown}, lambda found: output.listing(columns, found["data"], empty=empty))
 
 
 _FORGET = "/admin/v1/forget"
-_FORGET_WAIT_S, _FORGET_POLL_S = 600.0, 1.0
+_FORGET_WAIT_S = 600.0
 
 
 @command(
@@ -214,29 +201,15 @@ def forget(session: Session, args: Namespace) -> None:
     if not args.yes:
         if not sys.stdin.isatty():
             raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
-        output.say(_person(session.client.get(_FORGET, owner=args.owner), args.models))
+        output.draw(output.view(session.client.get(_FORGET, owner=args.owner)))
         print(f"Forget {args.owner}? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandFailed("nothing was done")
-    deadline_s = time.monotonic() + _FORGET_WAIT_S
-    while not (answer := session.client.post(_FORGET, picked(args, "owner models cancel")))["done"]:
-        if time.monotonic() > deadline_s:
-            raise CommandFailed(f"not done: {', '.join(answer['waits_for'])} did not end; run this again")
-        output.say(f"waiting for the end of {', '.join(answer['waits_for'][:5])}")
-        time.sleep(_FORGET_POLL_S)
-    session.show(answer, lambda done: _person(done, args.models))
-
-
-def _person(answer: dict[str, Any], models: bool) -> str:
-    kinds, done = ("files", "uploads", "batches", "responses", "jobs"), answer["done"]
-    if not any(answer[kind] for kind in (*kinds, "keys", "unfinished", "models")) and not answer.get("evals"):
-        # Of a name that is written wrong as of one that was forgotten before.
-        return "nothing here is of this owner: is the name right? `appliance key list --all` shows owners"
-    counted = ", ".join(f"{answer[kind]} {kind}" for kind in kinds)
-    lines = [f"{'forgotten' if done else 'there are'}: {counted}; keys: {', '.join(answer['keys']) or 'none'}"]
-    if answer["unfinished"]:
-        lines.append(f"{'cancelled' if done else 'not ended yet'}: {', '.join(answer['unfinished'])}")
-    if answer["models"]:
-        fate = ("deleted" if done else "to be deleted") if models else "kept; --models deletes them"
-        lines.append(f"models trained on their files ({fate}): {', '.join(answer['models'])}")
-    return "\n".join(lines)
+    answer = until(
+        lambda: session.client.post(_FORGET, picked(args, "owner models cancel")),
+        lambda now: now["done"],
+        lambda now: (f"waiting for the end of {', '.join(now['waits_for'][:5])}", None, None),
+        _FORGET_WAIT_S,
+        f"forgetting {args.owner}",
+    )
+    session.show(answer, output.view)

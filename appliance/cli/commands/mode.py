@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
-import threading
 from argparse import Namespace
 from typing import Any
 
-from appliance.cli import formats, output, views
-from appliance.cli.command import Session, command, number, opt, picked, seconds_given
-from appliance.cli.errors import BadUsage, CliError, WaitTimedOut
+from appliance.cli import output, views
+from appliance.cli.command import Session, auto_or, command, given, number, opt, picked, seconds
+from appliance.cli.errors import BadUsage, WaitTimedOut
 from appliance.cli.resources import limit, segment
-from appliance.cli.views import MODES
 
+MODES = ("serve", "train", "split", "auto")
+"""As `scheduler.core.workload` has them."""
 WAIT_S = 900.0
-_POLL_S = 0.3
 _ANSWER_MARGIN_S = 30.0
-_TRAIN = opt("--train N|auto", "With split: devices that training may have.")
+_TRAIN = opt("--train N|auto", "With split: devices that training may have.", type=auto_or(number(int, 0)))
 _FLOOR = opt(
     "--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=number(int, 0)
 )
@@ -24,21 +22,11 @@ _FLOOR = opt(
 
 def _wanted(args: Namespace) -> dict[str, Any]:
     """The body of the request. Raises BadUsage."""
-    body, train = picked(args, "policy serving_floor"), args.train
-    if train is None:
-        if args.policy == "split":
-            raise BadUsage("the mode split needs --train N: how many devices training may have")
-        return body
-    if args.policy not in ("split", "auto"):
-        raise BadUsage(f"--train belongs to the mode split, not to {args.policy}")
-    if train == "auto":
-        # A split whose line the box itself draws is what it calls auto.
-        return body | {"policy": "auto"}
-    if args.policy == "auto":
-        raise BadUsage("the mode auto decides by itself how many devices train; --train N belongs to the mode split")
-    if not (train.isascii() and train.isdigit()):
-        raise BadUsage(f"--train is {train!r}; expected a number of devices, or auto")
-    return body | {"train_devices": int(train)}
+    body = picked(args, "policy serving_floor")
+    if (args.policy == "split") != (args.train is not None):
+        raise BadUsage("--train N, how many devices training may have, belongs to the mode split, and split needs it")
+    # A split whose line the box itself draws is what it calls auto.
+    return body | ({"policy": "auto"} if args.train == "auto" else given(train_devices=args.train))
 
 
 @command(
@@ -65,55 +53,23 @@ def set_mode(session: Session, args: Namespace) -> None:
       appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went
     """
     body = _wanted(args)
-    if not args.wait:
-        answer = session.client.send("PUT", "/admin/v1/mode", body=body)
-    else:
-        with output.progress(f"mode {body['policy']}") as meter:
-            answer = _put_and_watch(session, body, args.timeout, meter)
-
-    def reached(now: dict[str, Any]) -> Any:
-        return output.stack(views.mode(now), views.handover(now["handover"]) if now["handover"] else None)
-
-    session.show(answer, reached)
-
-
-def _put_and_watch(session: Session, body: dict[str, Any], timeout_s: float, meter: output.Meter) -> Any:
-    """The box answers when the devices have moved; meanwhile its status says what it is doing."""
-    result: dict[str, Any] = {}
-
-    def put() -> None:
-        query = {"wait": True, "timeout_s": timeout_s}
+    query = {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    with output.progress(f"mode {body['policy']}: the devices move"):
         try:
-            result["answer"] = session.client.send(
-                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=timeout_s + _ANSWER_MARGIN_S
+            answer = session.client.send(
+                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
             )
-        except CliError as error:
-            result["error"] = error
-
-    asking = threading.Thread(target=put, daemon=True)
-    asking.start()
-    asking.join(_POLL_S)
-    while asking.is_alive():
-        meter.update(_doing(session) or f"mode {body['policy']}")
-        asking.join(_POLL_S)
-    error = result.get("error")
-    if isinstance(error, WaitTimedOut):
-        raise WaitTimedOut(
-            f"the mode is set, but the devices have not moved within {timeout_s:.0f} s; the box goes on, "
-            "`appliance mode history` shows how far it is"
-        )
-    if error:
-        raise error
-    return result["answer"]
-
-
-def _doing(session: Session) -> str | None:
-    try:
-        handover = session.client.get("/admin/v1/status")["handover"]
-    except CliError:
-        return None  # this is only an ornament: the request that waits says what is wrong
-    running = [step for step in (handover or {}).get("steps", ()) if step["state"] in ("running", "started")]
-    return " · ".join(f"{step['verb'].replace('_', ' ')} {formats.or_dash(step['target'])}" for step in running) or None
+        except WaitTimedOut as error:
+            raise WaitTimedOut(
+                f"the mode is set, but the devices have not moved within {args.timeout:.0f} s; the box goes on, "
+                "`appliance mode history` shows how far it is"
+            ) from error
+    session.show(
+        answer,
+        lambda now: output.stack(
+            output.view({**now, "handover": None}), views.handover(now["handover"]) if now["handover"] else None
+        ),
+    )
 
 
 @command(
@@ -132,12 +88,12 @@ def plan(session: Session, args: Namespace) -> None:
       appliance mode plan --dry-run split --train 6 -o json
     """
     body = None if args.policy is None else _wanted(args)
-    session.show(session.client.post("/admin/v1/mode/plan", body), views.mode_plan)
+    session.show(session.client.post("/admin/v1/mode/plan", body), output.view)
 
 
 @command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
 def history(session: Session, args: Namespace) -> None:
-    """Show hand-overs of devices, phase by phase: bytes, seconds, who asked.
+    """Show hand-overs of devices: bytes, seconds, who asked; of one its steps, each with its details.
 
     Examples:
       appliance mode history
@@ -145,7 +101,7 @@ def history(session: Session, args: Namespace) -> None:
       appliance mode history --limit 3 -o json
     """
     if args.id is not None:
-        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), views.handover_details)
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), views.handover)
     else:
         session.show(session.client.get("/admin/v1/handovers", limit=args.limit), views.handovers)
 
@@ -153,12 +109,12 @@ def history(session: Session, args: Namespace) -> None:
 @command(
     "mode schedule add",
     opt("cron CRON", "When it begins: five fields in quotes."),
-    opt("mode MODE", 'serve, train, auto or "split --train N".'),
-    opt("--train N", "With split.", type=number(int, 0)),
+    opt("policy serve|train|split|auto", choices=MODES),
+    _TRAIN,
     opt("--until CRON", "When it ends."),
-    opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="length"),
+    opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="for_s", type=seconds),
     opt("--tz ZONE", "IANA name of the time zone.", default="UTC"),
-    opt("--floor N", "Devices that serving keeps in it.", dest="serving_floor", type=number(int, 0)),
+    _FLOOR,
 )
 def add(session: Session, args: Namespace) -> None:
     """Put a mode in force whenever the clock says so.
@@ -168,42 +124,20 @@ def add(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1
-      appliance mode schedule add "0 22 * * 1-5" "split --train 6" --for 9h
+      appliance mode schedule add "0 22 * * 1-5" split --train 6 --for 9h
       appliance mode schedule add "0 6 * * *" serve          until another window begins
     """
-    if args.until is not None and args.length is not None:
+    if args.until is not None and args.for_s is not None:
         raise BadUsage("--until and --for both say when the window ends; give one of them")
-    policy, devices = _mode(args.mode, args.train)
-    body = picked(args, "cron tz until serving_floor") | {"policy": policy}
-    if devices is not None:
-        body["train_devices"] = devices
-    if args.length is not None:
-        body["for_s"] = seconds_given("--for", args.length)
+    body = picked(args, "cron tz until for_s") | _wanted(args)
     answer = session.client.post("/admin/v1/mode/schedule", body)
-    session.show(answer, lambda made: f"{made['id']}: {views.window_text(made)}; next {formats.moment(made['next_s'])}")
+    session.show(answer, output.view)
     for other in session.client.get("/admin/v1/mode/schedule")["data"]:
         if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (args.cron.split(), args.tz):
             output.say(
-                f"{other['id']} ({views.mode_name(other)}) begins at the same times and holds no more: the later one "
-                f"does; `appliance mode schedule remove {other['id']}` removes it"
+                f"{other['id']} ({other['policy']}) begins at the same times and holds no more: the later one does; "
+                f"`appliance mode schedule remove {other['id']}` removes it"
             )
     now = session.client.get("/admin/v1/mode")
     if now["window"] is not None and now["window"]["id"] == answer["id"]:
-        until = "" if now["until_s"] is None else f", until {formats.moment(now['until_s'])}"
-        output.say(f"note: it is that time already: the mode {views.mode_name(answer)} holds from now on{until}")
-
-
-def _mode(text: str, train: int | None) -> tuple[str, int | None]:
-    """The policy and the devices of a split. Raises BadUsage."""
-    try:
-        policy, *rest = shlex.split(text.replace("--train=", "--train ")) or [""]
-    except ValueError:
-        policy, rest = text, []
-    typed = len(rest) == 2 and rest[0] == "--train" and rest[1].isascii() and rest[1].isdigit() and train is None
-    if policy not in MODES or rest and not typed:
-        raise BadUsage(f'the mode is {text!r}; expected serve, train, auto or "split --train N"')
-    train = int(rest[1]) if rest else train
-    if (policy == "split") != (train is not None):
-        needs = "the mode split needs --train N: how many devices training may have"
-        raise BadUsage(needs if train is None else f"--train belongs to the mode split, not to {policy}")
-    return policy, train
+        output.say(f"note: it is that time already: the mode {args.policy} holds from now on")

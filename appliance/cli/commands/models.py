@@ -11,17 +11,19 @@ from appliance.cli.command import (
     OUTPUT,
     Option,
     Session,
+    auto_or,
     command,
     either,
     flag,
+    given,
     number,
     opt,
     pairs,
+    part,
     picked,
-    seconds_given,
+    seconds,
 )
 from appliance.cli.commands import catalog
-from appliance.cli.commands.training import nullable
 from appliance.cli.errors import BadUsage
 from appliance.cli.resources import MODEL, segment
 from appliance.cli.waiting import TIMEOUT, WAIT, finish
@@ -54,13 +56,12 @@ def import_model(session: Session, args: Namespace) -> None:
       appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online
       appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it
     """
-    is_local = session.client.address.is_local
-    if is_local and Path(args.source).expanduser().exists():
+    is_local = session.client.is_local
+    if is_local and (args.source.startswith((".", "/", "~")) or Path(args.source).exists()):
         args.source = str(Path(args.source).expanduser().resolve())
     with catalog.fetched(args.source, args.name, is_local) as found:
-        args.wait |= found.temporary
-        body = {name: value for name, value in found._asdict().items() if value and name != "temporary"}
-        started = session.client.post("/admin/v1/models/import", body | picked(args, "base revision"))
+        args.wait |= "origin" in found  # its file goes with this command
+        started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
         session.show(finish(session, started, args), views.operation)
 
 
@@ -72,11 +73,12 @@ def show_catalog(session: Session, args: Namespace) -> None:
       appliance model catalog
       appliance model catalog -o json | jq -r '.data[].name'
     """
-    names = "name licence parameters download_bytes context_tokens weight_bytes origin tried".split()
-    rows = [{name: getattr(model, name) for name in names} for model in catalog.CATALOG]
-    columns = ("name", "licence", ">parameters:count", ">download=download_bytes:size", ">context=context_tokens")
-    more = (">weights=weight_bytes:size", "from=origin", "tried")
-    session.show({"data": rows}, lambda answer: output.listing((*columns, *more), answer["data"], empty=""))
+    rows = [model.row() for model in catalog.CATALOG]
+    columns = (
+        "name licence >parameters:count >download=download_bytes >context=context_tokens >weights=weight_bytes "
+        "from=origin tried"
+    )
+    session.show({"data": rows}, lambda answer: output.listing(columns, answer["data"]))
     if not session.as_json:
         output.say("WEIGHTS: on the devices, in bfloat16. TRIED: the model itself, or a tiny one of its architecture.")
 
@@ -89,7 +91,7 @@ def _template(path: str) -> str:
 
 
 def _settings(*rows: tuple[str, Any, str, str]) -> tuple[Option, ...]:
-    return tuple(opt(f"{name} {value}|none", help, type=nullable(kind)) for name, kind, value, help in rows)
+    return tuple(opt(f"{name} {value}|none", help, type=auto_or(kind, "none")) for name, kind, value, help in rows)
 
 
 def _values(args: Namespace, options: tuple[Option, ...]) -> dict[str, Any]:
@@ -180,20 +182,17 @@ def deploy(session: Session, args: Namespace) -> None:
     answer, found = done("deployment", body), done("settings", change)
     answer |= {"settings": found["settings"], "settings_number": found["number"], "settings_history": found["history"]}
     answer["settings_note"] = found["history"][0].get("note", "") if found["history"] else ""
-    session.show(answer, views.deployment)
-
-
-_SHARE, _WATCHED, _REQUESTS = "10%", "10m", 50
+    session.show(answer, output.view)
 
 
 @command(
     "model canary",
     MODEL,
     opt("version VERSION", "Default: show the canary that is there.", nargs="?"),
-    opt("--share PERCENT", "At most 90%.", default=_SHARE),
+    opt("--share PERCENT", "At most 90%.", type=part, default="10%"),
     flag("--auto", "Promote it or roll it back without being asked."),
-    opt("--for TIME", "How long it is watched: 10m, 2h.", dest="watch", default=_WATCHED),
-    opt("--min-requests N", "Requests that each version must have had.", type=number(int, 1), default=_REQUESTS),
+    opt("--for TIME", "How long it is watched: 10m, 2h.", dest="watch_s", type=seconds, default="10m"),
+    opt("--min-requests N", "Requests that each version must have had.", type=number(int, 1), default=50),
 )
 def canary(session: Session, args: Namespace) -> None:
     """Give a version a share of a model's requests and compare it with the one before; without VERSION, show that.
@@ -210,25 +209,10 @@ def canary(session: Session, args: Namespace) -> None:
     """
     path = f"{_path(args.id)}/canary"
     if args.version is None:
-        if args.auto or (args.share, args.watch, args.min_requests) != (_SHARE, _WATCHED, _REQUESTS):
-            raise BadUsage(
-                f"which version is to get a share? `appliance model show {args.id}` lists those of {args.id}"
-            )
-        session.show(session.client.get(path), views.canary)
-        return
-    body = picked(args, "version auto min_requests")
-    body |= {"share": _part(args.share), "watch_s": seconds_given("--for", args.watch)}
-    session.show(session.client.send("PUT", path, body=body), views.canary)
-
-
-def _part(text: str) -> float:
-    try:
-        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        part = 0.0
-    if not 0 < part <= 0.9:
-        raise BadUsage(f"--share is {text!r}; expected 0.1% to 90%, or a part such as 0.1")
-    return part
+        answer = session.client.get(path)
+    else:
+        answer = session.client.send("PUT", path, body=picked(args, "version auto min_requests share watch_s"))
+    session.show(answer, output.view)
 
 
 @command(

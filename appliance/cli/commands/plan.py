@@ -5,12 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from appliance.cli.command import WORK_TIMEOUT_S, Session, command, number, opt, picked
 from appliance.cli.commands import training
 from appliance.cli.commands.data import file_path, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.views import energy_line
 
 _PATH = "/admin/v1/plan"
 _CONFIG = (
@@ -51,8 +50,6 @@ def serve(session: Session, args: Namespace) -> None:
     engines = picked(args, "replicas tensor_parallel")
     if args.config is not None:
         _show(session, _imagined(args, False, **engines))
-    elif args.accelerator is not None or args.devices is not None:
-        raise BadUsage("--accelerator and --devices go with --config; the devices of the box are known")
     else:
         _show(session, session.client.post(_PATH, {"serve": engines | {"model": args.model}}))
 
@@ -83,15 +80,11 @@ def job(session: Session, args: Namespace) -> None:
     hyperparameters = training.hyperparameters(args)
     if (args.model is None) == (args.config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
-    if args.file is not None and args.examples is not None:
-        raise BadUsage("--file has its examples; --examples is for a plan without one")
     if args.config is not None:
         if args.file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
         _show(session, _imagined(args, True, **picked(args, "examples method"), given=hyperparameters))
         return
-    if args.accelerator is not None:
-        raise BadUsage("--accelerator goes with --config; the devices of the box are known")
     body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters}
     uploaded: list[str] = []
     if args.file is not None:
@@ -121,67 +114,6 @@ def _imagined(args: Namespace, of_job: bool, **wanted: Any) -> dict[str, Any]:
 
 
 def _show(session: Session, plan: dict[str, Any]) -> None:
-    session.show(plan, _drawn)
+    session.show(plan, output.view)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
-
-
-def _drawn(plan: dict[str, Any]) -> Any:
-    numbers = plan["numbers"]
-    device = dict(numbers["device"])
-    about: list[tuple[str, object]] = [("model", plan["model"]), ("devices", numbers["devices"])]
-    if plan["kind"] == "job":
-        data, sizes = plan["data"], ", ".join(map(str, plan["sizes"])) or "no number of"
-        found = (
-            f"{formats.many(data['examples'], 'example')}, {data['tokens']:,} tokens, the longest "
-            f"{data['longest_example_tokens']:,}"
-        )
-        chosen = plan.get("hyperparameters", {}).items()
-        about += [
-            ("data", found if data["counted"] else f"assumed: {found}; --file counts yours"),
-            ("with", ", ".join(f"{name} {formats.by_name('', value)}" for name, value in chosen)),
-            ("steps", data["steps"]),
-            *_hours(plan),
-            ("may run on", f"{sizes} device{'' if plan['sizes'] == [1] else 's'}"),
-        ]
-    if numbers.get("max_model_len"):
-        about.append(("context", f"{numbers['max_model_len']:,} tokens"))
-    needed = f"{formats.size(device.pop('device_bytes'))} of {formats.size(device.pop('room_bytes'))}"
-    parts = (
-        ("On each device", {**device, "together": needed}),
-        ("In shared memory", numbers["host"]),
-        ("In host memory, all ranks together", numbers.get("host_memory")),
-        (
-            "In host memory, by offloading",
-            numbers.get("offload") if numbers.get("offload", {}).get("host_bytes") else None,
-        ),
-    )
-    return output.stack(
-        output.fields(*about),
-        *(output.above(title, output.named(part)) for title, part in parts if part),
-        *plan["problems"],
-        *plan["warnings"],
-        "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
-        plan["waits"] or ("fits" if plan["fits"] else "does not fit"),
-    )
-
-
-def _hours(plan: dict[str, Any]) -> list[tuple[str, object]]:
-    hours, estimate = plan.get("device_hours"), plan.get("estimate")
-    if hours is not None:
-        told = f"{hours:.2g}, at the speed that jobs like it have had here"
-        return [("device hours", told), ("energy", energy_line(plan["energy"]))]
-    if estimate is None:
-        return [("device hours", "not known: no speed of a job like it, and none to estimate it from")]
-    least, most = estimate["used"]
-    assumed = f"{least:.0%} to {most:.0%} of {estimate['peak_flops'] / 1e12:g} TFLOP/s of dense bf16"
-    energy = f"{_range(estimate['kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound"
-    return [
-        ("device hours", f"{_range(estimate['device_hours'])}, estimated, not measured: {assumed}"),
-        ("hours", f"{_range(estimate['hours'])}, without loading and publishing"),
-        ("energy", energy),
-    ]
-
-
-def _range(ends: list[float]) -> str:
-    return " to ".join(f"{end:.2g}" if end < 100 else f"{end:,.0f}" for end in ends)

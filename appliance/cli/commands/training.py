@@ -11,38 +11,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from appliance.cli.command import Option, either, number, opt, pairs, picked
+from appliance.cli.command import Option, auto_or, either, number, opt, pairs, picked
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 
-
-def _auto_or_number(text: str) -> int | float | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-def nullable(kind: Any) -> Any:
-    """A type of options: of this kind, or `none`."""
-
-    def parsed(text: str) -> Any:
-        return "none" if text == "none" else kind(text)
-
-    parsed.__name__ = "number, or none"
-    return parsed
-
-
-_auto_or_number.__name__ = "auto or number"  # as argparse calls a value that is neither
-
+_AUTO_OR_NUMBER = auto_or(number(lambda text: int(text) if text.isdigit() else float(text)))
 _COMMON = (
-    opt("--epochs N", "auto or a number; passes over the data.", dest="n_epochs", type=_auto_or_number),
-    opt("--batch-size N", "auto or a number; sequences per step, on all devices.", type=_auto_or_number),
-    opt("--learning-rate-multiplier X", "auto or a number.", type=_auto_or_number),
+    opt("--epochs N", "auto or a number; passes over the data.", dest="n_epochs", type=_AUTO_OR_NUMBER),
+    opt("--batch-size N", "auto or a number; sequences per step, on all devices.", type=_AUTO_OR_NUMBER),
+    opt("--learning-rate-multiplier X", "auto or a number.", type=_AUTO_OR_NUMBER),
     opt("--lora-rank R", "Train adapters of this rank.", type=int),
     *either("--full", "--lora", "Train every weight, or adapters. Default: by the model's size."),
     opt("--zero-stage N", "DeepSpeed ZeRO, 0 to 3.", type=number(int, 0, 3)),
@@ -70,7 +49,7 @@ def options(methods: Mapping[str, Method] = METHODS) -> tuple[Option, ...]:
             f"Of --method {method}: {one.help}. auto ({one.auto:g}) or a number up to {one.high:g}"
             for method, one in owners.items()
         )
-        of_methods.append(opt("--" + name.replace("_", "-"), metavar="X", type=_auto_or_number, help=told))
+        of_methods.append(opt("--" + name.replace("_", "-"), metavar="X", type=_AUTO_OR_NUMBER, help=told))
     named = opt("--method METHOD", f"{kinds}.", choices=tuple(methods), default=DEFAULT.name)
     return (named, *_COMMON, *of_methods)
 

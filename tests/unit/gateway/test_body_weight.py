@@ -78,9 +78,8 @@ def test_lists_have_bounds_and_say_them() -> None:
 @pytest.mark.parametrize("item", ["x", 1, None, {}, {"role": ["user"], "content": "x"}])
 def test_items_without_role_or_type_are_refused_by_their_place(item: Any) -> None:
     """An engine held each against its thirty types: 4,000 of them, 40 KB, stopped all its tokens for 41 s."""
-    assert refusal(RESPONSES, {"model": "m", "input": [{"role": "user", "content": "x"}, item]}).param.startswith(
-        "input[1]"
-    )
+    refused = refusal(RESPONSES, {"model": "m", "input": [{"role": "user", "content": "x"}, item]})
+    assert refused.param.startswith("input[1]")
 
 
 def test_a_body_holds_a_number_of_lists_and_objects() -> None:

@@ -13,7 +13,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.fields import NOT_FOR_TEMPLATES
 from appliance.gateway.requests.request_check import Checked, check_body, check_length
-from tests.e2e.request_fuzz import REQUESTS, changed, places
+from tests.front.request_samples import REQUESTS, changed, places
 
 from .conftest import Box, chat
 

@@ -82,37 +82,10 @@ def test_scripts_parse_and_are_executable(script):
         subprocess.run(["shellcheck", "--severity", "warning", str(script)], check=True)
 
 
-def test_the_plan_is_torch_then_the_lock_then_the_project(tmp_path):
-    done = run("--print-commands", "--build", "cpu", "--venv", str(tmp_path / "v"))
-    assert done.returncode == 0, done.stderr
-    commands = done.stdout.splitlines()
-    torch = re.search(r"^torch==(\S+)", (PROJECT / "images/requirements/cpu.txt").read_text(), re.M)[1]
-    assert f"venv {tmp_path}/v" in commands[0]
-    assert "--require-hashes" in commands[1] and commands[1].rstrip().endswith("/.setuptools.txt")
-    assert f"torch==={torch}" in commands[2]
-    locks = f"-r {PROJECT}/images/requirements/cpu.txt -r {PROJECT}/images/requirements/test.txt"
-    assert commands[3].rstrip().endswith(f"--require-hashes {locks}") and "--require-hashes" in commands[2]
-    assert f"--no-build-isolation --editable {PROJECT}" in commands[4]
-    assert "compileall" in commands[5]
-    assert all("--no-deps" in command for command in commands[1:5])
-    assert not (tmp_path / "v").exists()
-
-
 def test_cuda_takes_torch_by_string_equality_so_a_cpu_wheel_cannot_win(tmp_path):
     done = run("--print-commands", "--build", "cuda", "--venv", str(tmp_path / "v"))
     assert re.search(r"torch===\d+\.\d+\.\d+\.txt ", done.stdout), done.stderr
     assert "+cpu" not in done.stdout
-
-
-def test_production_has_no_test_packages_and_going_to_it_installs_again(box, tmp_path):
-    done = run("--print-commands", "--build", "cpu", "--production", "--venv", str(tmp_path / "v"))
-    assert "test.txt" not in done.stdout and "cpu.txt" in done.stdout
-    for dockerfile in (PROJECT / "images").glob("Dockerfile.*"):
-        runs = re.findall(r"images/install\.sh --venv.*", dockerfile.read_text())
-        assert len(runs) == 2 and all("--production" in one for one in runs)
-    assert run("--no-compile", "--production", env=box).returncode == 0
-    assert run("--no-compile", env=box).returncode == 0
-    assert "test.txt" in str(calls(box)) and len(calls(box)) == 8
 
 
 def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
@@ -161,24 +134,6 @@ def test_without_ensurepip_a_system_pip_installs_and_fetches_no_pip(tmp_path):
     assert all(call[:4] == ["-m", "pip", "--python", f"{tmp_path}/venv/bin/python"] for call in made)
 
 
-def test_pip_settings_reach_pip_untouched_and_no_other_index_is_named(box):
-    settings = {
-        "PIP_INDEX_URL": "https://mirror.example/simple",
-        "PIP_FIND_LINKS": "/wheels",
-        "PIP_CERT": "/ca.pem",
-        "PIP_EXTRA_INDEX_URL": "https://more.example/simple",
-        "PIP_CONFIG_FILE": "/my/pip.conf",
-    }
-    done = run("--no-compile", env=box | settings)
-    assert done.returncode == 0, done.stderr
-    import json
-
-    for line in Path(box["PIP_RECORD"]).read_text().splitlines():
-        arguments, seen = json.loads(line)
-        assert settings.items() <= seen.items()
-        assert not [a for a in arguments if "index" in a or "find-links" in a or "://" in a]
-
-
 def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_path):
     copy = tmp_path / "project"
     shutil.copytree(PROJECT / "images", copy / "images")
@@ -221,46 +176,6 @@ def test_a_failed_lock_says_that_a_second_run_continues(box):
     done = run("--no-compile", env=box | {"FAIL_ON": "requirements/cpu.txt"})
     assert done.returncode == 1 and "a second run continues here" in done.stderr
     assert run("--no-compile", env=box).returncode == 0
-
-
-def test_half_unpacked_packages_are_not_taken_for_installed(box):
-    (packages,) = (Path(box["VENV"]) / "lib").glob("python3*/site-packages")
-    torn, whole = packages / "torn-1.0.dist-info", packages / "whole-1.0.dist-info"
-    for metadata in (torn, whole):
-        metadata.mkdir()
-        (metadata / "METADATA").touch()
-    (whole / "RECORD").touch()
-    assert run("--no-compile", env=box).returncode == 0
-    assert not torn.exists() and whole.exists()
-
-
-def test_an_environment_that_does_not_import_is_reported(box):
-    (packages,) = (Path(box["VENV"]) / "lib").glob("python3*/site-packages")
-    (packages / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file')")
-    done = run("--no-compile", env=box)
-    assert done.returncode == 1 and "libgomp.so.1" in done.stderr
-    assert not (Path(box["VENV"]) / ".appliance-installed").exists()
-
-
-def test_packages_only_leaves_the_project_for_later(box):
-    assert run("--no-compile", "--packages-only", env=box).returncode == 0
-    assert not [c for c in calls(box) if "--editable" in c]
-    assert run("--no-compile", env=box).returncode == 0
-    assert [c for c in calls(box) if "--editable" in c] and len(calls(box)) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--build", "rocm"), "expected cpu or cuda"),
-        (("--frobnicate",), "unknown option --frobnicate"),
-        (("--python", "/bin/true-python-3.4"), "no Python 3.11, 3.12 or 3.13"),
-    ],
-)
-def test_bad_options_are_named(tmp_path, options, says):
-    done = run("--venv", str(tmp_path / "v"), *options)
-    assert done.returncode == 1 and says in done.stderr
-    assert not (tmp_path / "v").exists()
 
 
 def test_a_python_without_venv_says_what_to_install(tmp_path):

@@ -23,7 +23,7 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most imports of these tests are of the same few files; those that are refused are tried each time."""
 
     def tried(directory: Path) -> Tried:
-        known = checksum_of_tried(directory), subprocess.run  # which a test may have replaced
+        known = checksum_of_tried(directory), subprocess.Popen  # which a test may have replaced
         if known not in _TRIED:
             _TRIED[known] = try_folder(directory)
         return _TRIED[known]
@@ -44,7 +44,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return says
 
     @contextmanager
-    def begun(warm: object) -> Iterator[Trial]:
+    def begun() -> Iterator[Trial]:
         yield Trial()
 
     monkeypatch.setattr("appliance.models.checkpoint_trial.begun", begun)

@@ -23,14 +23,8 @@ class Hub:
     repository: str
     files: dict[str, bytes]
     gated: bool = False
-    cut_after: dict[str, int] = field(default_factory=dict)
-    """File -> bytes after which the connection breaks; once per entry."""
     lies: dict[str, bytes] = field(default_factory=dict)
     """File -> other bytes of the same length that are sent instead."""
-    ranges: bool = True
-    """Whether Range headers are honoured."""
-    broken: set[str] = field(default_factory=set)
-    """Files that answer 503, but not before their entry in `cut_after` is used up."""
     redirect_to: str | None = None
     """Another host that has the large files."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -108,11 +102,14 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, name: str, *, body: bool) -> None:
             data = hub.lies.get(name, hub.files[name])
-            if name in hub.broken and name not in hub.cut_after:
-                return self._json(503, {"error": "busy"})
             if hub.redirect_to is not None and name.endswith(LARGE):
-                return self._json(302, {}, {"Location": hub.redirect_to + self.path})
-            asked = self.headers.get("Range") if hub.ranges else None
+                linked = {
+                    "X-Linked-Etag": f'"{hub.etag(name)}"',
+                    "X-Linked-Size": str(len(data)),
+                    "X-Repo-Commit": COMMIT,
+                }
+                return self._json(302, {}, {"Location": hub.redirect_to + self.path, **linked})
+            asked = self.headers.get("Range")
             start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
             self.send_response(206 if asked else 200)
             self.send_header("X-Repo-Commit", COMMIT)
@@ -125,12 +122,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             self.send_header("Content-Length", str(len(data) - start))
             self.end_headers()
-            if not body:
-                return
-            cut = hub.cut_after.pop(name, None)
-            self.wfile.write(data[start:] if cut is None else data[start : start + cut])
-            if cut is not None:
-                self.close_connection = True
+            if body:
+                self.wfile.write(data[start:])
 
         def _json(self, status: int, content: dict, headers: dict[str, str] | None = None) -> None:
             raw = json.dumps(content).encode()

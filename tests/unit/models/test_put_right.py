@@ -134,9 +134,3 @@ def test_import_makes_the_end_of_turn_an_end_for_engines(library, tmp_path, comp
     taken = library.import_path(source)
     assert stored(taken, "generation_config.json")["eos_token_id"] == [2, 7]
     assert taken.info["template"]["ends"] == ["<|im_end|>"] and len(taken.warnings) == 1
-
-
-def test_import_of_a_copy_compares_what_it_did_not_change(library, source, compared, tmp_path):
-    first = library.import_path(source)
-    compared(differs="Hello world", mended=True)
-    assert library.import_path(first.path, name="again").version == "v1"
