@@ -38,7 +38,7 @@ def begin(context: ControllerContext, key_id: str, *, agent: str, secure: bool) 
         until_s=now_s + IDLE_S,
         most=MOST_OF_A_KEY,
     )
-    context.publish_keys()
+    context.spending.publish_keys()
     more = "; Secure" if secure else ""
     cookie = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{more}"
     return Begun(shown(context, row) | {"page": halves.page}, cookie)
