@@ -19,14 +19,6 @@ def test_a_floor_is_set_and_shown_with_bounds(box: ControlledBox):
     assert "serving floor  1" in text and "handovers per hour 160" in text
 
 
-def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: ControlledBox):
-    assert "training gets none" in box.run("mode", "set", "train", "--floor", "8").stdout
-    assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
-    for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "--dry-run", "train")):
-        refused = box.run("mode", *line, "--floor", "20")
-        assert refused.exit_code == 2 and "serving_floor is 20, the box has 8 devices" in refused.stderr, line
-
-
 def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
     assert night["policy"] == "train" and night["until"] == "0 6 * * *"
@@ -120,45 +112,6 @@ def test_a_plan_is_told_in_sentences(prepared):
     assert "Job j runs" in text and "none are left" in text and "keep 3 replicas awake" in text
     (sent,) = prepared.sent("POST", "/admin/v1/mode/plan")
     assert json.loads(sent["content"]) == {"policy": "split", "train_devices": 6, "serving_floor": 1}
-
-
-def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
-    step = {
-        "target": "x",
-        "state": "done",
-        "seconds": 0.4,
-        "bytes": 30_000_000,
-        "bytes_per_s": None,
-    }
-    swap = {
-        "how": "in-place",
-        "why": "asked for",
-        "bytes_read": [20_000_000, 10_000_000],
-        "pause_s": 0.045,
-        "fingerprint": {"digest": "0f", "verdict": "verified"},
-    }
-    left = {"step": 12, "bytes": 65_000_000, "seconds": {"agree": 6.5, "snapshot": 0.1}, "parked": True}
-    slept = {"rss_before_bytes": 687_000_000, "rss_after_bytes": 590_000_000, "seconds": 0.012}
-    told = {
-        "id": "42",
-        "reason": "mode serve",
-        "state": "done",
-        "seconds": 1.0,
-        "bytes": 95_000_000,
-        "asked_by": "ops",
-        "asked_for": "mode serve",
-        "error": None,
-        "steps": [
-            {**step, "verb": "swap_replica", "path": "in place", "detail": swap},
-            {**step, "verb": "suspend_group", "path": "shared memory", "detail": left},
-            {**step, "verb": "sleep_replica", "path": None, "detail": slept},
-        ],
-    }
-    prepared.prepare("GET", "/admin/v1/handovers/42", (200, told))
-    text = " ".join(prepared.run("mode", "history", "42").stdout.split())
-    assert "bytes read 20.0 MB, 10.0 MB, pause 45 ms" in text and "verdict verified" in text
-    assert "step 12, bytes 65.0 MB" in text and "agree 6.5 s, snapshot 100 ms" in text
-    assert "rss before 687 MB, rss after 590 MB, seconds 12 ms" in text
 
 
 def test_a_failed_step_says_why_in_the_list_too(prepared):
