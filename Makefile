@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map pictures hooks lock wheelhouse clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check docs pictures hooks lock wheelhouse clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -59,8 +59,11 @@ check: setup ## the inner loop, under a minute: lint, types, unit tests of what 
 	@$(PY) -m mypy
 	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
 
-map: setup ## draw docs/architecture.md again from the imports
-	@$(PY) -m tests.tools.code_map
+docs: setup ## all pages as a site in build/site, with each command and setting; looks nothing up when read
+	@$(PY) -m tests.tools.reference build/docs
+	@[ -x build/docs-env/bin/mkdocs ] || $(PY) -m venv build/docs-env
+	@build/docs-env/bin/pip install --quiet mkdocs-material==9.8.2
+	@build/docs-env/bin/mkdocs build --quiet --config-file docs/mkdocs.yml && echo "build/site/index.html"
 
 pictures: setup ## take the pictures of the page in docs/ anew, in Debian's chromium-headless-shell
 	@$(PY) -m tests.e2e.page_pictures docs

@@ -75,9 +75,6 @@ class BoxSettings(_Section):
         "auto",
         description="'auto': every GPU, else 8 logical CPU devices; a number: this many logical CPU devices",
     )
-    untried_devices: bool = Field(
-        False, description="also use devices of a kind that the box has never run on (AMD GPUs), at your own risk"
-    )
     numa_bind: bool = Field(
         True,
         description="engines and ranks run on the processors near their GPU, on a machine with several NUMA nodes",

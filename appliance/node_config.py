@@ -33,7 +33,9 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
         shm_root=paths.shm_root,
         warm=(
             warm("serve", "serve.engine.preload", paths.warm_serve_socket, {}),
-            warm("train", "train.run.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()),
+            warm(
+                "train", "train.trainer.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()
+            ),
         ),
         jobs_dir=paths.jobs if at_home else paths.away_jobs,
         budget_bytes=weight_budget_bytes(config, paths),

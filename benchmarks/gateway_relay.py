@@ -302,7 +302,7 @@ async def push_table(bus_socket: str, engine_socket: str) -> asyncio.Server:
     table = {
         "type": "table",
         "generation": 1,
-        "models": {"m": {"version": "v1", "state": "ready", "task": "generate", "hold_s": 60, "replicas": [replica]}},
+        "models": {"m": {"version": "v1", "state": "ready", "task": "generate", "replicas": [replica]}},
         "keys": {digest: {"id": "k", "name": "k", "scopes": ["inference"]}},
         "limits": {},
     }

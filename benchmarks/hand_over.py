@@ -8,7 +8,7 @@ already waiting and takes the time to its first token; then sets the mode `train
 job's next step. The bytes are what the box records in its hand-over steps. They are compared with the sum of the same
 copies at the rate of memcpy, measured in this run.
 
-The step under way when the devices are asked for is left (train.run.leave_step) and done again. The step that ends the
+The step under way when the devices are asked for is left after a micro-batch and done again. The step that ends the
 round is training, not hand-over: the whole is given until it is done, and until all ranks compute it.
 """
 

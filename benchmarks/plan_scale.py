@@ -1,4 +1,4 @@
-"""What a decision costs as devices and jobs grow: `plan` and `steps` at 8 to 8,192 devices with up to 10,000 jobs.
+"""What a decision costs as devices and jobs grow: `plan` and `moves` at 8 to 8,192 devices with up to 10,000 jobs.
 
     python benchmarks/plan_scale.py [--json FILE]
 
@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._claims import at_most, record
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device, Holder, Lease, Ledger
+from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
-from scheduler.handover import handover
-from scheduler.handover.box import Box, GroupView
+from scheduler.handover.moves import Box, GroupView, moves
 from scheduler.plan.plan import plan
 
 SIZES = ((8, 10), (64, 80), (1024, 1250), (8192, 10_000))
@@ -75,11 +74,8 @@ def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box
         replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ()))
         for j in plan_input.jobs
     )
-    leases = [Lease(f"0:replica:{r.id}", Holder("replica", r.id), r.devices) for r in allocation.open_replicas]
-    leases += [Lease(f"0:job:{j}", Holder("job", j), d) for j, d in groups.items()]
     box = Box(
         devices={d.id: d for d in plan_input.devices},
-        ledger=Ledger(d.id for d in plan_input.devices).acquire(*leases),
         replicas={r.id: r for r in replicas},
         groups={j: GroupView(j, d) for j, d in groups.items()},
     )
@@ -92,14 +88,14 @@ def burst(plan_input: PlanInput) -> PlanInput:
 
 
 def timed(plan_input: PlanInput, box: Box, repeat: int) -> tuple[float, int]:
-    """(median seconds of plan and steps together, chains)."""
-    seconds, chains = [], 0
+    """(median seconds of plan and moves together, moves)."""
+    seconds, count = [], 0
     for _ in range(repeat):
         began_s = time.perf_counter()
         allocation = plan(plan_input, NOW_S, CONFIG)
-        chains = len(handover.steps(box, allocation, plan_input.handover_id).chains)
+        count = len(moves(box, allocation, plan_input.handover_id).moves)
         seconds.append(time.perf_counter() - began_s)
-    return sorted(seconds)[len(seconds) // 2], chains
+    return sorted(seconds)[len(seconds) // 2], count
 
 
 def growth(points: list[tuple[int, float]]) -> float:
@@ -114,7 +110,7 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
     points: dict[str, list[tuple[int, float]]] = {"cold": [], "steady": [], "burst": []}
     for devices, jobs in sizes:
         first = cold(devices, jobs)
-        empty = Box({d.id: d for d in first.devices}, Ledger(d.id for d in first.devices))
+        empty = Box({d.id: d for d in first.devices})
         running, box = after(first, plan(first, NOW_S, CONFIG))
         repeat = 3 if devices > 2000 else 9
         for name, plan_input, world in (
@@ -122,7 +118,7 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
             ("steady", running, box),
             ("burst", burst(running), box),
         ):
-            seconds, chains = timed(plan_input, world, repeat)
+            seconds, count = timed(plan_input, world, repeat)
             n = devices + jobs
             points[name].append((n, seconds))
             rows.append(
@@ -130,7 +126,7 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
                     "situation": name,
                     "devices": devices,
                     "jobs": jobs,
-                    "chains": chains,
+                    "moves": count,
                     "decision_ms": seconds * 1e3,
                     "us_per_n_log_n": seconds * 1e6 / (n * math.log2(n)),
                 }
@@ -149,10 +145,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     result = measure()
-    print(f"{'situation':10}{'devices':>9}{'jobs':>8}{'chains':>8}{'decision ms':>13}{'us / n log n':>14}")
+    print(f"{'situation':10}{'devices':>9}{'jobs':>8}{'moves':>8}{'decision ms':>13}{'us / n log n':>14}")
     for r in result["rows"]:
         print(
-            f"{r['situation']:10}{r['devices']:9}{r['jobs']:8}{r['chains']:8}"
+            f"{r['situation']:10}{r['devices']:9}{r['jobs']:8}{r['moves']:8}"
             f"{r['decision_ms']:13.2f}{r['us_per_n_log_n']:14.3f}"
         )
     for name, k in result["growth_exponent"].items():

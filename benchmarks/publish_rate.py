@@ -2,7 +2,7 @@
 
     python benchmarks/publish_rate.py [--sizes-mb 10 100 1000] [--threads 1 2] [--rounds 7] [--json FILE]
 
-One publish = reserve + write every tensor + commit without checksums (they are sealed afterwards). "steady"
+One publish = reserve + write every tensor + commit without checksums (the copy on disk has them). "steady"
 re-uses the segment of an older version that this process has mapped before, as a trainer that publishes again
 and again; "reused" re-uses a segment this process has not mapped; "new" takes memory the system has to clear
 first; "ahead" is "new" with the draft reserved and populated before the clock starts. Sources and tensor
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._claims import at_least, record
 from weights.format.layout import Layout, TensorSpec
+from weights.memory import segment
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 
@@ -118,22 +119,14 @@ class Bench:
     def ahead(self) -> float:
         self._empty()
         draft = self._reserve()
-        draft.populate()
+        for file in draft.layout.files:
+            segment.populate(draft.file_view(file.name), write=True)
         started_s = time.perf_counter()
         return self._finish(draft, started_s)
 
     def checked(self) -> float:
         self._publish()
         return self._publish(checksums=True)
-
-    def seal(self) -> float:
-        self._publish(keep=True)
-        stored = self.store.list("version")[-1]
-        started_s = time.perf_counter()
-        self.store.seal(stored, threads=len(self.shares))
-        seconds = time.perf_counter() - started_s
-        self.store.remove(stored)
-        return seconds
 
     def _empty(self) -> None:
         self.store.trim_pool()
@@ -143,22 +136,21 @@ class Bench:
         self.count += 1
         return self.store.reserve(self.layout, kind="version", model="bench", version=str(self.count))
 
-    def _publish(self, *, checksums: bool = False, keep: bool = False) -> float:
+    def _publish(self, *, checksums: bool = False) -> float:
         started_s = time.perf_counter()
-        return self._finish(self._reserve(), started_s, checksums=checksums, keep=keep)
+        return self._finish(self._reserve(), started_s, checksums=checksums)
 
-    def _finish(self, draft, started_s: float, *, checksums: bool = False, keep: bool = False) -> float:
+    def _finish(self, draft, started_s: float, *, checksums: bool = False) -> float:
         targets = {name: np.frombuffer(draft.view(name), np.uint8) for name in self.sources}
         copy_all(self.sources, targets, self.shares, self.pool)
         del targets
-        stored = draft.commit(meta={}, checksums=checksums, checksum_threads=len(self.shares))
+        stored = draft.commit(meta={}, checksums=checksums)
         seconds = time.perf_counter() - started_s
-        if not keep:
-            self.store.remove(stored)
+        self.store.remove(stored)
         return seconds
 
 
-CASES = ("memcpy", "steady", "reused", "new", "ahead", "checked", "seal")
+CASES = ("memcpy", "steady", "reused", "new", "ahead", "checked")
 
 
 def measure(root: Path, total_bytes: int, threads: int, rounds: int) -> dict:

@@ -265,8 +265,8 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
     from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
-    from train.run.engine import init_world, meeting_url
-    from train.run.prepare import prepare
+    from train.trainer.engine import init_world, meeting_url
+    from train.trainer.prepare import prepare
 
     folder = Path(options.folder)
     init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))

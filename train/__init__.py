@@ -2,5 +2,5 @@
 
 Reading order: data.check -> plan.auto -> plan.spec -> data.token_set -> model.model -> run.loop -> state.snapshot ->
 control.group. `data.check`, `data.formats`, `plan`, `control.rank_host` and `control.group` import no torch; the rest
-runs in ranks forked from the warm parent that has imported `train.run.preload`.
+runs in ranks forked from the warm parent that has imported `train.trainer.preload`.
 """

@@ -95,7 +95,7 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     devices: tuple[Device, ...] = ()
     refused = ""
     try:
-        devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
+        devices = discover_devices(config.box.devices)
         check_build(devices)
     except DevicesRefused as error:
         refused = str(error)

@@ -156,7 +156,7 @@ class Box:
         if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
         try:
-            self._devices = discover_devices(self._config.box.devices, untried=self._config.box.untried_devices)
+            self._devices = discover_devices(self._config.box.devices)
             check_build(self._devices)
         except DevicesRefused as error:
             raise BoxError(str(error)) from error

@@ -76,7 +76,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     segments.remove_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
-    devices = discover_devices(config.box.devices, name, config.box.untried_devices)
+    devices = discover_devices(config.box.devices, name)
     check_build(devices)
     for words in foreign_use(devices):
         log.warning("%s", words)

@@ -65,9 +65,6 @@ def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = Fal
         "RAY_memory_monitor_refresh_ms": "0",
         # By default (1000) the kernel kills its workers first, and everything forked below them.
         "RAY_worker_oom_score_adjustment": str(int(DiesAs.SUPERVISOR)),
-        # Freed devices are known after one report; a lease that is asked for before that waits most of a second
-        # (scheduler/ray/device_reservations.py).
-        "RAY_raylet_report_resources_period_milliseconds": "20",
         # When Ray is told to end, the controller has ended everything on it: there is nothing to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # A node that dies is missed within four seconds instead of twenty.

@@ -142,7 +142,7 @@ def _complete(words: list[str]) -> None:
 
 def _names(kind: str, rest: list[str]) -> list[str]:
     """Names of the box, none if it does not answer: a shell that completes must not print errors over the line."""
-    path, key = {"model": ("/admin/v1/models", "name"), "job": ("/admin/v1/jobs", "id")}[kind]
+    path, key = {"model": ("/admin/v1/models", "name"), "job": ("/v1/fine_tuning/jobs", "id")}[kind]
     given = [text for pair in itertools.pairwise(rest) if pair[0] in BOX_OPTIONS for text in pair]
     with contextlib.suppress(CliError, SystemExit):
         session = COMMANDS["model list"].session(given)

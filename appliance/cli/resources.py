@@ -366,8 +366,9 @@ RESOURCES = (
         Verb(
             "rm",
             "Delete a model with all its versions. Exit code 5 if a job uses it.",
-            "deleted {name}",
+            "deleted {id}",
             method="DELETE",
+            path="/v1/models/{id}",
         ),
         Verb(
             "verify",
@@ -413,17 +414,16 @@ RESOURCES = (
     resource(
         "job",
         "Fine-tuning jobs.",
-        "/admin/v1/jobs",
+        JOBS,
         read(
             "list",
             """List jobs: how far each is, which devices it holds, and what it waits for.
 
-            A key of the scope fine_tuning alone gets its owner's, as OpenAI's API has them.""",
+            A key without the scope read gets its owner's, as OpenAI's API has them.""",
             options=(limit(100),),
             watch=True,
-            own=JOBS,
         ),
-        show("get", "Show everything the box knows of one job.", watch=True, own=f"{JOBS}/{{id}}"),
+        show("get", "Show everything the box knows of one job.", watch=True),
         read(
             "queue",
             "List jobs in the order in which they get devices, each with why it waits, as Slurm does.",
@@ -431,8 +431,13 @@ RESOURCES = (
             path="/admin/v1/queue",
             watch=True,
         ),
-        Verb("hold", "Keep jobs in the queue; one that runs is suspended at its next step.", "{id} is held", of="many"),
-        Verb("release", "Release held jobs: they get devices again in their turn.", "{id} is released", of="many"),
+        *(
+            Verb(name, help, f"{{id}} is {done}", of="many", path=f"/admin/v1/jobs/{{id}}/{name}")
+            for name, help, done in (
+                ("hold", "Keep jobs in the queue; one that runs is suspended at its next step.", "held"),
+                ("release", "Release held jobs: they get devices again in their turn.", "released"),
+            )
+        ),
         *(
             Verb(name, help, f"{{id}}: {name} accepted, status {{status}}", of="many", path=f"{JOBS}/{{id}}/{name}")
             for name, help in (

@@ -12,10 +12,11 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
-from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
+from appliance.controller.admin import box, devices, logs, mode, profile, queue
+from appliance.controller.admin.models import canaries as canary_routes
+from appliance.controller.admin.models import deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
+from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions, session_keys, usage
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
@@ -44,7 +45,6 @@ from appliance.controller.openai import (
     checkpoint_permissions,
     completion_routes,
     job_routes,
-    method_routes,
     model_routes,
     response_routes,
 )
@@ -61,11 +61,10 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     JobValidation(context)
     Operations(context)
-    data_work, runner = DataWork(context), Batches(context)
+    data_checks, batches = DataWork(context), Batches(context)
     activations = Activations(context)
-    compared, stored = Canaries(context, activations), StoredResponses(context)
+    canaries, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    key_ends = keys.KeyEnds(context)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
     gates = Gates(context, activations)
@@ -74,23 +73,21 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         quarantine.sweep(context)
         context.tasks.resume()
-        context.publish_keys()
-        tasks = context.background
-        kept = (
-            tasks.keep_every(
-                "housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s
-            ),
-            tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
-            tasks.keep_every("gates", gates.look, GATES_EVERY_S),
-            tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
+        context.spending.publish_keys()
+        keep_every = context.background.keep_every
+        rounds = (
+            keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s),
+            keep_every("keys that expire", partial(key_ends.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True),
+            keep_every("gates", gates.look, GATES_EVERY_S),
+            keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s),
         )
         try:
             yield
         finally:
-            for task in kept:
+            for task in rounds:
                 task.cancel()
-            await asyncio.gather(*kept, return_exceptions=True)
-            await compared.tasks.stop()
+            await asyncio.gather(*rounds, return_exceptions=True)
+            await canaries.tasks.stop()
             await context.tasks.stop()
             await graders.stop()
 
@@ -102,35 +99,33 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redirect_slashes=False,
         middleware=[Middleware(RequestIds)],
     )
-    app.state.context, app.state.canaries = context, compared
+    app.state.context, app.state.canaries = context, canaries
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
     app.state.gates = gates
     app.state.graders = answers
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for part_of_it in (box, mode, queue, power, logs, profile, devices, deployments, engine_settings):
-        part_of_it.routes(context, admin)
-    forgetting = forget.Forgetting(context, evaluations)
-    forget.routes(context, admin, forgetting)
-    keys.routes(context, admin, key_ends)
-    session_keys.routes(context, admin)
-    page_sessions.routes(context, admin)
-    canaries.routes(context, admin, compared)
+    for group in (box, mode, queue, logs, profile, devices, keys, session_keys, page_sessions, usage, plan_route):
+        group.routes(context, admin)
+    # Before those of models, whose names may contain slashes.
+    for group in (deployments, engine_settings):
+        group.routes(context, admin)
+    forget.routes(context, admin, evaluations)
+    canary_routes.routes(context, admin, canaries)
     operation_routes.routes(context, admin)
-    admin_models.routes(context, admin, compared, activations)
-    plan_route.routes(context, admin)
-    usage.routes(context, admin)
+    admin_models.routes(context, admin, canaries, activations)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
-        data_routes.routes(context, data_work),
-        batch_routes.routes(context, runner),
+        data_routes.routes(context, data_checks),
+        batch_routes.routes(context, batches),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         completion_routes.routes(context, stored),
+        job_routes.reading_routes(context),
         job_routes.routes(context, graders),
-        method_routes.routes(),
+        job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),
         checkpoint_permissions.routes(context),
@@ -145,14 +140,16 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
-    with context.background.guard("housekeeping of files and uploads"):
-        session_keys.revoke_old(context, now_s)
+    for what, work in (
+        ("files and uploads", partial(keep_house, context)),
+        ("what was kept long enough", partial(retention.keep_house, context)),
+        ("stored responses", stored.keep_house),
+    ):
+        with context.background.guard(f"housekeeping of {what}"):
+            await asyncio.to_thread(work, now_s)
+    with context.background.guard("housekeeping of keys and logins"):
+        session_keys.keep_house(context, now_s)
         page_sessions.keep_house(context, now_s)
-        await asyncio.to_thread(keep_house, context, now_s)
-    with context.background.guard("housekeeping of what was kept long enough"):
-        await asyncio.to_thread(retention.keep_house, context, now_s)
-    with context.background.guard("housekeeping of stored responses"):
-        await asyncio.to_thread(stored.keep_house, now_s)
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
@@ -162,6 +159,5 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         if (row := file_rows.find_expired(db, file_id, now_s=now_s)) is not None:
             storage.remove(context, row)
     upload_routes.keep_house(context, now_s)
-    session_keys.keep_house(context, now_s)
     keyless_s = min(config.retry_window_s, config.idempotency_keep_s)
     idempotency.delete_before(db, now_s - config.idempotency_keep_s, now_s - keyless_s)

@@ -15,7 +15,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
-from appliance.controller.jobs.events import add_message, answer_with
+from appliance.controller.jobs.events import add_message, serve_version
 from appliance.controller.models.activation import Activations
 from appliance.store.objects import evals, job_records, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
@@ -132,7 +132,7 @@ class Gates:
         async with self._activations.lock(name):
             model, error = stored_model(self._db, name), None
             if model.active_version is None:
-                answer_with(self._db, name, version)
+                serve_version(self._db, name, version)
                 self._context.routing.models_changed()
                 self._context.scheduler.nudge(why)
             elif model.active_version != version:

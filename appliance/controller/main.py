@@ -158,7 +158,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
     weights = _open_store(config, paths)
-    home = discover_devices(config.box.devices, untried=config.box.untried_devices)
+    home = discover_devices(config.box.devices)
     node_config = node_config_of(config, paths, home)
     background, inbox = BackgroundTasks(), Inbox()
 
@@ -172,7 +172,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # Engines: how large they are, which names they answer, and who asks them.
     sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes, spending)
+    routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
     bus.on_table.append(asking.table_changed)
@@ -204,7 +204,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         engine_bytes=versions.host_bytes,
         job_bytes=job_memory.host_bytes,
         devices=nodes.device_count,
-        parked=effects,
         nudge=inbox.nudge,
         on_enough=partial(inbox.retry, "memory"),
         save=tiers.nudge,
@@ -217,7 +216,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         BoxSize(floor, len(home), config.serve.max_replicas),
         routing,
         Wishes(db, bus, routing, asking, sampling_engines, floor),
-        DemandLearning(routing.traffic, config.scheduler, len(home), db=db),
+        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         job_memory,
     )
@@ -253,7 +252,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes), bus),
+        quotas=Quotas(db, config.controller, Disk(paths.files, config.controller.disk_floor_bytes)),
         scheduler=scheduler,
         routing=routing,
         sizes=sizes,
@@ -395,8 +394,7 @@ async def _profile_jobs(context: ControllerContext) -> None:
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    table = {"table of models"} if context.bus.is_table_too_long else set()
-    context.bus.set_degraded(sorted({*context.background.names(), *others, *table}))
+    context.bus.set_degraded(sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

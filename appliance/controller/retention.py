@@ -35,7 +35,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         retention.delete_job(db, job_id)
     if kept.eval_runs_days is not None:
         for run_id in retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S):
-            context.tasks.start(evals.DELETIONS, run_id, None)
+            evals.delete(db, run_id)
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S):
             row = files.find(db, file_id, viewer=None, now_s=0)

@@ -1,15 +1,21 @@
-"""What one process of the gateway has: listeners, the controller's table, a few things done by the clock."""
+"""Runs one process of the gateway: listeners, the controller's table, a few things done by the clock, the bus.
+
+The bus has JSON lines over the controller's Unix socket, tables in, load reports out. While the controller is
+unreachable the last table stays in force. After each connection the controller sends a whole table; the report that
+follows names the generation that is applied. Usage is sent again on each connection until the controller counted it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from functools import partial
 from typing import Any
 
+import msgspec
+import orjson
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
@@ -17,12 +23,12 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
-from appliance.gateway.routing.table import Table
+from appliance.gateway.routing.table import Degraded, Table, read_message
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.reports import write_snapshot
+from appliance.gateway.server.reports import load_report, write_snapshot
 from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -30,6 +36,11 @@ log = logging.getLogger("appliance.gateway")
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
 SNAPSHOT_EVERY_S = 5.0
+LINE_BYTES = 64 * 1024 * 1024
+RECONNECT_S = 0.2
+HEARTBEAT_S = 5.0
+COUNTED = b'{"type":"counted"}\n'
+"""The controller's answer to a usage message."""
 
 
 class Gateway:
@@ -39,17 +50,6 @@ class Gateway:
         self.config = config
         self.state = State(config)
         self.controller = Controller(self.state)
-        self._app: Any = App(self.state, self.controller)
-        if config.cors_origins:
-            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
-            self._app = CORSMiddleware(
-                self._app,
-                allow_origins=config.cors_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
-                expose_headers=["*"],
-                max_age=7200,
-            )
         self._servers: list[asyncio.Server] = []
         self._next_snapshot_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -63,33 +63,38 @@ class Gateway:
 
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`).
         """
-        keep = self.state.background.keep
-        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
+        config, state, loop = self.config, self.state, asyncio.get_running_loop()
+        app: Any = App(state, self.controller)
+        if config.cors_origins:
+            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
+            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
+            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
         served = Config(
-            self._app,
+            app,
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=self.config.limits.keepalive_s,  # type: ignore[arg-type]
+            timeout_keep_alive=config.limits.keepalive_s,  # type: ignore[arg-type]
         )
         served.load()
-        context = self._tls()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(served, self.state.server, self.state),
-            host,
-            port,
-            reuse_port=reuse_port,
-            backlog=2048,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
-        )
+        if config.tls_cert_path is not None and config.tls_key_path is not None:
+            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
+            from appliance.gateway.http.certificates import Certificate
+
+            state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
+        connection = partial(Connection, served, state.server, state)
+        tls: dict[str, Any] = {}
+        if state.certificate is not None:
+            tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
+        server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
         self._servers.append(server)
         if private is not None:
-            connection = partial(Connection, served, self.state.server, self.state, private=True)
-            self._servers.append(await asyncio.get_running_loop().create_unix_server(connection, sock=private))
+            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
+        keep = state.background.keep
+        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
@@ -126,17 +131,6 @@ class Gateway:
         ):
             await asyncio.sleep(0.02)
 
-    def _tls(self) -> ssl.SSLContext | None:
-        config, state = self.config, self.state
-        if config.tls_cert_path is None or config.tls_key_path is None:
-            return None
-        if state.certificate is None:
-            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
-            from appliance.gateway.http.certificates import Certificate
-
-            state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
-        return state.certificate.context
-
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
@@ -151,57 +145,46 @@ class Gateway:
         state.comparison.apply(table.models.values())
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        if changed_keys:
-            self._end_revoked()
-        self._end_batch()
-        self._end_waits()
+        logins = {login.id for login, _ in sessions.values()}
+        for exchange in list(state.exchanges):
+            if changed_keys and (refusal := self._revoked(exchange, logins)) is not None:
+                state.metrics.events["revoked_in_flight"] += 1
+                exchange.end(refusal)
+            choice = exchange.choice
+            if choice is not None and choice.work.batch and not state.router.is_open(choice):
+                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+            self._end_wait(exchange)
         state.place_held()
         state.on_change(True)
 
-    def _end_revoked(self) -> None:
-        logins = {login.id for login, _ in self.state.sessions.values()}
-        for exchange in list(self.state.exchanges):
-            if (refusal := self._revoked(exchange, logins)) is not None:
-                self.state.metrics.events["revoked_in_flight"] += 1
-                exchange.end(refusal)
-
     def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
-        request = exchange.request
-        if not request.caller.id:
+        if not exchange.caller.id:
             return None
-        caller = self.state.spending.callers.get(request.caller.id)
+        caller = self.state.spending.callers.get(exchange.caller.id)
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
-        by_key = not request.session and not exchange.connection.private  # work of the box itself outlives a rotation
-        if caller is None or (by_key and caller.secret != request.caller.secret):
-            # What asks for a new secret is answered: the asker's own may be the old one.
-            asks_for_one = request.route is ROTATION and exchange.body_complete
-            return None if asks_for_one else errors.key_ended(request.caller.expires_s)
-        if request.session and request.session not in logins and request.route is not SESSIONS:
+        by_key = not exchange.session and not exchange.connection.private  # work of the box itself outlives a rotation
+        if caller is None or (by_key and caller.secret != exchange.caller.secret):
+            # A request for a new secret is answered: the asker's own may be the old one.
+            rotates = exchange.route is ROTATION and exchange.body_complete
+            return None if rotates else errors.key_ended(exchange.caller.expires_s)
+        if exchange.session and exchange.session not in logins and exchange.route is not SESSIONS:
             return errors.session_ended()
-        request.caller = caller
+        exchange.caller = caller
         return None
 
-    def _end_waits(self) -> None:
-        """Of held requests, end those for a model that their key may not call any more, that is gone, or whose engines
-        do not start."""
-        state = self.state
-        for exchange in state.exchanges:
-            if (ticket := exchange.ticket) is not None:
-                try:
-                    state.callable_model(ticket.model, exchange.request.caller)
-                    if state.next_try_s(ticket.model) is not None:
-                        raise state.not_ready(ticket.model, "its engines do not start")
-                except HttpError as error:
-                    state.holds.refuse(ticket, error)
-
-    def _end_batch(self) -> None:
-        """Requests of class batch on replicas that drain: whoever sent them sends them again."""
-        for exchange in list(self.state.exchanges):
-            choice = exchange.choice
-            if choice is not None and choice.work.batch and not self.state.router.is_open(choice):
-                exchange.end(errors.batch_gives_way())
+    def _end_wait(self, exchange: Exchange) -> None:
+        """End a held request for a model that its key may not call any more, that is gone, or whose engines do not
+        start."""
+        state, ticket = self.state, exchange.ticket
+        if ticket is not None:
+            try:
+                state.callable_model(ticket.model, exchange.caller)
+                if state.next_try_s(ticket.model) is not None:
+                    raise state.not_ready(ticket.model, "its engines do not start")
+            except HttpError as error:
+                state.holds.refuse(ticket, error)
 
     # -- time
 
@@ -222,3 +205,87 @@ class Gateway:
         if self.config.workers > 1 and now_s >= self._next_snapshot_s:
             self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
             await write_snapshot(state)
+
+
+class BusClient:
+    """Keeps one connection to the controller for as long as `run` runs."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._writer: asyncio.StreamWriter | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # Rows that the controller has not counted yet, and whether this connection has them.
+        self._usage: list[dict[str, Any]] = []
+        self._usage_sent = False
+        gateway.state.on_change = self.changed
+
+    async def run(self) -> None:
+        """Connect, read, reconnect; returns only when cancelled."""
+        state = self._gateway.state
+        while True:
+            try:
+                path = self._gateway.config.bus_socket
+                reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
+                self._usage_sent, state.controller_away = False, False
+                await self._read(reader)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                if not state.controller_away:
+                    log.warning("bus: the controller is away, serving from the last table: %s", error)
+            finally:
+                state.controller_away = True
+                if self._writer is not None:
+                    self._writer.close()
+                    self._writer = None
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Apply tables until the connection ends. Raises ValueError on a line that is too long or not JSON."""
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    line = await reader.readline()
+            except TimeoutError:
+                self.send()
+                continue
+            if not line:
+                return
+            if line == COUNTED:
+                self._usage = []
+                continue
+            try:
+                # In a thread, because a table may have thousands of models; until it is read the last one is in force.
+                message = await asyncio.to_thread(read_message, line)
+            except msgspec.ValidationError as error:
+                log.error("bus: a message is refused, the last table stays in force: %s", error)
+                continue
+            if isinstance(message, Degraded):
+                self._gateway.state.box_troubles = message.names
+            else:
+                self._gateway.apply(message)
+
+    def changed(self, urgent: bool) -> None:
+        """Schedule a report: now if urgent, else within the report interval."""
+        if urgent:
+            self.send()
+        elif self._timer is None and self._writer is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._gateway.config.report_s, self.send)
+
+    def send(self) -> None:
+        """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        writer, state = self._writer, self._gateway.state
+        if writer is None or writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
+            log.warning("bus: the controller does not read, reconnecting")
+            writer.transport.abort()
+            return
+        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        if not self._usage:
+            self._usage, self._usage_sent = state.spending.take_sums(), False
+        if self._usage and not self._usage_sent:
+            message = {"type": "usage", "gateway": self._gateway.config.name, "rows": self._usage}
+            writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+            self._usage_sent = True

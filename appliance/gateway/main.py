@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,26 +13,26 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import orjson
 import uvloop
 
-from appliance.gateway.bus import BusClient
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.gateway import Gateway
-from appliance.gateway.workers import EXIT_USAGE, Siblings, keep_workers
+from appliance.gateway.gateway import BusClient, Gateway
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network.sockets import check_free, private_socket
 from runtime.processes import garbage
+from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
+
+EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +67,10 @@ def _private_listener(config: GatewayConfig) -> socket.socket | None:
     if config.private_socket is None:
         return None
     Path(config.private_socket).unlink(missing_ok=True)
-    made = private_socket(config.private_socket)
-    made.listen(2048)
-    made.setblocking(False)
-    return made
+    listener = private_socket(config.private_socket)
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
 
 
 def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
@@ -77,7 +78,8 @@ def _run(config: GatewayConfig, private: socket.socket | None, siblings: Sibling
         log_path = None if config.log_path is None else f"{config.log_path}.{index}"
         config = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
     try:
-        return uvloop.run(serve(config, private, siblings, index))
+        uvloop.run(_serve(config, private, siblings, index))
+        return 0
     except OSError as error:
         return _cannot_listen(config, error)
 
@@ -87,12 +89,7 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def serve(
-    config: GatewayConfig,
-    private: socket.socket | None = None,
-    siblings: Siblings | None = None,
-    index: int = 0,
-) -> int:
+async def _serve(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None, index: int) -> None:
     """One worker, from first listen to last response. siblings: it is the one of this number of several."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,24 +97,75 @@ async def serve(
     gateway = Gateway(config)
     spending = gateway.state.spending
     if siblings is not None:
-        spending.tell_others = partial(siblings.tell, index)
-        siblings.listen(index, spending.heard)
+        spending.report_spent = partial(siblings.send, index)
+        siblings.listen(index, spending.spent_elsewhere)
     bus = BusClient(gateway)
     reading = gateway.state.background.keep("bus", bus.run)
     garbage.settle()
-
     port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
+    line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
     # One write: workers share this pipe, and `print` may write a line and its end separately.
-    line: dict[str, Any] = {"time": timestamp(time.time()), "level": "info", "process": "gateway"}
-    line |= {"event": "listening", "host": config.host, "port": port}
-    os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    os.write(1, orjson.dumps({**line, "host": config.host, "port": port}, option=orjson.OPT_APPEND_NEWLINE))
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
     bus.send()
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    return 0
+
+
+# -- several workers, processes on one port
+
+
+def keep_workers(count: int, work: Callable[[int], int]) -> int:
+    """Fork workers and wait for all of them. SIGTERM, SIGINT or the end of one of them ends them all.
+
+    Args:
+        count: of workers.
+        work: what the worker of this number does, in its own process; returns its exit status.
+
+    Returns:
+        The exit status: 0 if they ended as asked.
+    """
+    signals, parent, pids = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}, os.getpid(), set[int]()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for index in range(count):
+        pid = os.fork()
+        if not pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            die_with_parent(parent)
+            os._exit(work(index))
+        pids.add(pid)
+    asked = signal.sigwait(signals) != signal.SIGCHLD
+    if not asked:
+        log.error("a worker has ended, ending the others")
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return int(not asked or any(codes))
+
+
+class Siblings:
+    """Datagrams by which each worker reports to all others what keys spend there. Create before the workers are forked.
+    A datagram is lost, and costs its key nothing, where a reader is too far behind."""
+
+    def __init__(self, count: int) -> None:
+        self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
+        for end in (end for pair in self._pairs for end in pair):
+            end.setblocking(False)
+
+    def send(self, own: int, key: str, batch: bool, requests: int, tokens: int) -> None:
+        """Report what a key has spent. own: the number of the reporting worker."""
+        message = orjson.dumps((key, batch, requests, tokens))
+        for index, (_, sender) in enumerate(self._pairs):
+            if index != own:
+                with contextlib.suppress(OSError):
+                    sender.send(message)
+
+    def listen(self, own: int, receive: Callable[[str, bool, int, int], None]) -> None:
+        """Call `receive` on the running loop with each report of another worker. own: the number of this one."""
+        reader = self._pairs[own][0]
+        asyncio.get_running_loop().add_reader(reader, lambda: receive(*orjson.loads(reader.recv(1024))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The memory of one node's host: `memory_policy` decides, this reads, acts and reports. `box_memory` has one per node.
 
-It frees by itself what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler's loop
+It frees by itself what can go at once (freed segments, versions that nobody reads). The scheduler's loop
 controls engines and jobs: it asks here for limits (`lacks`, `max_asleep`, `book_engine`), and is nudged.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from appliance.memory import memory_policy
 from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
@@ -35,16 +35,6 @@ WANTED_FOR_S = 3.0
 STARTING_FOR_S = 15.0
 """For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
-
-
-class Parked(Protocol):
-    """Parked ranks; `scheduler.ray.effects`."""
-
-    async def parked(self, node: str) -> tuple[str, ...]:
-        """Jobs with parked ranks on this node."""
-
-    async def drop_parked(self, node: str) -> None:
-        """End all parked ranks on this node."""
 
 
 class Stored(NamedTuple):
@@ -80,7 +70,6 @@ class Means:
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
     devices: Callable[[str], int]
-    parked: Parked
     nudge: Callable[[], Any]
     on_enough: Callable[[], None] = lambda: None
     save: Callable[[], None] = lambda: None
@@ -107,7 +96,6 @@ class HostMemory:
         self._wanted: dict[str, tuple[int, float]] = {}  # engines and jobs that wait: bytes, when the loop asked last
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._starting: list[tuple[float, int]] = []
-        self._parked: frozenset[str] = frozenset()
         self._barren: dict[str, float] = {}  # kinds that freed nothing, and until when they are not tried
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
         self._replicas: list[dict[str, Any]] = []
@@ -124,8 +112,7 @@ class HostMemory:
         if self._state.short:
             return f"{have} starts by itself when there is enough."
         needed = min(self._needs(row).values())
-        # Parked ranks have their memory; without this, a job waited for as much again while its own ranks held it.
-        if needed <= self._room() or row.id in self._parked:
+        if needed <= self._room():
             self._waiting_jobs.pop(row.id, None)
             return ""
         return (
@@ -141,8 +128,7 @@ class HostMemory:
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
         found = {size: size <= held or needed <= room for size, needed in needs.items()}
-        parked = row.id in self._parked and not row.devices
-        return found if any(found.values()) and not parked else dict.fromkeys(needs, True)
+        return found if any(found.values()) else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
         """No node has memory for this job: this node gives back for it memory that nobody computes with."""
@@ -193,11 +179,6 @@ class HostMemory:
         now_s = self._clock()
         self._reading = self._read()
         self._forget(now_s)
-        if self._waiting_jobs or self._parked:
-            self._parked = frozenset(await self._means.parked.parked(self._node))
-            for job_id in self._parked & self._waiting_jobs.keys():
-                del self._waiting_jobs[job_id]
-                self._means.nudge()
         wanted = sum(needed for needed, _ in self._wanted.values())
         enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
         if not enough or self._state.holds_back or self._waiting_jobs:
@@ -228,8 +209,6 @@ class HostMemory:
                 self._barren[action.kind] = now_s + BARREN_FOR_S
             self._means.nudge()
             return
-        if action.kind == "parked":
-            await self._means.parked.drop_parked(self._node)
         if action.kind == "job":
             self._means.save()
         self._means.nudge()
@@ -253,7 +232,6 @@ class HostMemory:
             pool=0 if "pool" in self._barren else pool,
             versions=0 if "versions" in self._barren else versions,
             sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
-            parked=await self._means.parked.parked(self._node),
             running=tuple(reversed(running)),  # in queue order: the last is suspended first
             wanted=wanted,
             job_wanted=job_wanted,

@@ -7,11 +7,10 @@ when processes stall for lack of it (PSI). The box then gives up one item at a t
     1. freed segments of the weights pool     nobody uses them
     2. versions that nobody reads             a lower tier has them; reading one in again takes seconds
     3. sleeping engines                       least recently used first; their next start is a cold one
-    4. parked ranks                           their job starts with new processes
-    5. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
+    4. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
                                               to disk, (2) frees the snapshot too
 
-No awake engine is stopped, and no job begins meanwhile. A job that waits for memory gets what 1 to 4 bring. Items come
+No awake engine is stopped, and no job begins meanwhile. A job that waits for memory gets what 1 to 3 bring. Items come
 back in the other order, one at a time, each after memory was clearly above the reserve for CALM_S.
 """
 
@@ -23,7 +22,7 @@ from typing import Literal
 
 from scheduler.core.memory_reading import MemoryReading
 
-Kind = Literal["pool", "versions", "sleeper", "parked", "job"]
+Kind = Literal["pool", "versions", "sleeper", "job"]
 
 ENOUGH_OF_RESERVE = 1.5
 STALLED_PERCENT = 10.0
@@ -32,7 +31,7 @@ available, memory is short."""
 CALM_S = 30.0
 LEAST_BYTES = 4 * 2**20
 """Smaller amounts are not worth giving up."""
-SETTLE_S: Mapping[Kind, float] = {"pool": 0.5, "versions": 0.5, "sleeper": 2.0, "parked": 1.0, "job": 5.0}
+SETTLE_S: Mapping[Kind, float] = {"pool": 0.5, "versions": 0.5, "sleeper": 2.0, "job": 5.0}
 """Time to wait after each action for its effect."""
 SUSPEND_LIMIT_S = 60.0
 """A job that is still being suspended is waited for, up to this."""
@@ -47,7 +46,6 @@ class Holdings:
     pool: int = 0
     versions: int = 0
     sleepers: int = 0
-    parked: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
     wanted: int = 0
     job_wanted: int = 0
@@ -152,8 +150,6 @@ def _give_idle(holdings: Holdings, state: MemoryState, lacking: int, why: str) -
         return replace(state, sleepers=bound), Action(
             "sleeper", False, f"a sleeping engine is ended: {why}", bound=bound
         )
-    if holdings.parked:
-        return state, Action("parked", False, f"parked ranks of {', '.join(holdings.parked)} are ended: {why}")
     return None
 
 

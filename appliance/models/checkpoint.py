@@ -29,8 +29,7 @@ from weights.checkpoint.folder import (
 )
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part
-from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
-from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout
+from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout, read_header
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
@@ -111,10 +110,7 @@ def choose_files(directory: Path) -> Files:
 def check_header(path: Path, name: str) -> None:
     """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises HeaderInvalid."""
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        needed = header_bytes_needed(file.read(LENGTH_BYTES), path=path.parent, file=name, file_bytes=file_bytes)
-        file.seek(0)
-        parse_header(file.read(needed), path=path.parent, file=name, file_bytes=file_bytes)
+        read_header(file, path=path.parent, name=name)
 
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:

@@ -25,10 +25,9 @@ class KeyRow:
 
     owner: whose is what is made with it, and who shares the devices with whom; keys of one owner count as one. models:
     names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
-    max_priority: of its jobs. max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so.
-    bounds: of what the owner may keep, where they are not the box's own. session: of one command on the box itself.
-    subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by hand. expires_s: Unix time
-    of its end by itself, None: it lasts.
+    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. session: of one
+    command on the box itself. subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by
+    hand. expires_s: Unix time of its end by itself, None: it lasts.
     """
 
     id: str
@@ -45,9 +44,6 @@ class KeyRow:
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     max_priority: int = 0
-    max_non_preemptible: int = 0
-    max_deadlines: int = 0
-    max_held: int = 16
     bounds: dict[str, int] | None = json_column(default=None)
     session: int = 0
     subject: str = ""
@@ -416,23 +412,14 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Work on the object `id`. key_id: with which the object was made; None for the box itself."""
+    """Work on the object `id`. key_id: with which the object was made; None for the box itself. arguments: what the
+    object's row does not say."""
 
     kind: str
     id: str
     key_id: str | None
     created_s: float
-    cursor: dict[str, Any] = json_column(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StandbyRow:
-    """See scheduler.autoscale.standby. arguments: of the learner that the state belongs to. saved_s: Unix time."""
-
-    model: str
-    saved_s: float
-    arguments: list[float] = json_column(default_factory=list)
-    state: dict[str, Any] = json_column(default_factory=dict)
+    arguments: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ CREATE TABLE keys (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE,
     prefix TEXT NOT NULL, scopes TEXT NOT NULL, created_s REAL NOT NULL, revoked_s REAL, owner TEXT NOT NULL DEFAULT '',
     models TEXT, requests_per_minute INTEGER, tokens_per_minute INTEGER, tokens_per_day INTEGER,
-    tokens_per_month INTEGER, max_priority INTEGER NOT NULL DEFAULT 0, max_non_preemptible INTEGER NOT NULL DEFAULT 0,
-    max_deadlines INTEGER NOT NULL DEFAULT 0, max_held INTEGER NOT NULL DEFAULT 16, bounds TEXT,
+    tokens_per_month INTEGER, max_priority INTEGER NOT NULL DEFAULT 0, bounds TEXT,
     session INTEGER NOT NULL DEFAULT 0, subject TEXT NOT NULL DEFAULT '', expires_s REAL
 );
 CREATE UNIQUE INDEX keys_live_name ON keys (name) WHERE revoked_s IS NULL;
@@ -194,10 +193,10 @@ CREATE TABLE operations (
 CREATE INDEX operations_ended ON operations (ended_s) WHERE state != 'running';
 CREATE INDEX operations_going ON operations (seq) WHERE state = 'running';
 
--- Work that outlives its request and a restart, until its object has ended. id: of the object. cursor: JSON, what the
+-- Work that outlives its request and a restart, until its object has ended. id: of the object. arguments: JSON, what the
 -- object's row does not say.
 CREATE TABLE tasks (
-    kind TEXT NOT NULL, id TEXT NOT NULL, key_id TEXT, created_s REAL NOT NULL, cursor TEXT NOT NULL,
+    kind TEXT NOT NULL, id TEXT NOT NULL, key_id TEXT, created_s REAL NOT NULL, arguments TEXT NOT NULL,
     PRIMARY KEY (kind, id)
 ) WITHOUT ROWID;
 CREATE INDEX tasks_of_key ON tasks (key_id);
@@ -395,12 +394,6 @@ CREATE TABLE eval_items (
 );
 CREATE INDEX eval_items_of ON eval_items (run_id, status, seq);
 CREATE INDEX eval_items_in_order ON eval_items (run_id, seq, status);
-
--- Learned traffic of a model. arguments: of the learner; one with other arguments ignores it.
-CREATE TABLE standby (
-    model TEXT PRIMARY KEY REFERENCES deployments (model) ON DELETE CASCADE, arguments TEXT NOT NULL,
-    state TEXT NOT NULL, saved_s REAL NOT NULL
-);
 
 -- judge: {"grader"} or {"teacher"}, up to megabytes, so not in the job's row. taught_by: versions of the teacher, in
 -- order.

@@ -57,7 +57,7 @@ def _used_bytes(pynvml: Any, handle: Any) -> int:
 
 def fork(half: str) -> dict[str, Any]:
     """Whether a process forked after the imports of a warm parent can compute on a GPU."""
-    importlib.import_module({"serve": "serve.engine.preload", "train": "train.run.preload"}[half])
+    importlib.import_module({"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half])
     import torch
 
     child = os.fork()

@@ -51,7 +51,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         whole = Strided(0, elements, elements, 1)
         write, read = (CopyPlan((Move(ours, "snapshot", whole),)) for ours in (state, into))
         # The first round also faults the pages in.
-        out = _seconds(kind, device, lambda: [*write.write(draft)])
+        out = _seconds(kind, device, lambda: write.write(draft))
         back = _seconds(kind, device, lambda: read.read(draft))
     return found | {
         "out": 4 * elements / out,
@@ -135,19 +135,19 @@ def head(
     device: torch.device, tokens: int = 4096, width: int = 4096, vocabulary: int = 128_256, checked_width: int = 256
 ) -> dict[str, Any]:
     """The loss of `tokens` learnt positions and the gradients of the output head."""
-    from train.methods.supervised_objective import LossHead
+    from train.methods.packed_objective import LogProbHead
     from train.plan import estimate
 
     kind = of_torch(device)
 
-    def made(width: int) -> tuple[LossHead, torch.Tensor, torch.Tensor]:
+    def made(width: int) -> tuple[LogProbHead, torch.Tensor, torch.Tensor]:
         torch.manual_seed(7)
-        layer = LossHead(width, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
+        layer = LogProbHead(width, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
         hidden = torch.randn((tokens, width), device=device, dtype=torch.bfloat16).requires_grad_()
         return layer, hidden, torch.randint(vocabulary, (tokens,), device=device)
 
-    def step(layer: LossHead, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        loss = layer(hidden, labels, 1 / tokens)
+    def step(layer: LogProbHead, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        loss = -layer(hidden, labels).sum() / tokens
         return [loss, *torch.autograd.grad(loss, [hidden, layer.weight])]
 
     whole = made(width)
@@ -183,10 +183,10 @@ def ranks(
     from deepspeed import comm
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from train.methods.supervised_objective import SupervisedObjective
+    from train.methods.supervised import METHOD
     from train.model import attention as packed
     from train.plan.spec import TrainSpec
-    from train.run.engine import build_engine, init_world, meeting_url
+    from train.trainer.engine import build_engine, init_world, meeting_url
 
     began_s = time.perf_counter()
     device = torch.device(kind.torch_type, 0) if not kind.on_host else torch.device(kind.torch_type)
@@ -208,7 +208,7 @@ def ranks(
         "smoke", "/b", "/t", "/r", "/shm", "ft:x",
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
-    engine = build_engine(SupervisedObjective(model), spec)
+    engine = build_engine(METHOD.objective(model, {}), spec)
     batch, losses, step_s = _batch(rank, of, tokens, 2048, engine.device), [], []
     for _ in range(steps):
         kind.synchronize(device)

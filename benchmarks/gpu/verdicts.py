@@ -72,7 +72,7 @@ REMEDIES: Mapping[str, str] = {
     "cut by MIG": "`nvidia-smi -mig 0` on each GPU and reset it: the box gives out whole GPUs",
     "foreign memory": "`nvidia-smi` names the processes that hold it; end them, or engines will not find their share",
     "serve forks with CUDA": "an import of serve/engine/preload.py touched CUDA: halve its list until it is found",
-    "train forks with CUDA": "an import of train/run/preload.py touched CUDA: halve its list until it is found",
+    "train forks with CUDA": "an import of train/trainer/preload.py touched CUDA: halve its list until it is found",
     "context": "plans keep less: context_bytes of runtime/devices/cuda.py",
     "host to device": "link: slot and BIOS (generation, width), IOMMU off or passthrough, [box] numa_bind",
     "device to host": "link: slot and BIOS (generation, width), IOMMU off or passthrough, [box] numa_bind",

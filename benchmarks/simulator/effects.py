@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import Cluster
 from scheduler.core.allocation import ReplicaPlan
-from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
-from scheduler.core.inventory import Device, Lease
+from scheduler.core.inventory import Device
 from scheduler.core.workload import (
     Build,
     Demand,
@@ -39,11 +38,10 @@ class VerbTimes:
 
     wake: copy the weights once over PCIe, plus half a second. start: a fork plus the same. suspend: 12 bytes per
     parameter of optimizer state over eight links. start_group: a fork of the ranks plus loading it back. step: one
-    training step. A suspension abandons the step in progress, which is repeated later (see train.run.leave_step),
+    training step. A suspension abandons the step in progress, which is repeated later (see train.trainer.train),
     unless it ends within `patience` or is itself a repeat.
     """
 
-    lease_s: float = 0.01
     start_s: float = 2.5
     wake_s: float = 0.8
     sleep_s: float = 0.1
@@ -67,7 +65,8 @@ class SimJob:
 
 @dataclass(slots=True)
 class _Group:
-    lease: Lease
+    devices: tuple[str, ...]
+    run: str
     since_s: float
     timer: asyncio.TimerHandle | None = None
     ended: GroupEnded | None = None
@@ -134,7 +133,6 @@ class SimEffects:
     ):
         self._clusters = {name: model.cluster for name, model in models.items()}
         self._devices, self._jobs, self._times = devices, jobs, times
-        self._leases: dict[str, Lease] = {}
         self._replicas: dict[str, ReplicaView] = {}
         self._groups: dict[str, _Group] = {}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -167,20 +165,9 @@ class SimEffects:
 
     @property
     def training_devices(self) -> int:
-        return sum(len(g.lease.device_ids) for g in self._groups.values() if g.ended is None)
+        return sum(len(g.devices) for g in self._groups.values() if g.ended is None)
 
-    async def acquire(self, lease: Lease) -> None:
-        others = {d for le in self._leases.values() if le.id != lease.id for d in le.device_ids}
-        if not others.isdisjoint(lease.device_ids):
-            raise EffectFailed("acquire", lease.id, "held by another lease")
-        self._leases[lease.id] = lease
-        await self._take(self._times.lease_s)
-
-    async def release(self, lease_id: str) -> None:
-        await self._take(self._times.lease_s)
-        self._leases.pop(lease_id, None)
-
-    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> None:
+    async def start_replica(self, plan: ReplicaPlan) -> None:
         await self._take(self._times.start_s)
         self._replicas[plan.id] = ReplicaView(
             plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings
@@ -212,20 +199,20 @@ class SimEffects:
         await self._take(self._times.sleep_s)
         self._set(replica_id, "asleep")
 
-    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> None:
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> None:
         await self._take(self._times.wake_s)
         self._set(replica_id, "ready")
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> None:
         await self._take(self._times.wake_s)
 
-    async def start_group(self, job_id: str, lease: Lease) -> None:
+    async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> None:
         await self._take(self._times.start_group_s)
         now_s = self._now()
-        group = self._groups[job_id] = _Group(lease, now_s)
+        group = self._groups[job_id] = _Group(devices, run, now_s)
         left = self._jobs[job_id].left_device_s
         if left is not None:
-            wait_s = left / len(lease.device_ids)
+            wait_s = left / len(devices)
             group.timer = asyncio.get_running_loop().call_later(wait_s, self._finish, job_id)
 
     def _stop_training(self, job_id: str, lost_s: float = 0.0) -> None:
@@ -235,18 +222,18 @@ class SimEffects:
             group.timer.cancel()
         now_s = self._now() - lost_s
         job = self._jobs[job_id]
-        trained = (now_s - group.since_s) * len(group.lease.device_ids)
+        trained = (now_s - group.since_s) * len(group.devices)
         if job.left_device_s is not None:
             job.left_device_s = max(job.left_device_s - trained, 0.0)
         from_s, until_s = max(group.since_s, self.counted_s[0]), min(now_s, self.counted_s[1])
         if until_s > from_s:
-            self.trained.append((from_s, until_s, len(group.lease.device_ids)))
+            self.trained.append((from_s, until_s, len(group.devices)))
         group.since_s = now_s + lost_s
 
     def _finish(self, job_id: str) -> None:
         group = self._groups[job_id]
         self._stop_training(job_id)
-        group.ended = GroupEnded(job_id, group.lease.id, "succeeded")
+        group.ended = GroupEnded(job_id, group.run, "succeeded")
         self._events.put_nowait(group.ended)
 
     async def suspend_group(self, job_id: str) -> None:
@@ -284,11 +271,8 @@ class SimEffects:
     async def observe(self) -> Observed:
         return Observed(
             devices=self._devices,
-            leases=tuple(self._leases.values()),
             replicas=tuple(self._replicas.values()),
-            groups=tuple(
-                GroupObserved(job_id, g.lease.device_ids, g.lease.id, g.ended) for job_id, g in self._groups.items()
-            ),
+            groups=tuple(GroupObserved(job_id, g.devices, g.run, g.ended) for job_id, g in self._groups.items()),
         )
 
     async def next_event(self) -> Event:

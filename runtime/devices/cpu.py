@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from runtime.devices.builds import NEEDS_GPUS, for_processors, of_another_torch
-from runtime.devices.kind import DeviceKind, Found, Reading
-from runtime.devices.rapl import HostEnergy
+from runtime.devices.kind import DeviceKind, Found
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +46,6 @@ class Cpu(DeviceKind):
     def address(self, index: int) -> str:
         return self.name  # all equal: a parked rank can resume in the place of any
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
-        host = HostEnergy.find()
-        return None if host is None else partial(_shares, host, tuple(devices.values()))
-
     def before_computing(self) -> None:
         """Ask for AMX tiles. The kernel ends a process that uses them without that by SIGILL; the answer is inherited
         by what the process forks."""
@@ -73,9 +67,6 @@ class Cpu(DeviceKind):
     def engine_arguments(self) -> list[str]:
         return []
 
-    def available(self) -> bool:
-        return True
-
 
 KIND = Cpu()
 
@@ -83,13 +74,6 @@ KIND = Cpu()
 def host_memory_bytes() -> int:
     """Total memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _shares(host: HostEnergy, device_ids: tuple[str, ...], let_go: Collection[str]) -> tuple[Reading, ...]:
-    """The host's energy in equal parts: nothing counts it for each logical device."""
-    told_j, now_s = host.joules(), time.time()
-    each_j = None if told_j is None else told_j / len(device_ids)
-    return tuple(Reading(name, now_s, energy_j=each_j) for name in device_ids if name not in let_go)
 
 
 @cache

@@ -56,7 +56,6 @@ _EXCLUSIVE = {
 class Cuda(TorchCuda):
     name = "cuda"
     title = "NVIDIA GPU"
-    hip = False
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29  # 1.60 GB of them for SmolLM2-135M on an H200, its graphs moved to the host
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
@@ -65,8 +64,6 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
-    runtime_library = "libcudart"
-    runtime_prefix = "cuda"
 
     def present(self) -> bool:
         return _CONTROL.exists()

@@ -120,7 +120,7 @@ class DeviceKind(ABC):
     """One kind of device.
 
     `name`: in specs, in the database and in the admin API. `title`: in sentences. `torch_type`: its device type in
-    torch, which several kinds may share (ROCm is "cuda" there). `accelerator`: its name in DeepSpeed. `collectives`:
+    torch. `accelerator`: its name in DeepSpeed. `collectives`:
     the torch.distributed backend for its ranks. `on_host`: it computes on the host's processors in the host's memory.
     Such devices share both: offloading saves nothing, a process that leaves a device keeps nothing on it, and a death
     indicates no hardware fault. `locks_pages`: copies to it run at full rate only from page-locked memory of the host.
@@ -129,7 +129,6 @@ class DeviceKind(ABC):
     engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
     attention backends that need a compiler which the box does not install; "": none does. `head_sizes`: elements of an
     attention head that engines compute on it; empty where only the engine knows.
-    `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
     name: str
@@ -144,11 +143,6 @@ class DeviceKind(ABC):
     engine_modules: tuple[str, ...] = ()
     compiled_attention: str = ""
     head_sizes: frozenset[int] = frozenset()
-    untried: str = ""
-
-    def of_this_torch(self) -> bool:
-        """Whether this process's torch was built for it, among kinds that share a `torch_type`."""
-        return True
 
     @abstractmethod
     def present(self) -> bool:
@@ -260,10 +254,6 @@ class DeviceKind(ABC):
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
 
-    @abstractmethod
-    def available(self) -> bool:
-        """Whether this process can compute on one."""
-
     def use(self, device: Any) -> None:  # noqa: B027 - nothing to do is a kind's usual answer
         """Make it the current device of this thread; a new thread starts on the first one."""
 
@@ -294,8 +284,3 @@ class DeviceKind(ABC):
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
         kernels before it and delay all after it."""
         return nullcontext()
-
-    def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float | None:
-        """Seconds of the fastest of `rounds` copies of `nbytes` page-locked bytes to the device, by its own clock.
-        None: it has no link. Raises RuntimeError without a device or free memory on it."""
-        return None

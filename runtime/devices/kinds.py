@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Protocol
 
-from runtime.devices import cpu, cuda, rocm
+from runtime.devices import cpu, cuda
 from runtime.devices.kind import DeviceKind
 
 HOST = cpu.KIND
-KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, rocm.KIND, HOST)}
+KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, HOST)}
 
 
 class UnknownDeviceKind(ValueError):
@@ -36,10 +36,10 @@ def kind_of(name: str) -> DeviceKind:
 
 def of_torch(device: TorchDevice) -> DeviceKind:
     """Return the kind of a tensor's or a worker's device. Raises UnknownDeviceKind."""
-    alike = [kind for kind in KINDS.values() if kind.torch_type == device.type]
-    if not alike:
-        raise UnknownDeviceKind(device.type)
-    return alike[0] if len(alike) == 1 else next((kind for kind in alike if kind.of_this_torch()), alike[0])
+    for kind in KINDS.values():
+        if kind.torch_type == device.type:
+            return kind
+    raise UnknownDeviceKind(device.type)
 
 
 def in_host_memory(device: TorchDevice) -> bool:
@@ -48,18 +48,13 @@ def in_host_memory(device: TorchDevice) -> bool:
 
 
 def hardware_first() -> list[DeviceKind]:
-    """All kinds, in the order in which they are looked for: those that nobody has tried after those that work."""
-    return sorted(KINDS.values(), key=lambda kind: (kind.on_host, bool(kind.untried)))
+    """All kinds, in the order in which they are looked for."""
+    return sorted(KINDS.values(), key=lambda kind: kind.on_host)
 
 
 def present() -> DeviceKind:
     """The kind that this machine uses, found without touching a device."""
     return next(kind for kind in hardware_first() if kind.present())
-
-
-def available() -> DeviceKind:
-    """The kind that this process can compute on."""
-    return next(kind for kind in hardware_first() if kind.available())
 
 
 def fork_environment() -> dict[str, str]:

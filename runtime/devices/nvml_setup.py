@@ -1,7 +1,6 @@
 """How NVIDIA GPUs are set up and connected, as NVML tells it: what the doctor looks at beside their health.
 
-Sources of what is wanted: Azure's node health checks, NVIDIA's DCGM, and NVML's reference. A link to the host is judged
-by its width alone: its generation falls while nobody copies.
+What NVML itself judges or the box rests on; `dcgmi health` and `dcgmi diag` look at memory and links.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import pynvml
 
 from runtime.devices.kind import Remark
 
-MOST_REPLACED_ROWS = 512  # of a GPU's memory; Azure hands a node back that has more
-MOST_LASTING_ERRORS = 4  # uncorrected ones of on-chip memory in a GPU's life, after which NVIDIA replaces it
 _RESET = "`appliance gpu drain`, `nvidia-smi --gpu-reset`, `appliance gpu undrain`, each with the device"
 _RECOVERIES = {
     pynvml.NVML_GPU_RECOVERY_ACTION_NONE: "nothing",
@@ -32,12 +29,11 @@ _RECOVERIES = {
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """`ask`: what a GPU tells, None if it does not; raises NVMLError. `well`: of that, and of the most that a GPU of
-    the machine has. `many`: only where the machine has several."""
+    """`ask`: what a GPU tells, None if it does not; raises NVMLError. `many`: only where the machine has several."""
 
     name: str
     ask: Callable[[Any], Any]
-    well: Callable[[Any, Any], bool]
+    well: Callable[[Any], bool]
     words: Callable[[Any], str]
     wanted: str
     remedy: str
@@ -63,7 +59,6 @@ def _of(check: _Check, devices: Mapping[int, str]) -> Iterator[Remark]:
         with suppress(pynvml.NVMLError):  # not told by this GPU, or it is lost, which its reading says
             answer = check.ask(pynvml.nvmlDeviceGetHandleByIndex(index))
         devices_of.setdefault(answer, []).append(device_id)
-    most = max((answer for answer in devices_of if answer is not None), default=None)
     for answer, ids in devices_of.items():
         of_all = len(ids) == len(devices)
         if answer is None:
@@ -71,33 +66,13 @@ def _of(check: _Check, devices: Mapping[int, str]) -> Iterator[Remark]:
                 yield Remark(check.name, None, "", check.wanted)
             continue
         where = "" if of_all else f" ({', '.join(ids)})"
-        well = check.well(answer, most)
+        well = check.well(answer)
         yield Remark(check.name, well, check.words(answer) + where, check.wanted, check.remedy, check.fails)
-
-
-def _lasting_errors(handle: Any) -> int:
-    errors = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(errors))
-    return int(errors.aggregateUncParity + errors.aggregateUncSecDed)
 
 
 def _recovery(handle: Any) -> int | None:
     (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     return int(field.value.uiVal) if field.nvmlReturn == pynvml.NVML_SUCCESS else None
-
-
-def _lanes(handle: Any) -> tuple[int, int] | None:
-    now, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    return (now, most) if now and most else None  # a virtual machine may hide them
-
-
-def _links(handle: Any) -> int | None:
-    """How many NVLinks are up; None if it has none."""
-    up = []
-    with suppress(pynvml.NVMLError):  # beyond the last one
-        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            up.append(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-    return sum(map(bool, up)) if up else None
 
 
 def _fabric(handle: Any) -> bool | None:
@@ -113,7 +88,7 @@ _CHECKS = (
     _Check(
         "driver's advice",
         _recovery,
-        lambda action, _: action == pynvml.NVML_GPU_RECOVERY_ACTION_NONE,
+        lambda action: action == pynvml.NVML_GPU_RECOVERY_ACTION_NONE,
         lambda action: f"needs {_RECOVERIES.get(action, f'action {action}')}",
         "needs nothing",
         f"what it asks for; a reset: {_RESET}",
@@ -122,57 +97,16 @@ _CHECKS = (
     _Check(
         "persistence mode",
         lambda handle: bool(pynvml.nvmlDeviceGetPersistenceMode(handle)),
-        lambda on, _: on,
+        lambda on: on,
         lambda on: "on" if on else "off",
         "on",
         "`nvidia-smi -pm 1`, or start nvidia-persistenced: a driver that nobody has open forgets limits and sets up "
         "its devices anew each time",
     ),
     _Check(
-        "memory correction",
-        lambda handle: tuple(map(bool, pynvml.nvmlDeviceGetEccMode(handle))),
-        lambda modes, _: all(modes),
-        lambda modes: " now, ".join("on" if on else "off" for on in modes) + " after a restart",
-        "on",
-        "`nvidia-smi -e 1`, then restart the machine: without it wrong bits are not noticed",
-    ),
-    _Check(
-        "memory rows",
-        lambda handle: pynvml.nvmlDeviceGetRemappedRows(handle)[1:3],
-        lambda rows, _: rows[0] <= MOST_REPLACED_ROWS and not rows[1],
-        lambda rows: f"{rows[0]} replaced" + (", a further one at the next reset" if rows[1] else ""),
-        f"at most {MOST_REPLACED_ROWS}, none that waits for a reset",
-        f"{_RESET}; with more rows than that have it replaced",
-    ),
-    _Check(
-        "lasting memory errors",
-        _lasting_errors,
-        lambda count, _: count <= MOST_LASTING_ERRORS,
-        lambda count: f"{count} uncorrected ones in its life",
-        f"at most {MOST_LASTING_ERRORS}",
-        "have it replaced",
-    ),
-    _Check(
-        "link to the host",
-        _lanes,
-        lambda lanes, _: lanes[0] >= lanes[1],
-        lambda lanes: f"{lanes[0]} lanes of {lanes[1]}",
-        "all of them",
-        "seat it anew, look at its slot and at the BIOS; `nvbandwidth` measures its copies",
-    ),
-    _Check(
-        "links between devices",
-        _links,
-        lambda links, most: links == most,
-        lambda links: f"{links} up",
-        "as many as its neighbours'",
-        "`nvidia-smi nvlink -s` says which are down; restart nvidia-fabricmanager, then the machine, else its board",
-        many=True,
-    ),
-    _Check(
         "fabric",
         _fabric,
-        lambda joined, _: joined,
+        lambda joined: joined,
         lambda joined: "set up" if joined else "not set up",
         "set up",
         "`systemctl restart nvidia-fabricmanager`, in the driver's very version",

@@ -1,4 +1,4 @@
-"""Computes on GPUs through torch.cuda, which serves both CUDA and ROCm: a build of torch is for one of the two."""
+"""Computes on GPUs through torch.cuda."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from runtime.devices.kind import DeviceKind
 
 _MAPS = Path("/proc/self/maps")
 # What the libraries of a GPU report, in torch's words; the first is the class of the runtime's own errors.
-_OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
+_OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
 # What they report too, and the program has done.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
+RUNTIME_LIBRARY = "libcudart"  # torch loads it with itself
 THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
 
@@ -34,15 +35,11 @@ def _copy_streams(device: int) -> Iterator[Any]:
 
 
 class TorchCuda(DeviceKind):
-    """What kinds have in common that torch calls "cuda". `hip`: the kind is computed on by a ROCm build of torch.
-    `runtime_library`: that torch loads with itself, without its ending; `runtime_prefix`: of that library's calls."""
+    """What processes that compute on GPUs ask of torch."""
 
     torch_type = "cuda"
-    accelerator = "cuda"  # DeepSpeed's accelerator is torch's too, and asks torch.version.hip where they differ
-    collectives = "nccl"  # torch's name for RCCL as well
-    hip: bool
-    runtime_library: str
-    runtime_prefix: str
+    accelerator = "cuda"
+    collectives = "nccl"
 
     def rank_environment(self) -> dict[str, str]:
         # torch rounds what it page-locks up to a power of two, up to twice what plans count of a rank that offloads:
@@ -55,7 +52,7 @@ class TorchCuda(DeviceKind):
         return {"PYTORCH_ALLOC_CONF": f"pinned_max_cached_size_mb:{MOST_ROUNDED_MB}"}
 
     def collectives_environment(self, interface: str) -> dict[str, str]:
-        return {"NCCL_SOCKET_IFNAME": interface}  # RCCL reads the same
+        return {"NCCL_SOCKET_IFNAME": interface}
 
     def engine_arguments(self) -> list[str]:
         # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
@@ -68,16 +65,6 @@ class TorchCuda(DeviceKind):
     def at_fault(self, error: str, message: str) -> bool:
         text = f"{error}: {message}"
         return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
-
-    def of_this_torch(self) -> bool:
-        import torch
-
-        return (torch.version.hip is not None) == self.hip
-
-    def available(self) -> bool:
-        import torch
-
-        return self.of_this_torch() and torch.cuda.is_available()
 
     def use(self, device: Any) -> None:
         import torch
@@ -102,7 +89,7 @@ class TorchCuda(DeviceKind):
     def page_lock(self) -> RuntimePageLock:
         import torch  # noqa: F401 - loads the library
 
-        return RuntimePageLock(ctypes.CDLL(loaded(self.runtime_library)), self.runtime_prefix)
+        return RuntimePageLock(ctypes.CDLL(loaded(RUNTIME_LIBRARY)))
 
     def mark(self) -> Callable[[], None]:
         import torch
@@ -121,39 +108,24 @@ class TorchCuda(DeviceKind):
     def copy_stream(self) -> AbstractContextManager[Any]:
         import torch
 
-        if not (self.of_this_torch() and torch.cuda.is_initialized()):
+        if not torch.cuda.is_initialized():
             return nullcontext()
         stream = next(_copy_streams(torch.cuda.current_device()))
         stream.wait_stream(torch.cuda.default_stream())
         return torch.cuda.stream(stream)
 
-    def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float:
-        import torch
-
-        source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
-        fastest_ms = float("inf")
-        for _ in range(rounds):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            fastest_ms = min(fastest_ms, begin.elapsed_time(end))
-        return fastest_ms / 1e3
-
 
 class RuntimePageLock:
-    """Locks pages by a CUDA runtime, or by HIP's, which has the same calls under its own prefix (CUDA runtime API,
-    Memory Management; HIP API, Host memory). ctypes lets other threads of Python go on during a call."""
+    """Locks pages by the CUDA runtime (CUDA runtime API, Memory Management). ctypes lets other threads of Python go on
+    during a call."""
 
-    def __init__(self, library: ctypes.CDLL, prefix: str):
+    def __init__(self, library: ctypes.CDLL):
         """`library` is this object's own: it sets the types of its calls."""
-        self._register = getattr(library, f"{prefix}HostRegister")
+        self._register = library.cudaHostRegister
         self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        self._unregister = getattr(library, f"{prefix}HostUnregister")
+        self._unregister = library.cudaHostUnregister
         self._unregister.argtypes = [ctypes.c_void_p]
-        self._take_error = getattr(library, f"{prefix}GetLastError")
+        self._take_error = library.cudaGetLastError
         self._take_error.argtypes = []
 
     def lock(self, address: int, nbytes: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -16,7 +17,7 @@ from runtime.processes.kernel import group_alive, kill_group, tail
 from runtime.processes.oom import kills_so_far
 
 KILLS_EVERY_S = 2.0
-ENDED_TIMEOUT_S = 2.0
+ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
 
@@ -128,17 +129,24 @@ class Child:
 
     async def how_it_ended(self) -> str:
         """Completes "the process …", for one that `kill_and_wait` has seen the end of; "ended" if nobody knows more."""
+        status = await self._status()
+        return "ended" if status is None else how_it_ended(status)
+
+    async def _status(self) -> int | None:
+        """The exit status as subprocess has it, from its parent; None if that died: another one knows nothing of it."""
         try:
             async with asyncio.timeout(ENDED_TIMEOUT_S):
-                channel = await AsyncChannel.connect(str(self._warm_socket))
-                try:
-                    await channel.send({"ended": self.pid})
-                    status = (await channel.receive())["status"]
-                finally:
-                    channel.close()
-        except (OSError, ChannelClosed, TimeoutError):  # that parent died: another one knows nothing of its children
-            return "ended"
-        return "ended" if status is None else how_it_ended(status)
+                while True:
+                    channel = await AsyncChannel.connect(str(self._warm_socket))
+                    try:
+                        await channel.send({"ended": self.pid})
+                        if (status := (await channel.receive())["status"]) is not None:
+                            return int(status)
+                    finally:
+                        channel.close()
+                    await asyncio.sleep(STATUS_POLL_S)  # its sockets are closed a moment before it can be reaped
+        except (OSError, ChannelClosed, TimeoutError):
+            return None
 
     async def stop(self, timeout_s: float) -> bool:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
@@ -161,9 +169,11 @@ class Child:
         except ChannelClosed:
             pass
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
-            # The kernel counts its kills but does not name processes: assume that a kill in these seconds was this one.
-            self.starved = kills_so_far() > self._kills
             self._watch.cancel()
+            # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
+            # killed, and not if it ended by itself beside a neighbour that was.
+            if kills_so_far() > self._kills:
+                self.starved = await self._status() == -signal.SIGKILL
             self._gone.set()
             self.kill()  # processes that the dead one started must not outlive it
             self._channel.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from runtime.libc import last_error, libc
 from runtime.logs import readable
@@ -42,33 +44,21 @@ def kill_group(pgid: int) -> None:
         return
 
 
-def rss_bytes(pid: int) -> int:
-    """Proportional resident memory of one process in bytes (each shared page divided by its sharers); 0 if it is
-    gone."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
-    return 0
-
-
 def group_rss_bytes(pgid: int) -> int:
-    """Proportional resident memory of all processes of a group, in bytes."""
-    return sum(rss_bytes(pid) for pid in group_pids(pgid))
+    """Proportional resident memory of all processes of a group, in bytes: each shared page divided by its sharers."""
+    return sum(_measured(pid, lambda process: process.memory_full_info().pss) for pid in group_pids(pgid))
 
 
 def group_resident_bytes(pgid: int) -> int:
     """Resident memory of all processes of a group in bytes, counting shared pages in each. It reads the kernel's
     counters; the proportional figure makes the kernel walk every page (0.1 s for a GB)."""
-    return sum(map(_resident_bytes, group_pids(pgid)))
+    return sum(_measured(pid, lambda process: process.memory_info().rss) for pid in group_pids(pgid))
 
 
-def _resident_bytes(pid: int) -> int:
+def _measured(pid: int, measure: Callable[[psutil.Process], int]) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except (FileNotFoundError, ProcessLookupError):
+        return measure(psutil.Process(pid))
+    except psutil.Error:  # it is gone
         return 0
 
 
@@ -80,23 +70,22 @@ def held_bytes(pid: int) -> int:
 
 
 def group_pids(pgid: int) -> list[int]:
-    """Pids of the living processes of a group, from /proc.
+    """Pids of the living processes of a group.
 
     A process lives as long as one of its threads does. The kernel shows a process as a zombie once its first thread
     has ended, but memory and open files, a GPU's among them, are given back when the last one ends. A killed process
     with a hundred threads (CUDA, NCCL, torch) is in that state for a while.
     """
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in psutil.pids():
         try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
+            if os.getpgid(pid) == pgid:
+                process = psutil.Process(pid)
+                # The thread count of a zombie includes its first thread (proc_pid_stat(5)).
+                if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+                    found.append(pid)
+        except (psutil.Error, ProcessLookupError):
             continue
-        # The thread count of a zombie includes its first thread (proc_pid_stat(5), fields 3, 5 and 20).
-        if int(fields[2]) == pgid and (fields[0] != "Z" or int(fields[17]) > 1):
-            found.append(int(entry.name))
     return sorted(found)
 
 

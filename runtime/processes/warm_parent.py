@@ -32,7 +32,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from runtime.devices import kinds
 from runtime.errors import ChannelClosed, FrameTooLarge
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
+REQUEST_TIMEOUT_S = 10.0  # for the rest of a request whose first byte has come
 ENDED_KEPT = 256  # of children that ended last, how they did
 _ended: dict[int, int] = {}
 
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if request is None:
         return 0
     connection, message = request
-    listener.close()
+    listener.detach()
     return _run_child(connection, message)
 
 
@@ -100,8 +101,13 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     os.read(wake_read, 4096)
                     _reap()
                     continue
-                connection, _ = listener.accept()
-                connection.settimeout(10)
+                if key.fileobj is listener:
+                    # Read when its request has come: one that sends nothing holds up nobody.
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                    continue
+                connection = cast(socket.socket, key.fileobj)
+                selector.unregister(connection)
+                connection.settimeout(REQUEST_TIMEOUT_S)
                 channel = BlockingChannel(connection)
                 try:
                     message = channel.receive()
@@ -117,8 +123,9 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     continue
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    os.close(wake_read)
                     os.close(wake_write)
+                    for other in list(selector.get_map().values()):
+                        os.close(other.fd)  # also the connections of others, whose end they would not see
                     return connection, message
                 connection.close()
     return None

@@ -14,7 +14,7 @@ from runtime.errors import WarmParentError
 from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import tail
 
-RESTART_PAUSE_S = 1.0
+RESTART_PAUSE_S, RESTART_LONGEST_S = 1.0, 60.0  # doubles while what it imports is broken
 
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on
@@ -97,6 +97,7 @@ class NodeAgent:
         self._known[name].set()
 
     async def _keep(self, spec: WarmSpec) -> None:
+        pause_s = RESTART_PAUSE_S
         while True:
             Path(spec.socket_path).unlink(missing_ok=True)
             process = await asyncio.create_subprocess_exec(
@@ -119,6 +120,7 @@ class NodeAgent:
                     await asyncio.wait([dead], timeout=0.05)
                 if not dead.done():
                     self._now(spec.name, "")
+                    pause_s = RESTART_PAUSE_S
                 status = await asyncio.shield(dead)
                 if not self._is_ready(spec.name):
                     self._now(spec.name, how_it_ended(status))
@@ -130,4 +132,5 @@ class NodeAgent:
             finally:
                 if self._is_ready(spec.name):
                     self._known[spec.name].clear()
-            await asyncio.sleep(RESTART_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_LONGEST_S)

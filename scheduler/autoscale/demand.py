@@ -2,12 +2,7 @@
 
 Growing is immediate, and never below what was learned of the last half hour (`standby.py`). Shrinking starts when the
 devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no
-sooner than `give_back_after_s`; at most `give_backs_per_hour` times an hour, which bounds the hand-overs that its
-traffic causes.
-
-Requests in flight alone mislead: a load that saturates one replica looks small on two, so the planner would release and
-request the second again forever under a flat load. Replicas that were wanted back before their release paid off are
-therefore kept for a while, twice as long each time.
+sooner than `give_back_after_s`.
 """
 
 from __future__ import annotations
@@ -106,99 +101,24 @@ def required(
     if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
     if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
-        floor = deployment.standby.replicas if deployment.standby else 0
-        if hysteresis.proved_until_s > now_s:
-            floor = max(floor, hysteresis.proved)
-            reviews.append(hysteresis.proved_until_s)
-        want = max(want, min(floor, deployment.max_replicas))
+        want = max(want, min(deployment.standby.replicas if deployment.standby else 0, deployment.max_replicas))
         reviews.append(end_s)
     if want >= hysteresis.replicas:
-        found = _grown(deployment, hysteresis, want, now_s, config, switch_device_s)
-    else:
-        found, review_s = _lowered(deployment, hysteresis, want, now_s, config, switch_device_s)
-        reviews += [] if review_s is None else [review_s]
-    return found, min(reviews, default=None)
-
-
-def _grown(
-    deployment: DeploymentView,
-    hysteresis: Hysteresis,
-    want: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> Hysteresis:
-    """Takes `want` replicas at once; they are as many as before, or more."""
-    if want > hysteresis.replicas:
-        # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
-        misled = deployment.standby is None or by_concurrency(deployment, config) >= want
-        if hysteresis.given_back_s and misled:
-            hysteresis = _wanted_back(hysteresis, want, deployment.tensor_parallel, now_s, config, switch_device_s)
-        hysteresis = replace(hysteresis, taken_s=(*_last_hour(hysteresis.taken_s, now_s), now_s))
-    return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0)
-
-
-def _lowered(
-    deployment: DeploymentView,
-    hysteresis: Hysteresis,
-    want: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> tuple[Hysteresis, float | None]:
-    """Gives replicas back once a lower `want` has lasted long enough. Returns also when to look again by itself."""
-    idle = IdlePolicy(config)
+        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
     # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
     peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
     # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
     spare_devices = (hysteresis.replicas - peak) * deployment.tensor_parallel
-    wait_s = idle.give_back_after_s(deployment, switch_device_s / spare_devices if spare_devices else 0.0, now_s)
-    given_back_s = _last_hour(hysteresis.given_back_s, now_s)
-    due_s = since_s + wait_s
-    if len(given_back_s) >= config.give_backs_per_hour:
-        due_s = max(due_s, given_back_s[0] + 3600.0)
-    # Growing is never refused, so many small increases reduce the number of allowed decreases.
-    changes_s = sorted((*given_back_s, *_last_hour(hysteresis.taken_s, now_s)))
-    if len(changes_s) >= config.changes_per_hour:
-        due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
+    pays_after_s = switch_device_s / spare_devices if spare_devices else 0.0
+    due_s = since_s + idle.give_back_after_s(deployment, pays_after_s, now_s)
     if due_s > now_s:
-        return replace(hysteresis, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), due_s
-    # The highest count needed since then, not the current one.
-    still_low = None if peak == want else now_s
-    if peak < hysteresis.replicas:
-        given_back_s = (*given_back_s, now_s)
-        hysteresis = replace(hysteresis, given_back_from=hysteresis.replicas)
-    found = replace(hysteresis, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
-    return found, None if still_low is None else now_s + idle.lower_for_s(deployment)
-
-
-def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
-    return tuple(t for t in times_s if t > now_s - 3600.0)
-
-
-def _wanted_back(
-    before: Hysteresis,
-    want: int,
-    tensor_parallel: int,
-    now_s: float,
-    config: SchedulerConfig,
-    switch_device_s: float,
-) -> Hysteresis:
-    """Learns from replicas that return how long to keep them next time.
-
-    Giving them back paid off if the devices trained for longer than they had idled before plus the cost of both
-    hand-overs. The first return judges each release once; replicas that had not been there before it prove nothing.
-    """
-    judged = before.proved_hold_s and before.proved_until_s - before.proved_hold_s >= before.given_back_s[-1]
-    want = min(want, before.given_back_from)
-    if judged or not switch_device_s or want <= before.replicas:
-        return before
-    switch_s = min(switch_device_s / ((want - before.replicas) * tensor_parallel), config.give_back_at_latest_s)
-    if now_s - before.given_back_s[-1] > switch_s + max(switch_s, before.proved_hold_s):
-        return replace(before, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
-    hold_s = IdlePolicy(config).proved_for_s(switch_s, before.proved_hold_s)
-    return replace(before, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
+        return replace(hysteresis, low_since_s=since_s, low_peak=peak), min([*reviews, due_s])
+    # To the highest count needed since then, not the current one.
+    if peak == want:
+        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=want), min(reviews, default=None)
+    found = replace(hysteresis, replicas=peak, low_since_s=now_s, low_peak=want)
+    return found, min([*reviews, now_s + idle.lower_for_s(deployment)])
 
 
 def slots(

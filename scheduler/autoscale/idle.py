@@ -54,10 +54,6 @@ class IdlePolicy:
         """Until when a model keeps the standby learned from its traffic; None: it never had a request."""
         return _after(deployment, min(_sleep_after_s(deployment), self.config.give_back_at_latest_s))
 
-    def proved_for_s(self, switch_s: float, before_s: float) -> float:
-        """How long to keep replicas that were wanted back too soon: twice `before_s` each time."""
-        return min(2 * max(switch_s, before_s), self.config.proved_hold_max_s)
-
     def sleep_at_s(self, deployment: DeploymentView) -> float | None:
         """When the replicas sleep even if nobody wants their devices; None: never for that reason."""
         after_s = _sleep_after_s(deployment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.core.inventory import Holder, Lease, Ledger
 from scheduler.core.workload import Hysteresis
 
 
@@ -49,9 +48,3 @@ class Allocation:
     @property
     def open_replicas(self) -> tuple[ReplicaPlan, ...]:
         return tuple(r for r in self.replicas if r.state == "open")
-
-    def ledger(self, device_ids: tuple[str, ...]) -> Ledger:
-        """The ledger of this allocation. Raises LedgerConflict if two holders share a device."""
-        leases = [Lease(f"replica:{r.id}", Holder("replica", r.id), r.devices) for r in self.open_replicas]
-        leases += [Lease(f"job:{g.job_id}", Holder("job", g.job_id), g.devices) for g in self.groups]
-        return Ledger(device_ids).acquire(*leases)

@@ -22,11 +22,6 @@ class SchedulerConfig(BaseModel):
     While jobs run it is longer: until the devices have idled for what a hand-over there and back costs training."""
     give_back_at_latest_s: Seconds = 300.0
     """Upper limit on that time: no hand-over cost keeps idle devices in serving for longer."""
-    give_backs_per_hour: int = Field(60, ge=1)
-    """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
-    may change; beyond it, the number stays."""
-    proved_hold_max_s: Seconds = 1800.0
-    """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it. Once a job
     has changed its size, what that took counts instead."""
@@ -55,7 +50,6 @@ class SchedulerConfig(BaseModel):
     start_group_timeout_s: Seconds = 600.0
     suspend_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 60.0
-    lease_timeout_s: Seconds = 60.0
     open_timeout_s: Seconds = 30.0
 
     slow_step_s: Seconds = 10.0
@@ -67,10 +61,8 @@ class SchedulerConfig(BaseModel):
     backoff_max_s: Seconds = 60.0
     """The longest such wait. Tries never end."""
     start_backoff_max_s: Seconds = 600.0
-    """The same for a model whose engines failed to start `replica_attempts` times in the same way. It is tried at once
-    when its settings or its version change."""
-    release_attempts: int = Field(5, ge=1)
-    """Tries of a release inside one hand-over; afterwards the lease stays in the ledger and a later round retries."""
+    """The same for a model whose engines failed to start `replica_attempts` times by their own fault. A change of its
+    settings or version ends the wait."""
     suspend_attempts: int = Field(3, ge=1)
     """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
     job_attempts: int = Field(3, ge=1)
@@ -88,10 +80,9 @@ class SchedulerConfig(BaseModel):
     """Ranks or engines that die on one device before it is cordoned; 0: no cordon for this reason."""
     death_window_s: Seconds = 600.0
     """Period within which they must have died."""
-    device_retry_first_s: Seconds = 60.0
-    """A device cordoned for deaths, heat or silence is tried again after this time; each further cordon doubles it."""
-    device_retry_longest_s: Seconds = 900.0
-    """The longest such wait. Broken hardware waits for `appliance gpu undrain`."""
+    device_retry_s: Seconds = 900.0
+    """A device cordoned for deaths, heat or silence is tried again after this time. Broken hardware waits for
+    `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""
     device_check_s: Seconds = 5.0
@@ -101,21 +92,10 @@ class SchedulerConfig(BaseModel):
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""
 
-    @property
-    def changes_per_hour(self) -> int:
-        """A model gives nothing back while its count has changed, up or down, this often within an hour."""
-        return 2 * self.give_backs_per_hour
-
     def bounds(self) -> dict[str, float]:
-        """Dwell times (s), and the limit on hand-overs per hour that the traffic of one model causes.
-
-        Its count of replicas falls at most `give_backs_per_hour` times and changes at most `changes_per_hour` times,
-        except for a last rise towards `max_replicas`. A fall is up to two hand-overs (engines sleep; a job grows), a
-        rise is one.
-        """
+        """Dwell times (s)."""
         return {
             "give_back_after_s": self.give_back_after_s,
             "job_dwell_s": self.job_dwell_s,
             "turn_s": self.turn_s,
-            "handovers_per_hour": float(self.give_backs_per_hour + self.changes_per_hour),
         }

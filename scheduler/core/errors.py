@@ -1,10 +1,6 @@
 """Errors of the scheduler.
 
 SchedulerError
-├── UnknownDevice        a device id that is not in the inventory
-├── LedgerConflict       a device would have had two holders, or a lease id two meanings
-│   ├── DeviceHeld       acquire of a device that another lease holds
-│   └── LeaseMismatch    a lease id that exists already with other devices or another holder
 ├── InvalidWorkload      a job, deployment or policy with values that contradict each other
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
 ├── TraceError           a trace or job list that the simulator cannot read
@@ -27,39 +23,6 @@ job or model."""
 
 class SchedulerError(Exception):
     """Base of everything raised by `scheduler`."""
-
-
-class UnknownDevice(SchedulerError):
-    """A device id names nothing in the inventory."""
-
-    def __init__(self, device_id: str, known: int):
-        super().__init__(
-            f"device {device_id!r} is not among the {known} devices of the inventory: "
-            "see `appliance gpu list` for the ids"
-        )
-        self.device_id = device_id
-
-
-class LedgerConflict(SchedulerError):
-    """The ledger refused an entry that would have broken "one holder per device"."""
-
-
-class DeviceHeld(LedgerConflict):
-    """Acquire of a device that another lease holds."""
-
-    def __init__(self, device_id: str, lease_id: str, held_by: str):
-        super().__init__(
-            f"lease {lease_id} asks for device {device_id}, which lease {held_by} holds: release that lease first"
-        )
-        self.device_id, self.lease_id, self.held_by = device_id, lease_id, held_by
-
-
-class LeaseMismatch(LedgerConflict):
-    """A lease id exists already with other devices or another holder."""
-
-    def __init__(self, lease_id: str, given: str, known: str):
-        super().__init__(f"lease {lease_id} was {known} and is now asked as {given}: a changed lease needs a new id")
-        self.lease_id = lease_id
 
 
 class InvalidWorkload(SchedulerError, ValueError):
@@ -99,12 +62,16 @@ class EffectFailed(SchedulerError):
 
     Args:
         verb: the verb of the Effects protocol, e.g. "wake_replica".
-        target: lease, replica or job id.
+        target: replica or job id.
         reason: one sentence for users.
         blame: whose fault it is.
         of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
             in that.
+
+    `undone`: False if what came before it in its move could not be taken back.
     """
+
+    undone = True
 
     def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own", *, of_settings: bool = False):
         super().__init__(f"{verb} {target}: {reason}")
@@ -112,7 +79,9 @@ class EffectFailed(SchedulerError):
 
 
 class StepCancelled(SchedulerError):
-    """The drain or the start in progress was undone; `reason` is one sentence without a full stop."""
+    """The drain or the start in progress is undone; `reason` is one sentence without a full stop."""
+
+    undone = True
 
     def __init__(self, reason: str):
         super().__init__(f"cancelled: {reason}")

@@ -1,6 +1,6 @@
 """Counts failures: how long to wait before the next try, and whose fault they are.
 
-Retries never end. The wait doubles up to `backoff_max_s`, of a model whose engines die at start in the same way up to
+Retries never end. The wait doubles up to `backoff_max_s`, of a model whose engines die at start again and again up to
 `start_backoff_max_s`; if the cause of a failure may be gone (`retry`), there is no wait. Only a job can end by failing,
 and only by its own fault: see `Failure.hopeless`.
 
@@ -10,7 +10,6 @@ reported by several handles, or several engines that died of one cause. It is no
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -32,11 +31,6 @@ def first_line(reason: str) -> str:
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
-def _way(reason: str) -> str:
-    """What two failures have in common that differ in process ids, sizes and the lines of a log."""
-    return re.sub(r"\d+", "", first_line(reason).partition("; its log")[0])
-
-
 def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
     """What the model goes back to because no engine starts with `failed`; None if it stays as it is.
 
@@ -54,14 +48,12 @@ class Failure:
     """Consecutive failures of a job or model.
 
     count: those by its own fault; a step of progress, or a replica that stayed open long enough, resets it. tries: all
-    failures; a lifetime longer than the previous wait resets it. alike: the last ones by its own fault that differ in
-    nothing but numbers. reason, blame: of the last failure. step: training progress at the last failure. version: the
-    version that failed.
+    failures; a lifetime longer than the previous wait resets it. reason, blame: of the last failure. step: training
+    progress at the last failure. version: the version that failed.
     """
 
     count: int = 0
     tries: int = 0
-    alike: int = 0
     step: int = -1
     version: str = ""
     reason: str = ""
@@ -86,13 +78,13 @@ class Trouble:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over chains. Lives in the loop's memory: a restarted controller tries again."""
+    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
         self._jobs: dict[str, Failure] = {}
         self._models: dict[str, Failure] = {}
-        self._chains: dict[str, int] = {}
+        self._moves: dict[str, int] = {}
 
     def backoff_s(self, count: int, longest_s: float | None = None) -> float:
         longest_s = longest_s or self._config.backoff_max_s
@@ -105,7 +97,7 @@ class Failures:
         failure = self._jobs.setdefault(job_id, Failure())
         if step > failure.step:
             failure.count, failure.step = 0, step
-        self._add(failure, reason, now_s, blame, lived_s, self._config.backoff_max_s)
+        self._add(failure, reason, now_s, blame, lived_s)
         return failure
 
     def hopeless(self, failure: Failure) -> bool:
@@ -128,13 +120,12 @@ class Failures:
         if failure.version != version:
             failure = self._models[model] = Failure(version=version)
         if lived_s >= self._config.replica_stable_s:
-            failure.count = failure.alike = 0
-        alike_max_s = self._config.start_backoff_max_s if at_start else self._config.backoff_max_s
-        self._add(failure, reason, now_s, blame, lived_s, alike_max_s)
+            failure.count = 0
+        self._add(failure, reason, now_s, blame, lived_s, at_start=at_start)
         return failure
 
     def _add(
-        self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float, alike_max_s: float
+        self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float, *, at_start: bool = False
     ) -> None:
         if failure.not_before_s > now_s:  # an echo; if the two disagree on the blame, the milder one counts
             if failure.blame == "own" and blame != "own":
@@ -146,10 +137,9 @@ class Failures:
         own = blame in ("own", "input")
         failure.tries += 1
         failure.count += own
-        failure.alike = 0 if not own else failure.alike + 1 if _way(reason) == _way(failure.reason) else 1
         failure.reason, failure.blame = reason, blame
-        longest_s = alike_max_s if failure.alike >= self._config.replica_attempts else self._config.backoff_max_s
-        failure.wait_s = self.backoff_s(failure.tries, longest_s)
+        hopeless = at_start and own and failure.count >= self._config.replica_attempts
+        failure.wait_s = self.backoff_s(failure.tries, self._config.start_backoff_max_s if hopeless else None)
         failure.not_before_s = now_s + failure.wait_s
 
     def is_echo(self, model: str, version: str, now_s: float) -> bool:
@@ -215,13 +205,13 @@ class Failures:
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0
         return [model for model, failure in self._models.items() if not failure.tries]
 
-    def chain_failed(self, name: str) -> float:
-        """Backoff in seconds for the holder of a failed chain."""
-        self._chains[name] = self._chains.get(name, 0) + 1
-        return self.backoff_s(self._chains[name])
+    def move_failed(self, name: str) -> float:
+        """Backoff in seconds for the holder of a failed move."""
+        self._moves[name] = self._moves.get(name, 0) + 1
+        return self.backoff_s(self._moves[name])
 
-    def chain_failures(self, name: str) -> int:
-        return self._chains.get(name, 0)
+    def move_failures(self, name: str) -> int:
+        return self._moves.get(name, 0)
 
-    def chain_done(self, name: str) -> None:
-        self._chains.pop(name, None)
+    def move_done(self, name: str) -> None:
+        self._moves.pop(name, None)

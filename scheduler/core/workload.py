@@ -294,21 +294,13 @@ class Hysteresis:
     """What the planner remembers of a model between rounds, so that its replicas do not follow every change of demand.
 
     low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since.
-    given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the count before the last
-    fall. proved: replicas that were wanted back too soon after such a fall, kept until `proved_until_s`; that period
-    lasts `proved_hold_s`.
+    waiting_since_s: when it began to have requests and no open replica.
     """
 
     replicas: int = 0
     low_since_s: float | None = None
     low_peak: int = 0
     waiting_since_s: float | None = None
-    given_back_s: tuple[float, ...] = ()
-    taken_s: tuple[float, ...] = ()
-    given_back_from: int = 0
-    proved: int = 0
-    proved_until_s: float = 0.0
-    proved_hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.devices import kinds, unsupported
+from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found
 from scheduler.core.inventory import Device
 
 HOME_NODE = "n0"
-ON_CPU = "To run on logical CPU devices, set [box] devices to a number, such as 8."
 
 
-def discover_devices(setting: str | int = "auto", node: str = HOME_NODE, untried: bool = False) -> tuple[Device, ...]:
+def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tuple[Device, ...]:
     """Devices of this node, by index.
 
     `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
     devices on a machine with nothing else; a number creates that many logical CPU devices, so that a machine without
-    GPUs runs the same code. `untried`: also devices of a kind that nobody has run the box on.
+    GPUs runs the same code.
 
     Raises DevicesRefused: devices that this box cannot use. It does not compute on the processors of such a machine
     unless told to: its owner would find out by the speed.
@@ -25,15 +24,7 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE, untried
     if setting != "auto":
         return logical_devices(int(setting), node)
     for kind in kinds.hardware_first():
-        if kind.on_host and (others := unsupported.found()):
-            raise DevicesRefused(f"{others[0].reason}. {ON_CPU}")
         if found := kind.probe():
-            if kind.untried and not untried:
-                raise DevicesRefused(
-                    f"this machine has {len(found)} devices of kind {kind.title} ({found[0].name}), and "
-                    f"{kind.untried}. {ON_CPU} To try all the same, in an environment with such builds, set [box] "
-                    "untried_devices = true."
-                )
             return _devices(kind, found, node)
     return ()
 

@@ -5,15 +5,15 @@ Rules
   it.
 - At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
-- `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that
-  died on more than one device in that time is at fault itself, and its deaths count against none.
-- Deaths, heat, silence and settings may pass: such a device is tried again automatically after a time that doubles.
-  Broken hardware waits for a person.
+- `deaths` ranks or engines that died on it within `death_window_s`. A job or model that died on more than one device
+  in that time is at fault itself, and its deaths count against none.
+- Deaths, heat, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for a
+  person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from runtime.devices.kind import Reading
@@ -43,25 +43,16 @@ def failing(
     deaths: Iterable[Death],
     now_s: float,
     config: SchedulerConfig,
-    on_trial: Collection[str] = (),
 ) -> dict[str, Fault]:
-    """Every device that must not be used, by its id.
-
-    `readings`: by device, oldest first; the first is from the start of the watch. `on_trial`: devices that were
-    cordoned recently.
-    """
+    """Every device that must not be used, by its id. `readings`: by device, oldest first; the first is from the start
+    of the watch."""
     found = {}
     for device_id, history in readings.items():
         if history and (failure := _told(history, config.hot_for_s)):
             found[device_id] = failure
-    for device_id, reason in _died(deaths, now_s, config, on_trial).items():
+    for device_id, reason in _died(deaths, now_s, config).items():
         found.setdefault(device_id, Fault(reason, may_pass=True))
     return found
-
-
-def trial_after_s(cordons: int, config: SchedulerConfig) -> float:
-    """How long a device with a transient failure stays cordoned. cordons: consecutive ones, this one included."""
-    return min(config.device_retry_first_s * 2.0 ** min(cordons - 1, 32), config.device_retry_longest_s)
 
 
 def _told(history: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
@@ -88,7 +79,7 @@ def _told(history: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
     return None
 
 
-def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig, on_trial: Collection[str]) -> dict[str, str]:
+def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dict[str, str]:
     if not config.device_deaths:
         return {}
     recent = [death for death in deaths if death.at_s > now_s - config.death_window_s]
@@ -101,7 +92,7 @@ def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig, on_tri
             counted.setdefault(death.device_id, []).append(death)
     found = {}
     for device_id, here in counted.items():
-        if len(here) >= (1 if device_id in on_trial else config.device_deaths):
+        if len(here) >= config.device_deaths:
             some = f"{len(here)} process{'es' * (len(here) > 1)} died on it within {config.death_window_s:.0f} s"
             found[device_id] = f"{some}, the last: {here[-1].reason}"
     return found

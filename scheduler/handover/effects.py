@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame
-from scheduler.core.inventory import Device, Lease
+from scheduler.core.inventory import Device
 from scheduler.core.workload import ReplicaView
 
 Detail = Mapping[str, Any] | None
@@ -40,13 +40,13 @@ class ReplicaDied:
 class GroupEnded:
     """A job's group ended by itself: it finished, or failed. Not sent for an end that the loop requested.
 
-    `lease_id`: which incarnation. `step`: the last training step that is safe (in a snapshot or published); a higher
-    value than at the previous failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid
-    configuration). `blame`: whose fault a failure was.
+    `run`: which incarnation, as `start_group` named it; "" of one that this controller found running. `step`: the last
+    training step that is safe (in a snapshot or published); a higher value than at the previous failure counts as
+    progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose fault it was.
     """
 
     job_id: str
-    lease_id: str
+    run: str
     outcome: Literal["succeeded", "failed", "cancelled"]
     step: int = 0
     error: str = ""
@@ -64,16 +64,15 @@ class GroupObserved:
 
     job_id: str
     devices: tuple[str, ...]
-    lease_id: str
+    run: str = ""
     ended: GroupEnded | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The observed state, read from the processes and reservations themselves, never from a record of requests."""
+    """The observed state, read from the processes themselves, never from a record of requests."""
 
     devices: tuple[Device, ...]
-    leases: tuple[Lease, ...] = ()
     replicas: tuple[ReplicaView, ...] = ()
     groups: tuple[GroupObserved, ...] = ()
 
@@ -89,14 +88,8 @@ Event = ReplicaDied | GroupEnded | InventoryChanged
 class Effects(Protocol):
     """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
 
-    async def acquire(self, lease: Lease) -> Detail:
-        """Reserve exactly these devices for this holder. Held by another lease: EffectFailed. Repeated: no change."""
-
-    async def release(self, lease_id: str) -> Detail:
-        """Give the devices back. Unknown id: no change. Never called while the holder uses them."""
-
-    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
-        """Start an engine process on the lease's devices, in this order by tensor-parallel rank, and load the version.
+    async def start_replica(self, plan: ReplicaPlan) -> Detail:
+        """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
         Ends "ready": healthy, fingerprint agreed, taking no requests."""
 
     async def stop_replica(self, replica_id: str) -> Detail:
@@ -112,14 +105,14 @@ class Effects(Protocol):
     async def sleep_replica(self, replica_id: str) -> Detail:
         """Release weights and KV memory, keep the process. Only called on a drained replica."""
 
-    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
         """Wake with this version from shared memory, on its own devices. Ends "ready", fingerprint agreed."""
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         """Change the version of an awake replica, keeping its requests. EffectFailed: the old version is still served,
         or the engine is dead and a ReplicaDied event reports it."""
 
-    async def start_group(self, job_id: str, lease: Lease) -> Detail:
+    async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
         """Start one rank per device, from the job's newest snapshot if it has one. Ends when the ranks are in their
         training loop, or have already ended (a GroupEnded event reports that)."""
 

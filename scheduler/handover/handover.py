@@ -1,269 +1,347 @@
-"""Computes the chains of a hand-over: how devices change hands, from start to end.
+"""Carries out a hand-over: `release_devices` and `take_devices`, each step beside its undo.
 
-A hand-over is a set of chains, one per holder and side. A chain is a list of steps done one after the other.
-
-    give back   replica   drain_replica -> sleep_replica* -> release        (or stop_replica* instead of sleep)
-                job       suspend_group* -> release                         (or stop_group* if the job is over)
-    take        replica   acquire -> wake_replica | start_replica -> open_replica
-                job       acquire -> start_group
-    in place    replica   swap_replica                                      (a new version, requests kept; one engine
-                                                                             of a model first, then the others)
-
-Chains that give back run at once, all together. A chain that takes starts when the leases on its devices are released
-(`needs`), so a device never has two holders. A cold engine starts when the waking engines of its model are up
-(`after`): requests wait for the first engine, and a cold start would take CPU that the wake needs.
-
-When a step fails, its undo and those of the steps before it run in reverse, back to the last point of no return (marked
-* above: from there the chain only goes forward). A step with `force` is not undone but completed by force. So every
-chain ends in the wanted or in the previous state, or, if an engine had to be stopped, in the wanted state with a cold
-engine. Verbs are idempotent, so after a crash between any two steps another round is enough.
+Every step is journalled before and after, and has a time limit. When one fails, what came before it is undone, back to
+the last point of no return. So every move ends in the wanted or in the previous state, or, if an engine had to be
+stopped, with a cold engine. Verbs are idempotent: after a crash between any two steps another round is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import asyncio
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from scheduler.core.allocation import Allocation, ReplicaPlan
-from scheduler.core.inventory import Holder, Lease, node_of
-from scheduler.core.workload import ReplicaView
-from scheduler.handover.box import Box
-from scheduler.handover.step import Step
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import EffectFailed, StepCancelled
+from scheduler.core.inventory import Holder
+from scheduler.core.workload import ReplicaState, ReplicaView
+from scheduler.handover.effects import Effects
+from scheduler.handover.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.moves import SERVING, Box, GroupView, Handover, Move
+from scheduler.handover.ports import Clock
 
-Side = Literal["free", "take", "swap"]
+log = logging.getLogger(__name__)
 
-
-# --- steps --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Steps of one holder on one side. `needs`: leases that must be released before it starts; `after`: holders whose
-    take chains must have ended first, successfully or not."""
-
-    holder: Holder
-    side: Side
-    steps: tuple[Step, ...]
-    needs: frozenset[str] = frozenset()
-    after: frozenset[Holder] = frozenset()
-
-    @property
-    def name(self) -> str:
-        return f"{self.side} {self.holder}"
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Devices it will hold; empty for a chain that gives back."""
-        return next((s.lease.device_ids for s in self.steps if s.verb == "acquire" and s.lease), ())
-
-    @property
-    def waking(self) -> Step | None:
-        """The step that starts or wakes an engine; None for a chain that does neither."""
-        return next((s for s in self.steps if s.verb in ("start_replica", "wake_replica")), None)
-
-    def step(self, verb: str) -> Step | None:
-        return next((s for s in self.steps if s.verb == verb), None)
+_WEIGHTS = "for the engine to load its weights and answer its first prompt"
+STEPS = {
+    "start_replica": ("start_replica_timeout_s", _WEIGHTS),
+    "stop_replica": ("stop_timeout_s", "for the engine's processes to be gone"),
+    "open_replica": ("open_timeout_s", "for every gateway to know of the engine"),
+    "drain_replica": ("drain_timeout_s", "for the engine's requests to be answered"),
+    "sleep_replica": ("sleep_timeout_s", "for the engine to give its memory back"),
+    "wake_replica": ("wake_timeout_s", _WEIGHTS),
+    "swap_replica": ("swap_timeout_s", "for the engine to take the new weights"),
+    "start_group": ("start_group_timeout_s", "for all ranks to be in their training loop"),
+    "suspend_group": ("suspend_timeout_s", "for the ranks to leave their step and write a snapshot"),
+    "stop_group": ("stop_timeout_s", "for the ranks' processes to be gone"),
+}
+"""By verb of `effects.Effects`: the setting that limits its time, and what it waits for."""
+_LOADS = ("start_replica", "wake_replica", "swap_replica")
+"""Exceeding their time is the engine's fault, of the others the box's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
-    id: int
-    free: tuple[Chain, ...] = ()
-    take: tuple[Chain, ...] = ()
-    swap: tuple[Chain, ...] = ()
+class MoveEnd:
+    """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo failed too.
+    skipped: the move never began. cancelled: rolled back because the plan changed, which is not a failure."""
+
+    move: Move
+    state: Literal["done", "undone", "failed", "skipped", "cancelled"]
+    error: str = ""
+    failure: EffectFailed | None = None
+
+
+@dataclass(slots=True)
+class Doing:
+    """A step in progress since `since_s`, which fails after `limit_s`. `off`: why it is being cancelled."""
+
+    move: Move
+    verb: str
+    since_s: float
+    limit_s: float
+    task: asyncio.Task[Any]
+    off: str = ""
+
+
+class Listener(Protocol):
+    """What the hand-over needs from the loop. `box` is replaced, never changed in place."""
+
+    box: Box
+
+    def unwanted(self, move: Move) -> str:
+        """Why a move that is about to take devices should no longer do so; empty if it should."""
+
+    def step_done(self, move: Move, verb: str, took_s: float) -> None: ...
+
+    def move_ended(self, end: MoveEnd) -> None: ...
+
+
+class Runner:
+    """One hand-over. `run` returns when every move has ended; it raises only for bugs."""
+
+    def __init__(
+        self,
+        handover: Handover,
+        listener: Listener,
+        effects: Effects,
+        journal: Journal,
+        clock: Clock,
+        config: SchedulerConfig,
+    ):
+        self.handover = handover
+        self._listener, self._effects, self._journal = listener, effects, journal
+        self._clock, self._config = clock, config
+        self._left: dict[Holder, asyncio.Future[bool]] = {}
+        self._taken = {move.holder: asyncio.Event() for move in handover.take}
+        self._skipped: set[Move] = set()
+        self._doing: dict[int, Doing] = {}
+        self._failed: dict[Move, int] = {}
+        self._seq = 0
+
+    def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
+        """Write the journal record. Nothing else happens before this has returned."""
+        loop = asyncio.get_running_loop()
+        self._left = {move.holder: loop.create_future() for move in self.handover.free}
+        now_s = self._clock.now_s()
+        record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
+        self._journal.begin(record)
+
+    async def run(self) -> HandoverState:
+        ends = await asyncio.gather(*map(self._move, self.handover.moves))
+        states = {end.state for end in ends}
+        state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
+        errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
+        self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
+        return state
 
     @property
-    def chains(self) -> tuple[Chain, ...]:
-        return self.free + self.swap + self.take
+    def doing(self) -> tuple[Doing, ...]:
+        """The steps in progress that are not being cancelled."""
+        return tuple(doing for doing in self._doing.values() if not doing.off)
+
+    def cancel(self, doing: Doing, reason: str) -> None:
+        """Undo a step in progress. Moves that wait for its holder to leave have ended when this returns: otherwise the
+        devices would still look promised to them while the replica is open again."""
+        doing.off = reason
+        doing.task.cancel()
+        for move in self.handover.take if doing.move.side == "free" else ():
+            if doing.move.holder in move.needs and move not in self._skipped:
+                self._skipped.add(move)
+                self._listener.move_ended(MoveEnd(move, "skipped", reason))
+
+    # --- moves ----------------------------------------------------------------------------------------------------
+
+    async def release_devices(self, move: Move) -> None:
+        """The holder leaves its devices. Once it sleeps, is stopped or suspended, there is no way back."""
+        holder = move.holder
+        if holder.kind == "job":
+            # A failed suspend leaves the group running, as it was before.
+            await self._do(move, "suspend_group" if move.how == "suspend" else "stop_group", holder.id)
+            self._box = self._box.without(holder)
+        else:
+            state = self._box.replicas[holder.id].state
+            try:
+                if state in SERVING:
+                    self._replica(holder.id, "draining")
+                    await self._do(move, "drain_replica", holder.id)
+                if move.how == "sleep":
+                    await self._sleep_or_stop(move)
+                else:
+                    await self._do(move, "stop_replica", holder.id)
+                    self._box = self._box.without(holder)
+            except (EffectFailed, StepCancelled) as error:
+                if state == "open" and await self._undo(error, move, "open_replica"):
+                    self._replica(holder.id, "open")
+                raise
+        if move.devices:
+            self._note(move, "release")
+
+    async def _sleep_or_stop(self, move: Move) -> None:
+        """An engine that cannot sleep must not keep its devices: ending its process frees them."""
+        try:
+            await self._do(move, "sleep_replica", move.holder.id)
+            self._replica(move.holder.id, "asleep")
+        except EffectFailed as error:
+            if not await self._undo(error, move, "stop_replica"):
+                raise
+            self._box = self._box.without(move.holder)
+
+    async def take_devices(self, move: Move) -> None:
+        """The holder takes its devices: an engine wakes or starts and is opened, a job's ranks start."""
+        self._acquire(move)
+        holder, plan = move.holder, move.plan
+        try:
+            if plan is None:
+                await self._do(move, "start_group", holder.id, move.devices, move.lease)
+                self._box = self._box.with_group(GroupView(holder.id, move.devices, self._now_s(), run=move.lease))
+            else:
+                if move.how == "wake":
+                    await self._do(move, "wake_replica", plan.id, plan.model, plan.version)
+                else:
+                    await self._do(move, "start_replica", plan)
+                self._replica(plan.id, "ready", plan.version)
+                await self._do(move, "open_replica", plan.id)
+                self._replica(plan.id, "open")
+        except (EffectFailed, StepCancelled) as error:
+            # An engine is not put to sleep again: a process that failed to wake is not reused.
+            if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
+                self._box = self._box.without(holder)
+                self._note(move, "release")
+            raise
+
+    def _acquire(self, move: Move) -> None:
+        """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
+        holders, plan, now_s = self._box.holders, move.plan, self._now_s()
+        for device_id in move.devices:
+            if device_id not in self._box.devices:
+                reason = f"device {device_id} is gone"
+            elif holders.get(device_id, move.holder) != move.holder:
+                reason = f"device {device_id} is still held by {holders[device_id]}"
+            else:
+                continue
+            self._note(move, "acquire", "failed", {"error": reason})
+            raise EffectFailed("acquire", move.lease, reason, "outside")
+        if plan is None:
+            self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
+        elif plan.id in self._box.replicas:
+            self._replica(plan.id, "starting")
+        else:
+            self._box = self._box.with_replica(
+                ReplicaView(plan.id, plan.model, plan.version, "starting", plan.devices, now_s, settings=plan.settings)
+            )
+        self._note(move, "acquire")
+
+    async def change_in_place(self, move: Move) -> None:
+        """A replica takes another version, keeping its requests, and is open. No undo: an engine that fails to take it
+        serves the old one or is dead."""
+        plan = move.plan
+        assert plan is not None
+        if move.how == "swap":
+            await self._do(move, "swap_replica", plan.id, plan.model, plan.version)
+            self._box = self._box.with_replica(replace(self._box.replicas[plan.id], version=plan.version))
+        if self._box.replicas[plan.id].state != "open":
+            await self._do(move, "open_replica", plan.id)
+            self._replica(plan.id, "open")
+
+    async def _move(self, move: Move) -> MoveEnd:
+        end = MoveEnd(move, "failed")
+        try:
+            end = await self._outcome(move)
+        finally:
+            if move.side == "free":
+                self._left[move.holder].set_result(end.state == "done")
+            if move.side == "take":
+                self._taken[move.holder].set()
+        if move not in self._skipped:
+            self._listener.move_ended(end)
+        return end
+
+    async def _outcome(self, move: Move) -> MoveEnd:
+        stay = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._left[holder])]
+        for holder in move.after:
+            await self._taken[holder].wait()
+        if move in self._skipped:
+            return MoveEnd(move, "skipped")
+        if off := f"{stay[0]} did not leave its devices" if stay else self._listener.unwanted(move):
+            return MoveEnd(move, "skipped", off)
+        do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
+        try:
+            await do(move)
+        except StepCancelled as cancelled:
+            return MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
+        except EffectFailed as error:
+            return MoveEnd(move, "undone" if error.undone else "failed", str(error), error)
+        return MoveEnd(move, "done")
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    async def _undo(self, cause: EffectFailed | StepCancelled, move: Move, verb: str) -> bool:
+        """Take back what came before the step that failed. True if that succeeded."""
+        try:
+            await self._do(move, verb, move.holder.id, undoes=self._failed.get(move))
+        except EffectFailed:
+            cause.undone = False
+            return False
+        return True
+
+    async def _do(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
+        """One step. Raises EffectFailed, or StepCancelled where `cancel` ended it."""
+        limit_s, task = getattr(self._config, STEPS[verb][0]), asyncio.current_task()
+        assert task is not None
+        doing = Doing(move, verb, self._now_s(), limit_s, task)
+        record = StepRecord(
+            self._seq, move.name, verb, move.holder.id, "doing", doing.since_s, None, _detail(move, verb), undoes
+        )
+        self._seq += 1
+        self._journal.step(self.handover.id, record)
+        self._doing[record.seq] = doing
+        try:
+            detail = await self._perform(doing, arguments)
+        except (EffectFailed, StepCancelled) as error:
+            if undoes is None:
+                self._failed[move] = record.seq
+            failed = isinstance(error, EffectFailed)
+            self._end(move, record, "failed" if failed else "skipped", {"error" if failed else "reason": error.reason})
+            raise
+        finally:
+            del self._doing[record.seq]
+        self._end(move, record, "done", detail)
+        self._listener.step_done(move, verb, self._now_s() - doing.since_s)
+
+    async def _perform(self, doing: Doing, arguments: tuple[Any, ...]) -> Mapping[str, Any] | None:
+        try:
+            async with asyncio.timeout(doing.limit_s):
+                try:
+                    return await getattr(self._effects, doing.verb)(*arguments)
+                except asyncio.CancelledError:
+                    if doing.off and doing.task.uncancel() == 0:  # else the loop itself is ending, or the time is up
+                        raise StepCancelled(doing.off) from None
+                    raise
+        except TimeoutError:
+            reason = f"took longer than its limit of {doing.limit_s:g} s"
+            blame: Literal["own", "outside"] = "own" if doing.verb in _LOADS else "outside"
+            raise EffectFailed(doing.verb, doing.move.holder.id, reason, blame) from None
+
+    def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
+        """Journal a step that takes no time: devices are in the books only."""
+        now_s, target = self._now_s(), move.lease
+        record = StepRecord(self._seq, move.name, verb, target, state, now_s, None, {"devices": list(move.devices)})
+        self._seq += 1
+        self._end(move, record, state, detail)
+
+    def _end(self, move: Move, record: StepRecord, state: StepState, detail: Mapping[str, Any] | None) -> None:
+        merged = {**record.detail, **(detail or {})}
+        self._journal.step(self.handover.id, replace(record, state=state, ended_s=self._now_s(), detail=merged))
+        level = logging.WARNING if state == "failed" else logging.INFO
+        if log.isEnabledFor(level):  # simulations run millions of steps
+            ids = {"job_id" if move.holder.kind == "job" else "replica": move.holder.id}
+            ids |= {key: merged[key] for key in ("model", "version") if key in merged}
+            log.log(level, "%s %s: %s", record.verb, record.target, merged.get("error", state), extra=ids)
+
+    def _now_s(self) -> float:
+        return self._clock.now_s()
+
+    @property
+    def _box(self) -> Box:
+        return self._listener.box
+
+    @_box.setter
+    def _box(self, box: Box) -> None:
+        self._listener.box = box
+
+    def _replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
+        """Enter the engine's new state, and version unless it is ""."""
+        old = self._box.replicas[replica_id]
+        self._box = self._box.with_replica(
+            replace(old, state=state, version=version or old.version, since_s=self._now_s())
+        )
 
 
-def release(lease: Lease) -> Step:
-    return Step("release", lease.id, lease=lease)
-
-
-def acquire(lease: Lease) -> Step:
-    return Step("acquire", lease.id, lease=lease, undo=(release(lease),))
-
-
-def stop_replica(replica_id: str) -> Step:
-    return Step("stop_replica", replica_id)
-
-
-def open_replica(replica_id: str) -> Step:
-    return Step("open_replica", replica_id)
-
-
-def drain_replica(replica: ReplicaView) -> Step:
-    undo = (open_replica(replica.id),) if replica.state == "open" else ()
-    return Step("drain_replica", replica.id, undo=undo)
-
-
-def sleep_replica(replica_id: str) -> Step:
-    # An engine that cannot sleep must not keep its devices: stopping its process frees the memory.
-    return Step("sleep_replica", replica_id, force=(stop_replica(replica_id),))
-
-
-def wake_or_start(replica: ReplicaPlan, lease: Lease, *, asleep: bool) -> Step:
-    # Not put to sleep again on failure: a process that failed to wake is not reused.
-    return Step(
-        "wake_replica" if asleep else "start_replica",
-        replica.id,
-        lease=lease,
-        model=replica.model,
-        version=replica.version,
-        tensor_parallel=replica.tensor_parallel,
-        settings=replica.settings,
-        undo=(stop_replica(replica.id),),
-    )
-
-
-def swap_replica(replica: ReplicaPlan) -> Step:
-    # No undo here: the verb itself leaves the old version or a dead engine.
-    return Step("swap_replica", replica.id, model=replica.model, version=replica.version)
-
-
-def start_group(job_id: str, lease: Lease) -> Step:
-    return Step("start_group", job_id, lease=lease, undo=(stop_group(job_id),))
-
-
-def suspend_group(job_id: str) -> Step:
-    # A failed suspend leaves the group running, which is the previous state. See `forced` in steps().
-    return Step("suspend_group", job_id)
-
-
-def stop_group(job_id: str) -> Step:
-    return Step("stop_group", job_id)
-
-
-# --- from the current to the wanted state ---------------------------------------------------------------------------
-
-
-def steps(
-    box: Box,
-    wanted: Allocation,
-    handover_id: int,
-    *,
-    busy: Collection[Holder] = (),
-    over: Collection[str] = (),
-    forced: Collection[str] = (),
-) -> Handover:
-    """The chains that turn `box` into `wanted`, and that clean up after a crash or a death.
-
-    Args:
-        handover_id: a number never used before; it makes new lease ids unique.
-        busy: holders that a hand-over in progress is moving; they are skipped.
-        over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
-        forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
-    """
-    busy = frozenset(busy)
-    leases: dict[Holder, list[Lease]] = {}
-    for lease in box.ledger:
-        leases.setdefault(lease.holder, []).append(lease)
-
-    free, take, swap = [], [], []
-    plans = {r.id: r for r in wanted.replicas}
-    groups = {g.job_id: frozenset(g.devices) for g in wanted.groups}
-    for replica in box.replicas.values():
-        holder = Holder("replica", replica.id)
-        if holder in busy:
-            continue
-        held = leases.pop(holder, [])
-        free_steps, swap_steps = _leave(replica, plans.get(replica.id), held)
-        if free_steps:
-            free.append(Chain(holder, "free", free_steps))
-        if swap_steps:
-            swap.append(Chain(holder, "swap", swap_steps))
-    for group in box.groups.values():
-        holder = Holder("job", group.job_id)
-        if holder in busy:
-            continue
-        held = leases.pop(holder, [])
-        stays = not group.ended and len(held) == 1 and groups.get(group.job_id) == frozenset(group.devices)
-        if not stays:
-            gone = group.ended or group.job_id in over or group.job_id in forced or not held
-            first = stop_group(group.job_id) if gone else suspend_group(group.job_id)
-            free.append(Chain(holder, "free", (first, *map(release, held))))
-    for holder, held in leases.items():
-        if holder not in busy:  # a crash left this lease without a living holder
-            free.append(Chain(holder, "free", tuple(map(release, held))))
-
-    own = {c.holder: {s.target for s in c.steps if s.verb == "release"} for c in free}
-    for chain in _takes(box, wanted, handover_id, own, busy):
-        needs = {on.id for d in chain.devices if (on := box.ledger.lease_on(d)) is not None}
-        # Also wait for its own old lease, even on other devices: a job must not start before it is suspended.
-        take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
-    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
-
-
-def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
-    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node).
-    No other chain waits for them either."""
-    refused = {
-        chain.holder
-        for chain in handover.take
-        if chain.waking is not None and not book_engine(chain.waking.model, node_of(chain.devices[0]))
-    }
-    if not refused:
-        return handover
-    take = (replace(chain, after=chain.after - refused) for chain in handover.take if chain.holder not in refused)
-    return replace(handover, take=tuple(take))
-
-
-def _one_first(swap: list[Chain], box: Box, busy: Collection[Holder]) -> Iterator[Chain]:
-    """Where no open engine has a model's version yet, one engine loads it first: a bad one would take down all."""
-    open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
-    proven = {(replica.model, replica.version) for replica in open_}
-    trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
-    for chain in swap:
-        step = chain.step("swap_replica")
-        if step is None or (step.model, step.version) in proven:
-            yield chain
-        elif step.model not in trying:
-            trying.add(step.model)
-            yield chain
-
-
-def _wakes_first(take: list[Chain]) -> Iterator[Chain]:
-    waking: dict[str, set[Holder]] = {}
-    for chain in take:
-        if (wake := chain.step("wake_replica")) is not None:
-            waking.setdefault(wake.model, set()).add(chain.holder)
-    for chain in take:
-        cold = chain.step("start_replica")
-        yield chain if cold is None else replace(chain, after=frozenset(waking.get(cold.model, ())))
-
-
-def _leave(replica: ReplicaView, plan: ReplicaPlan | None, held: list[Lease]) -> tuple[tuple[Step, ...], tuple]:
-    """(steps that give back, steps in place) of one replica."""
-    back = tuple(map(release, held))
-    serving = replica.state in ("open", "ready", "draining")
-    if serving and plan is not None and plan.state == "open" and held:
-        stay = (swap_replica(plan),) if plan.version != replica.version else ()
-        return (), stay + ((open_replica(replica.id),) if replica.state != "open" else ())
-    if serving and plan is not None and held:
-        return (drain_replica(replica), sleep_replica(replica.id), *back), ()
-    if serving:
-        return (drain_replica(replica), stop_replica(replica.id), *back), ()
-    if replica.state == "asleep" and plan is not None:
-        return back, ()
-    return (stop_replica(replica.id), *back), ()
-
-
-def _takes(
-    box: Box, wanted: Allocation, handover_id: int, leaving: Mapping[Holder, set[str]], busy: Collection[Holder]
-) -> Iterator[Chain]:
-    for plan in wanted.open_replicas:
-        holder = Holder("replica", plan.id)
-        now = box.replicas.get(plan.id)
-        if holder in busy or (now is not None and (now.state != "asleep")):
-            continue
-        lease = Lease(f"{handover_id}:{holder.kind}:{plan.id}", holder, plan.devices)
-        waking = wake_or_start(plan, lease, asleep=now is not None)
-        yield Chain(holder, "take", (acquire(lease), waking, open_replica(plan.id)))
-    for group in wanted.groups:
-        holder = Holder("job", group.job_id)
-        if holder in busy or (group.job_id in box.groups and not leaving.get(holder)):
-            continue
-        lease = Lease(f"{handover_id}:{holder.kind}:{group.job_id}", holder, group.devices)
-        yield Chain(holder, "take", (acquire(lease), start_group(group.job_id, lease)))
+def _detail(move: Move, verb: str) -> dict[str, Any]:
+    if verb == "start_group":
+        return {"devices": list(move.devices)}
+    if verb in _LOADS and move.plan is not None:
+        return {"model": move.plan.model, "version": move.plan.version, "devices": list(move.devices)}
+    return {}

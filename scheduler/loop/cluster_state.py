@@ -1,7 +1,7 @@
 """Keeps what the scheduler knows of the world: the last observed box, events since then, and failures.
 
 `look` observes the box again and again; events only make changes known sooner. The state of a holder that a hand-over
-is moving comes from its chains: neither an observation nor an event changes it until they have ended.
+is moving comes from its moves: neither an observation nor an event changes it until they have ended.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import replace
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Cause, Failures
-from scheduler.core.inventory import Holder, Ledger
+from scheduler.core.inventory import Holder
 from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, ReplicaView, Workload
-from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
-from scheduler.handover.ports import Clock
-from scheduler.loop.status_reporter import StatusReporter
+from scheduler.handover.moves import Box
+from scheduler.handover.ports import Clock, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +27,9 @@ log = logging.getLogger(__name__)
 class ClusterState:
     """Owns the box, the failures and the events not yet applied. `look_again_s`: when to observe the world again."""
 
-    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
-        self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
-        self.box = Box(devices={}, ledger=Ledger(()))
+    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
+        self._effects, self._clock, self._config, self._store = effects, clock, config, store
+        self.box = Box()
         self.failures, self.reloads = Failures(config), Reloads()
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
@@ -55,7 +54,7 @@ class ClusterState:
         return True
 
     def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
-        """Apply the observed state of every holder except those whose chains changed it during the reading."""
+        """Apply the observed state of every holder except those whose moves changed it during the reading."""
         now_s, old = self._clock.now_s(), self.box
         fresh = Box.of(observed, now_s)
         replicas = dict(fresh.replicas)
@@ -66,7 +65,7 @@ class ClusterState:
             seen = replicas.get(replica.id)
             if Holder("replica", replica.id) in busy:
                 replicas[replica.id] = replica
-            elif seen is not None and replica.id in silent:
+            elif seen is not None and (replica.id in silent or seen.state == replica.state == "dead"):
                 replicas[replica.id] = replica
             elif seen is None and replica.awake:
                 replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")
@@ -78,17 +77,13 @@ class ClusterState:
             if Holder("job", group.job_id) in busy:
                 groups[group.job_id] = group
             elif group.job_id in groups:
-                groups[group.job_id] = replace(group, ended=group.ended, devices=groups[group.job_id].devices)
+                groups[group.job_id] = replace(groups[group.job_id], since_s=group.since_s, ended=group.ended)
         for holder in busy:
             if holder.kind == "replica" and holder.id not in old.replicas:
                 replicas.pop(holder.id, None)
             if holder.kind == "job" and holder.id not in old.groups:
                 groups.pop(holder.id, None)
-        ledger = Ledger(fresh.devices)
-        ledger = ledger.resized([*fresh.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
-        ledger = ledger.acquire(*(le for le in old.ledger if le.holder in busy))
-        ledger = ledger.acquire(*(le for le in fresh.ledger if le.holder not in busy))
-        self.box = Box(fresh.devices, ledger, replicas, groups)
+        self.box = Box(fresh.devices, replicas, groups)
 
     # --- events
 
@@ -97,7 +92,7 @@ class ClusterState:
 
     @property
     def unheard(self) -> bool:
-        """Whether events wait for the chains of their holders."""
+        """Whether events wait for the moves of their holders."""
         return bool(self._events)
 
     def ended_meanwhile(self, job_id: str) -> bool:
@@ -105,7 +100,7 @@ class ClusterState:
         return job_id in self._ended
 
     def apply_events(self, moving: Container[Holder]) -> None:
-        """Apply every event whose holder is not being moved; other events wait until its chain ends."""
+        """Apply every event whose holder is not being moved; other events wait until its move ends."""
         later: list[Event] = []
         while self._events:
             event = self._events.popleft()
@@ -114,8 +109,7 @@ class ClusterState:
                     if Holder("replica", replica_id) in moving:
                         later.append(event)
                     elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
-                        dead = self._dead(replica, reason, blame)
-                        self.box = replace(self.box, replicas={**self.box.replicas, dead.id: dead})
+                        self.box = self.box.with_replica(self._dead(replica, reason, blame))
                 case GroupEnded():
                     if Holder("job", event.job_id) in moving:
                         self._ended[event.job_id] = event
@@ -134,21 +128,21 @@ class ClusterState:
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
             self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)
-        return replace(replica, state="dead", since_s=now_s)
+        devices = () if replica.state == "asleep" else replica.devices
+        return replace(replica, state="dead", devices=devices, since_s=now_s)
 
     def _group_ended(self, event: GroupEnded) -> None:
         group = self.box.groups.get(event.job_id)
-        lease = self.box.ledger.of(Holder("job", event.job_id))
-        if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
+        if group is not None and (group.ended or group.run != event.run):
             return  # already reported, or about an earlier incarnation
         if group is not None:
-            self.box = replace(self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)})
+            self.box = self.box.with_group(replace(group, ended=True))
         if event.outcome == "failed" and event.retryable:
             if group is not None:  # else it was stopped in the meantime, for a reason in the store
                 lived_s = self._clock.now_s() - group.since_s
                 self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
-            self._reporter.over(event.job_id, event.outcome, event.error)
+            self._store.job_ended(event.job_id, event.outcome, event.error)
             self.failures.forget_job(event.job_id)
 
     # --- failures
@@ -159,7 +153,7 @@ class ClusterState:
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 if self.failures.model_stable(replica.model, replica.version):
-                    self._reporter.trouble(replica.model, None)
+                    self._store.model_trouble(replica.model, None)
 
     def model_failed(
         self,
@@ -177,7 +171,7 @@ class ClusterState:
         )
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
-        self._reporter.trouble(model, self.failures.trouble(model, failure))
+        self._store.model_trouble(model, self.failures.trouble(model, failure))
 
     def reload_refused(self, deployment: DeploymentView, version: str, reason: str, *, whole: bool) -> None:
         self.reloads.refused(deployment, version, reason, whole=whole)
@@ -190,7 +184,7 @@ class ClusterState:
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
-            self._reporter.over(job_id, "failed", f"{error}{often}")
+            self._store.job_ended(job_id, "failed", f"{error}{often}")
             self.failures.forget_job(job_id)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
@@ -198,14 +192,14 @@ class ClusterState:
     def keep(self, workload: Workload) -> None:
         """Forget the failures of what is no longer in the workload."""
         for model in self.failures.keep(workload):
-            self._reporter.trouble(model, None)
+            self._store.model_trouble(model, None)
 
     def reset_failures(self, model: str) -> None:
         """Retry the model at once, as if it had never failed."""
         if self.failures.forget_model(model):
-            self._reporter.trouble(model, None)
+            self._store.model_trouble(model, None)
 
     def retry(self, cause: Cause) -> None:
         """Retry at once what may have failed for this cause."""
         for model in self.failures.retry(cause):
-            self._reporter.trouble(model, next(t for t in self.failures.troubles() if t.model == model))
+            self._store.model_trouble(model, next(t for t in self.failures.troubles() if t.model == model))

@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from scheduler.core.allocation import Allocation
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaView, Workload
-from scheduler.handover.box import Box
-from scheduler.handover.handover import Handover
+from scheduler.handover.moves import Box, Handover
 from scheduler.loop.view import Transition
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
     """A replica being drained. `replica`: its state before. `policy`, `requests` of its model: when it was decided.
-    `waiting`: holders whose chains wait for its lease."""
+    `waiting`: holders whose moves wait for its devices."""
 
     replica: ReplicaView
     policy: Policy
@@ -38,12 +37,11 @@ def drains_of(handover: Handover, box: Box, policy: Policy, workload: Workload) 
     """The drains of a hand-over that is about to begin, of replicas that are open."""
     requests = _requests(workload)
     found = {}
-    for chain in handover.free:
-        replica = box.replicas.get(chain.holder.id) if chain.step("drain_replica") else None
+    for move in handover.free:
+        replica = box.replicas.get(move.holder.id)
         if replica is not None and replica.state == "open":
-            given = {step.target for step in chain.steps if step.verb == "release"}
-            waiting = tuple(take.holder for take in handover.take if not take.needs.isdisjoint(given))
-            found[chain.holder] = Drain(replica, policy, requests.get(replica.model, 0), waiting)
+            waiting = tuple(take.holder for take in handover.take if move.holder in take.needs)
+            found[move.holder] = Drain(replica, policy, requests.get(replica.model, 0), waiting)
     return found
 
 
@@ -64,8 +62,8 @@ def as_if_not_begun(
         left.pop(drain.holder, None)
         for holder in drain.waiting:
             found = left.pop(holder, None)
-            if found is not None and found.chains > 1:  # it also gives something back, and continues with that
-                left[holder] = Transition(found.chains - 1, (), None)
+            if found is not None and found.moves > 1:  # it also leaves devices, and continues with that
+                left[holder] = Transition(found.moves - 1, (), None)
     return replace(box, replicas=replicas), left
 
 

@@ -1,4 +1,4 @@
-"""Generates the sentences for users: why a hand-over happens and what each of its chains does."""
+"""Generates the sentences for users: why a hand-over happens and what each of its moves does."""
 
 from __future__ import annotations
 
@@ -11,47 +11,44 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import FULL, DeploymentView, PlanInput, Policy, ReplicaView, Standby
-from scheduler.handover.handover import Chain, Handover
-from scheduler.handover.runner import Doing
-from scheduler.handover.verbs import VERBS
+from scheduler.handover.handover import STEPS, Doing
+from scheduler.handover.moves import Handover, Move
 
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 
-def sentence(chain: Chain) -> str:
-    """What one chain does, in one sentence without a full stop."""
-    verbs = [s.verb for s in chain.steps]
-    who = str(chain.holder)
-    if chain.side == "take" and chain.holder.kind == "job":
-        return f"{who} runs on {_count(len(chain.devices), 'device')} ({', '.join(chain.devices)})"
-    if chain.waking is not None:
-        how = "wakes" if chain.waking.verb == "wake_replica" else "starts"
-        return f"{who} {how} with {chain.waking.model} on {', '.join(chain.devices)}"
-    if chain.side != "free":
-        swap = chain.step("swap_replica")
-        return f"{who} changes to version {swap.version}" if swap else f"{who} takes requests again"
-    if "suspend_group" in verbs:
-        return f"{who} is suspended at its next step"
-    if "sleep_replica" in verbs:
-        return f"{who} finishes its requests and goes to sleep"
-    if "stop_group" in verbs:
-        return f"{who} is over and leaves its devices"
-    if "stop_replica" in verbs:
-        return f"{who} is stopped"
-    return f"{who} leaves its devices"
+def sentence(move: Move) -> str:
+    """What one move does, in one sentence without a full stop."""
+    who, plan, on = str(move.holder), move.plan, ", ".join(move.devices)
+    if move.how == "train":
+        return f"{who} runs on {_count(len(move.devices), 'device')} ({on})"
+    if plan is not None and move.side == "take":
+        return f"{who} {move.how}s with {plan.model} on {on}"
+    if plan is not None and move.how == "swap":
+        return f"{who} changes to version {plan.version}"
+    return (
+        f"{who} "
+        + {
+            "open": "takes requests again",
+            "suspend": "is suspended at its next step",
+            "sleep": "finishes its requests and goes to sleep",
+            "end": "is over and leaves its devices",
+            "stop": "is stopped",
+        }[move.how]
+    )
 
 
-def because(chain: Chain, allocation: Allocation, plan_input: PlanInput) -> str:
-    """Why a chain is wanted, without a full stop."""
-    devices = set(chain.devices) or _held(chain.holder, plan_input)
+def because(move: Move, allocation: Allocation, plan_input: PlanInput) -> str:
+    """Why a move is wanted, without a full stop."""
+    devices = set(move.devices) or _held(move.holder, plan_input)
     unusable = [d for d in plan_input.devices if d.id in devices and not d.usable]
-    if chain.side == "free" and unusable:
+    if move.side == "free" and unusable:
         return f"{unusable[0].id} is {unusable[0].health} ({unusable[0].health_reason or 'no reason was given'})"
-    if chain.holder.kind == "job":
-        return _why_job(chain, allocation, plan_input)
-    return _why_replica(chain, devices, allocation, plan_input)
+    if move.holder.kind == "job":
+        return _why_job(move, allocation, plan_input)
+    return _why_replica(move, devices, allocation, plan_input)
 
 
 def _held(holder: Holder, plan_input: PlanInput) -> set[str]:
@@ -59,12 +56,12 @@ def _held(holder: Holder, plan_input: PlanInput) -> set[str]:
     return {d for view in views if view.id == holder.id for d in view.devices}
 
 
-def _why_job(chain: Chain, allocation: Allocation, plan_input: PlanInput) -> str:
-    job = next((j for j in plan_input.jobs if j.id == chain.holder.id), None)
+def _why_job(move: Move, allocation: Allocation, plan_input: PlanInput) -> str:
+    job = next((j for j in plan_input.jobs if j.id == move.holder.id), None)
     if job is None:
         return "it has ended or was cancelled"
     group = next((g for g in allocation.groups if g.job_id == job.id), None)
-    if chain.side == "free":
+    if move.side == "free":
         if group is None:
             return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
         return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
@@ -80,19 +77,18 @@ def _as_clause(reason: str) -> str:
     return f"it needs {text.removeprefix('Needs ')}" if text.startswith("Needs ") else text[:1].lower() + text[1:]
 
 
-def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_input: PlanInput) -> str:
-    model = next((r.model for r in plan_input.replicas if r.id == chain.holder.id), "")
-    model = model or next((s.model for s in chain.steps if s.model), "")
+def _why_replica(move: Move, devices: set[str], allocation: Allocation, plan_input: PlanInput) -> str:
+    model = next((r.model for r in plan_input.replicas if r.id == move.holder.id), move.plan.model if move.plan else "")
     deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
-    old = next((r.version for r in plan_input.replicas if r.id == chain.holder.id), deployment.version)
-    if chain.side == "free" and deployment.anew and old != deployment.version:
+    old = next((r.version for r in plan_input.replicas if r.id == move.holder.id), deployment.version)
+    if move.side == "free" and deployment.anew and old != deployment.version:
         return f"{deployment.version} is the active version of {model}, and needs a new engine: {deployment.anew}"
-    if chain.side == "swap":
+    if move.side == "swap":
         return f"{deployment.version} is the active version of {model}"
     requests = deployment.demand.requests
-    if chain.side == "take":
+    if move.side == "take":
         if requests:
             return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
         if deployment.floor_replicas:
@@ -102,9 +98,9 @@ def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_i
         if devices & set(group.devices):
             return f"job {group.job_id} gets {', '.join(sorted(devices & set(group.devices)))}"
     for replica in allocation.open_replicas:
-        if replica.id != chain.holder.id and devices & set(replica.devices):
+        if replica.id != move.holder.id and devices & set(replica.devices):
             return f"replica {replica.id} of {replica.model} gets {', '.join(sorted(devices & set(replica.devices)))}"
-    if any(r.id == chain.holder.id and r.state == "dead" for r in plan_input.replicas):
+    if any(r.id == move.holder.id and r.state == "dead" for r in plan_input.replicas):
         return "its engine died"
     return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
 
@@ -114,23 +110,22 @@ def mode_of(policy: Policy) -> str:
 
 
 def sentences(handover: Handover, allocation: Allocation, plan_input: PlanInput) -> list[str]:
-    """One sentence per chain with its reason, in the order in which the chains begin."""
-    texts = [f"{sentence(chain)}, because {because(chain, allocation, plan_input)}." for chain in handover.chains]
+    """One sentence per move with its reason, in the order in which they begin."""
+    texts = [f"{sentence(move)}, because {because(move, allocation, plan_input)}." for move in handover.moves]
     return [f"{text[0].upper()}{text[1:]}" for text in texts]
 
 
 def reason_of(handover: Handover, policy: Policy) -> str:
     """One line for the history: the mode and the changes."""
-    texts = [sentence(c) for c in handover.chains]
+    texts = [sentence(move) for move in handover.moves]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
 def waits_for(doing: Doing, now_s: float) -> str:
     """What a step in progress waits for, in one sentence without a full stop."""
-    step, since_s = doing.step, now_s - doing.since_s
     return (
-        f"{step.verb} {step.target} has waited {since_s:.0f} s {VERBS[step.verb].waits_for}; "
+        f"{doing.verb} {doing.move.holder.id} has waited {now_s - doing.since_s:.0f} s {STEPS[doing.verb][1]}; "
         f"it fails after {doing.limit_s:.0f} s"
     )
 
@@ -167,7 +162,7 @@ def _idle(deployment: DeploymentView, config: SchedulerConfig, now_s: float) -> 
 def explain(
     handover: Handover, allocation: Allocation, plan_input: PlanInput, config: SchedulerConfig, now_s: float
 ) -> dict[str, Any]:
-    """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
+    """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
     running = {g.job_id: list(g.devices) for g in allocation.groups}
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:

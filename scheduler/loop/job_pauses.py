@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Collection
 from statistics import median
 
-from scheduler.handover.step import Step
-
 USUAL_S = 2.25
 """The part of `job_pause_s`, as it is set, that suspending and starting take."""
 _KEPT = 5
@@ -51,14 +49,14 @@ class JobPauses:
         """Why its ranks do not run though they were being started, as a sentence; "" if that is not so."""
         return self._gave_way.get(job_id, "")
 
-    def step_done(self, step: Step, took_s: float) -> None:
-        if step.verb == "start_group":
-            self._gave_way.pop(step.target, None)
-        if step.verb == "suspend_group":
-            self._suspended_s[step.target] = took_s
-        elif step.verb == "start_group" and step.target in self._suspended_s:
-            found = self._found.setdefault(step.target, deque(maxlen=_KEPT))
-            found.append(self._suspended_s.pop(step.target) + took_s)
+    def step_done(self, verb: str, job_id: str, took_s: float) -> None:
+        if verb == "start_group":
+            self._gave_way.pop(job_id, None)
+        if verb == "suspend_group":
+            self._suspended_s[job_id] = took_s
+        elif verb == "start_group" and job_id in self._suspended_s:
+            found = self._found.setdefault(job_id, deque(maxlen=_KEPT))
+            found.append(self._suspended_s.pop(job_id) + took_s)
 
     def keep(self, job_ids: Collection[str]) -> None:
         """Forget all others: they are over."""

@@ -1,6 +1,6 @@
 """The scheduler's control loop and sole owner of its state: observe, plan, act, repeat.
 
-Level-triggered: every round reads the workload from the store, plans for the current state, and starts the chains that
+Level-triggered: every round reads the workload from the store, plans for the current state, and starts the moves that
 lead from it to the wanted state. No round depends on having seen an event; events and nudges only start the next round
 sooner. A round leaves holders alone while a hand-over moves them and replans all others, so a slow step of one holder
 does not delay the rest.
@@ -23,35 +23,25 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
 from scheduler.core.failures import Trouble, first_line, goes_back_to
-from scheduler.core.inventory import Holder, Lease
+from scheduler.core.inventory import Holder
 from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
-from scheduler.handover import handover as handover_
-from scheduler.handover.box import Box
+from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Effects
-from scheduler.handover.handover import Chain, Handover
-from scheduler.handover.journal import HandoverRecord, Journal
+from scheduler.handover.handover import Doing, MoveEnd, Runner
+from scheduler.handover.journal import Journal
+from scheduler.handover.moves import Box, Handover, Move
 from scheduler.handover.ports import Clock, StateStore, SystemClock
-from scheduler.handover.runner import ChainEnd, Runner
-from scheduler.handover.step import Step
-from scheduler.handover.verbs import VERBS
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
-from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
 from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
-
-_REST_S = 4e-5
-"""Pause between two rounds, per device and job: about four times what a round takes. The chains of a large hand-over
-end one by one; a plan at each end would cost their number times n log n."""
-_SMALL = 100
-"""Up to this many devices and jobs the loop does not pause between rounds."""
 
 
 class SchedulerLoop:
@@ -80,8 +70,8 @@ class SchedulerLoop:
         self._book_engine, self._too_large = book_engine, too_large
         self._inbox, self._clock = inbox or Inbox(), clock or SystemClock()
         self._config = config or SchedulerConfig()
-        self._reporter = StatusReporter(store)
-        self._state = ClusterState(effects, self._clock, self._config, self._reporter)
+        self._state = ClusterState(effects, self._clock, self._config, store)
+        self._reasons: dict[str, tuple[str, bool]] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
@@ -89,7 +79,6 @@ class SchedulerLoop:
         self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
-        self._interrupted: tuple[HandoverRecord, ...] = ()
         self._workload = Workload(Policy())
         self._in_force = mode_schedule.InForce(Policy(), 0.0, None, None)
         self._window_since_s = 0.0
@@ -185,7 +174,7 @@ class SchedulerLoop:
         plan_input = self._plan_input(policy)
         now_s = self._clock.now_s()
         allocation = plan(plan_input, now_s, self._config)
-        found = explain(self._steps(plan_input, allocation), allocation, plan_input, self._config, now_s)
+        found = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
         doing = [doing for runner in self._running.values() for doing in runner.doing]
         return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
 
@@ -221,13 +210,14 @@ class SchedulerLoop:
                 self._round_done.notify_all()
 
     async def adopt(self) -> None:
-        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again.
+        """Observe the world, and close hand-overs that a crash interrupted: the plan continues from what is.
 
         `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
         that was judged then failed for want of memory."""
         if self._adopted:
             return
-        self._interrupted = self._journal.unfinished()
+        for record in self._journal.unfinished():
+            self._journal.end(record.id, "undone", self._clock.now_s(), "interrupted by a restart of the controller")
         attempt = 0
         while not await self._state.look(self._transitions):
             attempt += 1
@@ -242,9 +232,8 @@ class SchedulerLoop:
     # --- one round ----------------------------------------------------------------------------------------------
 
     def _round(self) -> bool:
-        """Plan and start the resulting chains. True if it started a hand-over, or has to plan again."""
-        held = {device_id for lease in self.box.ledger for device_id in lease.device_ids}
-        self._workload = self._store.load(free_devices=len(self.box.devices.keys() - held))
+        """Plan and start the resulting moves. True if it started a hand-over, or has to plan again."""
+        self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock.now_s()
         for cause in self._inbox.take_gone():
             self._state.retry(cause)
@@ -257,7 +246,6 @@ class SchedulerLoop:
         self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
-        self._reporter.keep(unfinished)
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
             self._state.retry("device")
@@ -266,24 +254,37 @@ class SchedulerLoop:
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._hysteresis = self._allocation.hysteresis
-        wanted = self._steps(plan_input, self._allocation)
+        wanted = self._moves(plan_input, self._allocation)
         if self._refused(wanted):
             self._wake.set()  # planned again without it, before anybody gives up devices for it
             return True
-        handover = handover_.only_with_room(wanted, self._book_engine)
-        self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
-        if not handover.chains:
+        handover = moves_.only_with_room(wanted, self._book_engine)
+        self._report_waiting(plan_input, now_s)
+        if not handover.moves:
             return False
         self._launch(handover, reason_of(handover, plan_input.policy))
         return True
+
+    def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
+        """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
+        before, self._reasons = self._reasons, {}
+        for job in plan_input.jobs:
+            reason = self._allocation.waiting.get(job.id)
+            if reason is None or job.id in self.box.groups or job.busy == "coming":
+                continue
+            said, now = before.get(job.id), (reason, job.phase == "suspended")
+            counting_down = job.not_before_s > now_s and said is not None
+            self._reasons[job.id] = said if said is not None and counting_down else now
+            if said != now and not counting_down:
+                self._store.job_waiting(job.id, reason)
 
     def _refused(self, handover: Handover) -> bool:
         """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
         they are held, and nobody would say why."""
         told = {
-            (step.model, Build(step.version, step.tensor_parallel, step.settings)): why
-            for chain in handover.take
-            if (step := chain.waking) is not None and (why := self._too_large(step.model))
+            (plan.model, Build(plan.version, plan.tensor_parallel, plan.settings)): why
+            for move in handover.take
+            if (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
         for (model, build), why in told.items():
             self._start_failed(model, build, why, "input", of_settings=True)
@@ -320,9 +321,9 @@ class SchedulerLoop:
             self._state.model_failed(model, build.version, reason, blame=blame, at_start=True)
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
-    def _steps(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
+    def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
         known = {j.id for j in plan_input.jobs}
-        return handover_.steps(
+        return moves_.moves(
             self.box,
             allocation,
             plan_input.handover_id,
@@ -331,7 +332,7 @@ class SchedulerLoop:
             forced={
                 j
                 for j in self.box.groups
-                if self._state.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
+                if self._state.failures.move_failures(f"free job {j}") >= self._config.suspend_attempts
             },
         )
 
@@ -350,64 +351,61 @@ class SchedulerLoop:
 
     def _cancel_drains(self, now_s: float) -> None:
         """Cancel drains that the loop would not start now; see drain_cancellation.py."""
-        runners = {h: runner for runner in self._running.values() for h in runner.draining if h in self._drains}
+        under_way = {
+            doing.move.holder: (runner, doing)
+            for runner in self._running.values()
+            for doing in runner.doing
+            if doing.verb == "drain_replica" and doing.move.holder in self._drains
+        }
         policy = self._in_force.policy
-        drains = drain_cancellation.worth_asking((self._drains[h] for h in runners), policy, self._workload)
+        drains = drain_cancellation.worth_asking((self._drains[h] for h in under_way), policy, self._workload)
         if not drains:
             return
         box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         for drain in drain_cancellation.to_cancel(drains, wanted):
-            runners[drain.holder].cancel_drain(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
+            runner, doing = under_way[drain.holder]
+            runner.cancel(doing, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
             self._transitions[drain.holder].target = drain.replica.devices
 
     def _cancel_starts(self, now_s: float) -> None:
         """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
         they ran: how long their ranks prepare is a matter of their data. Of that, only tokens are kept."""
         jobs = {job.id: job for job in self._workload.jobs} if self._running else {}
-        long: dict[Holder, tuple[Runner, Lease, float]] = {}
+        long: dict[Holder, tuple[Runner, Doing]] = {}
         for runner in self._running.values():
-            for doing in runner.starting:
-                job, lease = jobs.get(doing.step.target), doing.step.lease
+            for doing in runner.doing:
+                job = jobs.get(doing.move.holder.id)
+                if doing.verb != "start_group":
+                    continue
                 if job is None or job.phase == "paused":
-                    runner.cancel_start(doing.step.target, "the job does not run any more")
-                elif lease is not None and (took_s := now_s - doing.since_s) >= self._pauses.patience_s(job.id):
-                    long[Holder("job", job.id)] = runner, lease, took_s
+                    runner.cancel(doing, "the job does not run any more")
+                elif now_s - doing.since_s >= self._pauses.patience_s(job.id):
+                    long[doing.move.holder] = runner, doing
         if not long:
             return
         moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
         wanted = plan(self._plan_input(moving=moving), now_s, self._config)
         keeps = {group.job_id: set(group.devices) for group in wanted.groups}
-        for holder, (runner, lease, took_s) in long.items():
-            if not keeps.get(holder.id, set()).issuperset(lease.device_ids):
-                runner.cancel_start(holder.id, "its devices are wanted, and its ranks take long to prepare")
-                self._pauses.start_gave_way(holder.id, took_s)
+        for holder, (runner, doing) in long.items():
+            if not keeps.get(holder.id, set()).issuperset(doing.move.devices):
+                runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
+                self._pauses.start_gave_way(holder.id, now_s - doing.since_s)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
-        for chain in handover.chains:
-            moving = self._transitions.setdefault(chain.holder, Transition(0, (), None))
-            moving.chains += 1
-            if chain.side == "take":
-                moving.target, moving.take = chain.devices, chain
-                if chain.holder.kind == "job":
+        for move in handover.moves:
+            moving = self._transitions.setdefault(move.holder, Transition(0, (), None))
+            moving.moves += 1
+            if move.side == "take":
+                moving.target, moving.take = move.devices, move
+                if move.holder.kind == "job":
                     answering = {d for r in self.box.replicas.values() if r.awake for d in r.devices}
-                    self._reporter.coming(chain.holder.id, chain.devices, len(answering & set(chain.devices)))
-            elif chain.side == "swap":
-                moving.target = self.box.replicas[chain.holder.id].devices
-        by, what = self._requested()
-        runner = Runner(
-            handover,
-            reason,
-            asked_by=by,
-            asked_for=what,
-            listener=self,
-            effects=self._effects,
-            journal=self._journal,
-            clock=self._clock,
-            config=self._config,
-        )
-        runner.begin()
+                    self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
+            elif move.side == "swap":
+                moving.target = move.devices
+        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config)
+        runner.begin(reason, *self._requested())
         self._running[handover.id] = runner
         for _, found in self._next_handovers:
             if not found.done():
@@ -442,50 +440,48 @@ class SchedulerLoop:
 
     # --- what the runner reports --------------------------------------------------------------------------------
 
-    def unwanted(self, chain: Chain) -> str:
-        if chain.holder.kind == "job" and chain.side == "take" and self._state.ended_meanwhile(chain.holder.id):
+    def unwanted(self, move: Move) -> str:
+        if move.holder.kind == "job" and move.side == "take" and self._state.ended_meanwhile(move.holder.id):
             return "the job ended by itself in the meantime"
         return ""
 
-    def step_done(self, step: Step, took_s: float) -> None:
-        self._pauses.step_done(step, took_s)
-        if step.verb == "start_group" and step.lease is not None:
-            self._reporter.running(step.target, step.lease.device_ids)
+    def step_done(self, move: Move, verb: str, took_s: float) -> None:
+        self._pauses.step_done(verb, move.holder.id, took_s)
+        if verb == "start_group":
+            self._store.job_running(move.holder.id, move.devices)
 
-    def chain_ended(self, end: ChainEnd) -> None:
-        chain, holder = end.chain, end.chain.holder
+    def move_ended(self, end: MoveEnd) -> None:
+        move, holder, failure = end.move, end.move.holder, end.failure
         self._drains.pop(holder, None)
-        if end.state in ("done", "skipped", "cancelled"):
+        if end.state != "done":
+            self._state.look_again_s = 0.0
+        if failure is None:  # done, skipped or cancelled
             if end.state == "done":
-                self._state.failures.chain_done(chain.name)
-            if end.state != "done" and chain.side == "take":
+                self._state.failures.move_done(move.name)
+            elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
             self._clear_in_progress(holder)
             return
-        self._state.look_again_s = 0.0
-        if chain.side == "free":
+        if move.side == "free":
             if holder.kind == "replica":
                 self._transitions[holder].target = ()  # it should have stayed after all, but could not
-            wait_s = self._state.failures.chain_failed(chain.name)
+            wait_s = self._state.failures.move_failed(move.name)
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
-            log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
+            log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
-        if holder.kind == "job":
-            self._state.job_failed(holder.id, -1, end.reason, blame=end.blame)
+        if move.plan is None:
+            self._state.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
         else:
-            waking = next(s for s in chain.steps if s.version or s.verb == "open_replica")
-            model = waking.model or self.box.replicas[holder.id].model
-            version = waking.version or self.box.replicas[holder.id].version
+            model, version = move.plan.model, move.plan.version
             deployment = next((d for d in self._workload.deployments if d.model == model), None)
-            running = chain.step("start_replica") is None
-            if deployment is not None and running and end.blame in ("version", "reload"):
-                self._state.reload_refused(deployment, version, end.reason, whole=end.blame == "reload")
-            elif not running:
-                build = Build(version, waking.tensor_parallel, waking.settings)
-                self._start_failed(model, build, end.reason, end.blame, of_settings=end.of_settings)
+            if move.how == "start":
+                build = Build(version, move.plan.tensor_parallel, move.plan.settings)
+                self._start_failed(model, build, failure.reason, failure.blame, of_settings=failure.of_settings)
+            elif deployment is not None and failure.blame in ("version", "reload"):
+                self._state.reload_refused(deployment, version, failure.reason, whole=failure.blame == "reload")
             else:
-                self._state.model_failed(model, version, end.reason, blame=end.blame)
+                self._state.model_failed(model, version, failure.reason, blame=failure.blame)
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
@@ -496,8 +492,8 @@ class SchedulerLoop:
 
     def _clear_in_progress(self, holder: Holder) -> None:
         moving = self._transitions[holder]
-        moving.chains -= 1
-        if moving.chains == 0:
+        moving.moves -= 1
+        if moving.moves == 0:
             del self._transitions[holder]
         self._wake.set()
 
@@ -524,18 +520,6 @@ class SchedulerLoop:
     # --- at rest ------------------------------------------------------------------------------------------------
 
     async def _settle(self, generation: int) -> None:
-        for record in self._interrupted:
-            reached = all(
-                VERBS[s.verb].holds(s.target, str(s.detail.get("version", "")), self.box)
-                for s in {s.target: s for s in record.steps if s.undoes is None and s.state != "skipped"}.values()
-            )
-            self._journal.end(
-                record.id,
-                "done" if reached else "undone",
-                self._clock.now_s(),
-                "interrupted by a restart of the controller",
-            )
-        self._interrupted = ()
         self._settled = max(self._settled, generation)
         for number, found in self._next_handovers:
             if number <= self._settled and not found.done():
@@ -545,9 +529,7 @@ class SchedulerLoop:
             self._round_done.notify_all()
 
     async def _pause(self) -> None:
-        """Wait for a nudge, an event, the end of a chain, or the next observation time, but at least for the pause."""
-        if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
-            await asyncio.sleep(_REST_S * size)
+        """Wait for a nudge, an event, the end of a move, or the next observation time."""
         known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)

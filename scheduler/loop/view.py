@@ -11,8 +11,7 @@ from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
-from scheduler.handover.box import Box
-from scheduler.handover.handover import Chain
+from scheduler.handover.moves import Box, Move
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce
 from scheduler.plan.queue import QueuePosition
@@ -20,11 +19,11 @@ from scheduler.plan.queue import QueuePosition
 
 @dataclass(slots=True)
 class Transition:
-    """A holder that a hand-over is moving: `chains` still to end, `target` the devices it will hold (if any)."""
+    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any)."""
 
-    chains: int
+    moves: int
     target: tuple[str, ...]
-    take: Chain | None
+    take: Move | None
 
 
 def plan_input(
@@ -42,7 +41,7 @@ def plan_input(
 ) -> PlanInput:
     """The planner's input: the current state, with every moving holder shown at its target."""
     busy = {d for m in moving.values() for d in m.target}
-    busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
+    busy |= {d for d, holder in box.holders.items() if holder in moving}
     return PlanInput(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
@@ -77,30 +76,16 @@ def _job(
     if moving is not None:
         busy = "coming" if moving.target else "leaving"
         devices = moving.target or devices
-    since_s = group.since_s if group else 0.0
-    not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
-    pause_s, gave_way = pauses.pause_s(job.id), pauses.gave_way(job.id)
-    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy, job.pause_s, job.gave_way) == (
-        phase,
-        devices,
-        since_s,
-        not_before_s,
-        failed,
-        busy,
-        pause_s,
-        gave_way,
-    ):
-        return job  # most of a long queue: a copy would cost more than everything else here
     return replace(
         job,
         phase=phase,
         devices=devices,
-        since_s=since_s,
-        not_before_s=not_before_s,
-        failed=failed,
+        since_s=group.since_s if group else 0.0,
+        not_before_s=failure.not_before_s if failure else 0.0,
+        failed=first_line(failure.reason) if failure else "",
         busy=busy,
-        pause_s=pause_s,
-        gave_way=gave_way,
+        pause_s=pauses.pause_s(job.id),
+        gave_way=pauses.gave_way(job.id),
     )
 
 
@@ -121,7 +106,7 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         if holder.kind != "replica":
             continue
         found = views.get(holder.id)
-        waking = moving.take.waking if moving.take is not None else None
+        waking = moving.take.plan if moving.take is not None else None
         if moving.target and waking is not None and found is None:
             found = ReplicaView(
                 holder.id, waking.model, waking.version, "starting", moving.target, now_s, settings=waking.settings
@@ -139,7 +124,7 @@ def status(
 ) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     jobs = {j.id: j for j in shown.jobs}
-    held = {d: lease.holder for lease in box.ledger for d in lease.device_ids}
+    held = box.holders
     return {
         "policy": {
             "kind": in_force.policy.kind,

@@ -1,73 +1,41 @@
 """Chooses exact devices: best fit over nodes, then direct links and NUMA inside a node.
 
-The free devices are a temporary value of one planning round. Every choice costs about the size of one node (plus a heap
-operation), so placing all holders of a cluster is O(devices log nodes).
+The free devices are a temporary value of one planning round.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import groupby
 
-from scheduler.core.inventory import Device
+from scheduler.core.inventory import Device, node_of
 
 
 class FreeDevices:
-    """Devices not yet assigned."""
+    """Devices not yet assigned, by node. A choice costs about as much as there are nodes."""
 
     def __init__(self, devices: Iterable[Device]):
         self._nodes: dict[str, dict[str, Device]] = {}
-        self._node_of: dict[str, str] = {}
         for device in devices:
             self._nodes.setdefault(device.node, {})[device.id] = device
-            self._node_of[device.id] = device.node
-        self._order = {node: n for n, node in enumerate(self._nodes)}
-        self._names = list(self._nodes)
-        # heaps[f] holds nodes that had f devices left when pushed; stale entries are dropped when popped.
-        self._heaps: dict[int, list[int]] = {}
-        for node in self._nodes:
-            self._push(node)
-
-    def __len__(self) -> int:
-        return len(self._node_of)
-
-    def __contains__(self, device_id: str) -> bool:
-        return device_id in self._node_of
 
     def has(self, device_ids: Iterable[str]) -> bool:
-        return all(d in self._node_of for d in device_ids)
+        return all(d in self._nodes.get(node_of(d), ()) for d in device_ids)
 
     def take(self, device_ids: Iterable[str]) -> None:
-        touched = set()
         for device_id in device_ids:
-            node = self._node_of.pop(device_id, None)
-            if node is not None:
-                del self._nodes[node][device_id]
-                touched.add(node)
-        for node in touched:
-            self._push(node)
-
-    def _push(self, node: str) -> None:
-        if left := len(self._nodes[node]):
-            heapq.heappush(self._heaps.setdefault(left, []), self._order[node])
-
-    def _node_with(self, left: int) -> str | None:
-        """The first node (in inventory order) with exactly `left` devices."""
-        heap = self._heaps.get(left)
-        while heap:
-            node = self._names[heap[0]]
-            if len(self._nodes[node]) == left:
-                return node
-            heapq.heappop(heap)
-        return None
+            self._nodes.get(node_of(device_id), {}).pop(device_id, None)
 
     def _tightest(self, count: int) -> str | None:
-        """The node with the fewest devices left that still has `count`."""
-        for left in sorted(f for f, heap in self._heaps.items() if f >= count and heap):
-            if (node := self._node_with(left)) is not None:
+        """The first node with the fewest devices left that still has `count`."""
+        tightest, fewest = None, 0
+        for node, left in self._nodes.items():
+            if (size := len(left)) == count:
                 return node
-        return None
+            if size > count and (tightest is None or size < fewest):
+                tightest, fewest = node, size
+        return tightest
 
     def choose(
         self,
@@ -86,8 +54,6 @@ class FreeDevices:
             near: devices to prefer (what the holder has now).
             only: first try within these fewer (devices that no holder has to leave).
         """
-        if count > len(self):
-            return None
         if nodes:
             within = only._on(nodes) if only is not None else None
             return self._on(nodes).choose(count, single_node=True, near=near, only=within)
@@ -111,29 +77,24 @@ class FreeDevices:
         return FreeDevices(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
 
     def _choose_near(self, count: int, near: Collection[str]) -> tuple[str, ...] | None:
-        own: dict[str, int] = {}
-        for device_id in near:
-            if device_id in self._node_of:
-                own[self._node_of[device_id]] = own.get(self._node_of[device_id], 0) + 1
-        fitting = [node for node in own if len(self._nodes[node]) >= count]
+        own = Counter(node_of(device_id) for device_id in near if self.has([device_id]))
+        fitting = [node for node in self._nodes if own[node] and len(self._nodes[node]) >= count]
         if not fitting:
             return None
-        node = min(fitting, key=lambda n: (-own[n], len(self._nodes[n]), self._order[n]))
+        node = min(fitting, key=lambda n: (-own[n], len(self._nodes[n])))
         return _pick(list(self._nodes[node].values()), count, frozenset(near))
 
-    def _choose_across(self, count: int) -> tuple[str, ...]:
-        """Takes as few nodes as possible: the fullest first, the last one by best fit."""
-        by_left = sorted(self._nodes, key=lambda n: (-len(self._nodes[n]), self._order[n]))
+    def _choose_across(self, count: int) -> tuple[str, ...] | None:
+        """Takes as few nodes as possible: the fullest first, the last one by best fit. None if there are too few."""
         chosen: list[str] = []
-        for at, node in enumerate(by_left):
+        for node in sorted(self._nodes, key=lambda n: -len(self._nodes[n])):
             rest = count - len(chosen)
             if len(self._nodes[node]) >= rest:
-                fitting = [n for n in by_left[at:] if len(self._nodes[n]) >= rest]
-                tight = min(fitting, key=lambda n: (len(self._nodes[n]), self._order[n]))
-                chosen += _pick(list(self._nodes[tight].values()), rest, frozenset())
-                break
+                others = FreeDevices(d for left in self._nodes.values() for d in left.values() if d.id not in chosen)
+                tight = others._tightest(rest) or node
+                return (*chosen, *_pick(list(self._nodes[tight].values()), rest, frozenset()))
             chosen += [d.id for d in sorted(self._nodes[node].values(), key=lambda d: d.index)]
-        return tuple(chosen)
+        return None
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:

@@ -1,16 +1,12 @@
 """Starts, finds, calls and watches named detached actors. They outlive the controller.
 
-`Supervisor` calls an actor, and its calls end when the actor is gone. Ray's own report of a death is not enough: when
-the machine was short of memory it arrived as an unexpected error type, and steps waiting for seven dead supervisors ran
-into their time limits, six minutes in all.
+`Supervisor` calls an actor, and its calls end when the actor is gone or silent for too long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Awaitable
 from typing import Any
 
@@ -20,7 +16,6 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from runtime.errors import ChildDied, ChildError, RuntimeLayerError, SupervisorDied
-from runtime.processes.kernel import life
 from scheduler.core.errors import Blame, EffectFailed
 from serve.core.errors import (
     EngineOutOfMemory,
@@ -36,9 +31,10 @@ from train.plan.errors import RankFailed, TrainError
 
 log = logging.getLogger(__name__)
 
+REPLICA, RANK = "replica:", "rank:"  # how names of actors begin; a replica's id or a device's follows
 UNNAMED_TIMEOUT_S = 30.0
-# After PROVE_EVERY_S without an answer a supervisor is pinged, and has HUNG_S to reply. A supervisor that is stopped
-# (SIGSTOP) or gets no CPU is not dead yet; killing it would kill its engine or rank.
+# A supervisor is pinged every PROVE_EVERY_S, and has HUNG_S to reply. One that is stopped (SIGSTOP) or gets no CPU is
+# not dead yet; killing it kills its engine or rank.
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
@@ -81,15 +77,14 @@ async def until_unnamed(name: str) -> None:
 
 
 class Supervisor:
-    """An actor's handle and the lifetime of its process. For a process on this machine the kernel itself reports its
-    end. A supervisor that is `over` stays so; callers that need it again create or find another one."""
+    """An actor's handle and the life of its process. A supervisor that is `over` stays so; callers that need it again
+    create or find another one. `answered`: False while its process may still be starting, for which there is no limit.
+    """
 
     def __init__(self, actor: Any, name: str):
-        self.actor, self.name = actor, name
+        self.actor, self.name, self.answered = actor, name, False
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._pidfd = -1
-        self._answered = False  # until then its process may still be starting, without a time limit
-        self._attending: asyncio.Task[None] | None = asyncio.create_task(self._attend(), name=f"life of {name}")
+        self._attending = asyncio.create_task(self._attend(), name=f"life of {name}")
 
     @property
     def over(self) -> bool:
@@ -102,14 +97,10 @@ class Supervisor:
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
         try:
-            while True:
-                await asyncio.wait({answer, self._over}, timeout=PROVE_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                if answer.done():
-                    return answer.result()
-                if self._over.done():
-                    raise SupervisorDied(self.name, self._over.result())
-                if self._answered:
-                    await self._prove(answer)
+            await asyncio.wait({answer, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise SupervisorDied(self.name, self._over.result())
+            return answer.result()
         except RayTaskError:
             raise
         except RayError as error:
@@ -119,76 +110,33 @@ class Supervisor:
         finally:
             answer.cancel()
 
-    async def _prove(self, answer: asyncio.Future[Any]) -> None:
-        """Returns when the supervisor replies or the answer has come; ends a supervisor that stays silent."""
-        proof = asyncio.ensure_future(_awaited(self.actor.life.remote()))
-        try:
-            await asyncio.wait({proof, answer, self._over}, timeout=HUNG_S, return_when=asyncio.FIRST_COMPLETED)
-            if proof.done() or answer.done() or self._over.done():
-                if proof.done() and not answer.done() and not self._over.done():
-                    proof.result()
-                return
-        finally:
-            proof.cancel()
-        self._end_silent(HUNG_S)
+    async def _attend(self) -> None:
+        """End it when it dies or stays silent."""
+        while True:
+            try:
+                async with asyncio.timeout(HUNG_S if self.answered else None):
+                    await self.actor.life.remote()
+                self.answered = True
+            except TimeoutError:
+                return self.kill(f"it did not answer for {HUNG_S:.0f} s and was killed")
+            except ActorUnavailableError:
+                pass  # it may be reached again
+            except RayError as error:
+                return self.end(first_line(error))
+            await asyncio.sleep(PROVE_EVERY_S)
 
-    async def call_idle(self, method: str) -> Any:
-        """Like `call`, for a supervisor without work: it is killed after `IDLE_HUNG_S` of silence."""
-        answer = asyncio.ensure_future(self.call(method))
-        try:
-            while True:
-                begun = self._answered
-                await asyncio.wait({answer}, timeout=IDLE_HUNG_S)
-                if answer.done():
-                    return answer.result()
-                if begun:
-                    self._end_silent(IDLE_HUNG_S)
-        finally:
-            answer.cancel()
-
-    def _end_silent(self, seconds: float) -> None:
-        why = f"it did not answer for {seconds:.0f} s and was killed"
-        log.error("%s: %s", self.name, why)
-        self.kill()
-        self.end(why)
-
-    def kill(self) -> None:
-        """Kill its process, and with it everything on its lifeline. On this machine that works without Ray too."""
-        if self._pidfd >= 0 and not self._over.done():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+    def kill(self, why: str) -> None:
+        """Kill its process, and with it everything on its lifeline."""
+        log.info("%s: %s", self.name, why)
         ray.kill(self.actor)
+        self.end(why)
 
     def end(self, why: str) -> None:
         """Mark it as over: it is known to be gone, or nobody calls it any more."""
         if not self._over.done():
             self._over.set_result(why)
-        if self._attending is not None:
+        if self._attending is not asyncio.current_task():
             self._attending.cancel()
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    async def _attend(self) -> None:
-        try:
-            its = await self.actor.life.remote()
-            self._answered = True
-            if its["kernel"] != life()["kernel"]:
-                return
-            self._pidfd = os.pidfd_open(its["pid"])
-        except RayError as error:
-            if not isinstance(error, ActorUnavailableError):
-                self._attending = None
-                self.end(first_line(error))
-            return
-        except ProcessLookupError:
-            self._attending = None
-            self.end("its process is gone")
-            return
-        except OSError as error:  # this kernel has no pidfd, so only Ray reports the end
-            log.info("%s: its process cannot be watched: %s", self.name, error)
-            return
-        asyncio.get_running_loop().add_reader(self._pidfd, self.end, "its process was killed")
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:

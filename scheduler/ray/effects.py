@@ -1,12 +1,11 @@
 """Implements the verbs of `scheduler.handover.effects` with Ray. Which file does which:
 
-    acquire, release              device_reservations   placement groups over the devices' names
     replicas                      replicas              one actor per engine
     groups                        groups                one actor per device, holding its rank
     the nodes they run on         nodes                 the nodes; node is the actor on each of them
 
-Ray places processes and reserves devices, and is never in the data path. Actors and placement groups are named and
-outlive the controller, so a restarted one finds them again in `observe`. Only this package of `scheduler` imports Ray,
+Ray places processes, and is never in the data path. Actors are named and outlive the controller, so a restarted one
+finds them again in `observe`; who has a process on a device holds it. Only this package of `scheduler` imports Ray,
 `serve` and `train`.
 """
 
@@ -18,7 +17,6 @@ import logging
 from runtime.devices.kinds import kind_of
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Event, Observed
-from scheduler.ray.device_reservations import DeviceReservations
 from scheduler.ray.groups import Groups, Jobs
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.replicas import Replicas, Routing, Versions
@@ -43,12 +41,10 @@ class RayEffects:
         they are one piece of hardware, so a death on one of them is not evidence against it."""
         self._nodes, self._on_death = nodes, on_death
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._reservations = DeviceReservations()
         self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
         self._groups = Groups(nodes, jobs, self._events.put_nowait)
         self._replicas.on_death = self._groups.on_death = self._died
 
-        self.acquire, self.release = self._reservations.acquire, self._reservations.release
         self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
         self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
@@ -56,7 +52,6 @@ class RayEffects:
         self.profile_replica, self.resident_bytes = self._replicas.profile_replica, self._replicas.resident_bytes
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
-        self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def _died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
         real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
@@ -69,14 +64,7 @@ class RayEffects:
 
     async def observe(self) -> Observed:
         await self._nodes.look()
-        devices = self._nodes.devices
-        leases = await self._reservations.leases({device.id for device in devices})
-        return Observed(
-            devices=devices,
-            leases=leases,
-            replicas=await self._replicas.observe(),
-            groups=await self._groups.observe(leases),
-        )
+        return Observed(self._nodes.devices, await self._replicas.observe(), await self._groups.observe())
 
     async def next_event(self) -> Event:
         return await self._events.get()

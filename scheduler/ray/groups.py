@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +17,8 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Holder, Lease, node_of
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
-from scheduler.ray.actors import ANSWER_S, LOOK_S, Supervisor, actor_names, ask, find_actor, within
+from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.remote_jobs import ResultTransfer, outfit
@@ -28,7 +28,6 @@ from train.plan.spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
-ACTOR = "rank:"
 FRESH_S = 10.0  # limit for replacing dead supervisors; Ray frees a dead one's name within a second
 FRESH_EVERY_S = 0.05
 
@@ -51,9 +50,6 @@ class Jobs(Protocol):
 
     def taken(self, job_id: str) -> None:
         """Called when the job's ranks have read what `spec` and `newest_snapshot` named, or will not."""
-
-    def may_continue(self, job_id: str) -> bool:
-        """Whether the job may run again, so that keeping its parked ranks is worth their memory."""
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Called for each event of the job's ranks, see train.control.group."""
@@ -92,20 +88,20 @@ class Groups:
             if not self._in_hand[job_id]:
                 del self._in_hand[job_id]
 
-    async def start_group(self, job_id: str, lease: Lease) -> Detail:
+    async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
         with self._handling(job_id):
             try:
-                return await self._start_group(job_id, lease)
+                return await self._start_group(job_id, devices, run)
             finally:
                 self._jobs.taken(job_id)
 
-    async def _start_group(self, job_id: str, lease: Lease) -> Detail:
+    async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
-        if running is not None and running.lease.id == lease.id:
+        if running is not None and running.run == run:
             return None
-        node_config = self._nodes.config_of(lease.device_ids, "start_group", job_id)
+        node_config = self._nodes.config_of(device_ids, "start_group", job_id)
         await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
-        devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
+        devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
             await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
@@ -116,7 +112,7 @@ class Groups:
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if node_config.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
-        hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
+        hosts = [_Host(host) for host in await self._living_hosts(job_id, device_ids)]
         coming = self._result_transfer(job_id, node_config)
         group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         began_s = time.monotonic()
@@ -127,12 +123,11 @@ class Groups:
             if coming is not None:
                 coming.stop()
             raise
-        self._attend(job_id, group, lease, lease.device_ids, coming)
+        self._attend(job_id, group, run, device_ids, coming)
         return {
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
             "bytes": read_bytes,
-            "ranks": "parked" if group.resumed else "forked",
         }
 
     def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
@@ -185,9 +180,9 @@ class Groups:
         return None
 
     def _attend(
-        self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str], coming: ResultTransfer | None
+        self, job_id: str, group: Group, run: str, in_order: tuple[str, ...], coming: ResultTransfer | None
     ) -> None:
-        running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order), coming)
+        running = self._groups[job_id] = _RunningGroup(group, run, in_order, coming)
         running.watcher = asyncio.create_task(self._wait_group(job_id, running))
 
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
@@ -205,7 +200,7 @@ class Groups:
             await self._jobs.will_succeed(job_id)
         running.ended = GroupEnded(
             job_id,
-            running.lease.id,
+            running.run,
             outcome.outcome,
             outcome.step,
             error.get("message", ""),
@@ -216,7 +211,7 @@ class Groups:
         # Only after reporting the end: whatever fails below, the job's end is recorded.
         if error.get("by_device"):
             device_id = running.in_order[error["rank"]]
-            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, not the device at fault
+            if find_actor(RANK + device_id) is not None:  # else its node is gone, not the device at fault
                 self.on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
@@ -226,8 +221,8 @@ class Groups:
             node_config = self._nodes.config_of((device_id,), "start_group", device_id)
             numa = node_config.numa_nodes([self._nodes.device(device_id)])
             warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
-            actor = self._nodes.here(RankHost, ACTOR + device_id, node_config, warm, logs, *numa)
-            known = self._hosts[device_id] = Supervisor(actor, ACTOR + device_id)
+            actor = self._nodes.here(RankHost, RANK + device_id, node_config, warm, logs, *numa)
+            known = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
         return known
 
     async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
@@ -240,9 +235,12 @@ class Groups:
         while True:
             host = self._host(device_id)
             try:
-                await host.call_idle("status")
+                async with asyncio.timeout(IDLE_HUNG_S if host.answered else None):
+                    await host.call("status")
                 self._seen.add(device_id)
                 return host
+            except TimeoutError:
+                host.kill(f"it did not answer for {IDLE_HUNG_S:.0f} s and was killed")
             except SupervisorDied as error:
                 host.end(str(error))
                 if time.monotonic() > until_s:
@@ -261,7 +259,7 @@ class Groups:
     async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
         """Status of the supervisors that answer. A silent one is left out if it reported before and `patient` is not
         set; otherwise EffectFailed."""
-        device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        device_ids = [name.removeprefix(RANK) for name in await actor_names() if name.startswith(RANK)]
         statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
 
@@ -284,18 +282,7 @@ class Groups:
                 gone.end("it does not report its state")
             return None
 
-    async def parked(self, node: str) -> tuple[str, ...]:
-        there = await self._hosts_there()
-        return tuple(sorted({status["parked"] for status in _on(node, there).values() if status["parked"]}))
-
-    async def drop_parked(self, node: str) -> None:
-        """End all parked ranks on this node; their jobs resume with new processes."""
-        for device_id, status in _on(node, await self._hosts_there()).items():
-            if status["parked"]:
-                with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
-                    await self._host(device_id).call("drop_parked", status["parked"])
-
-    async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
+    async def observe(self) -> tuple[GroupObserved, ...]:
         """Every group with a living rank, and groups that ended but are not cleaned up yet.
 
         If all ranks of a world whose controller died are there, this adopts them and they go on training.
@@ -308,47 +295,35 @@ class Groups:
         if self._handled != handled:
             in_hand |= {status["job_id"] for status in there.values()}
         for device_id, status in there.items():
-            if parked := status["parked"]:
-                await self._look_after_parked(parked, device_id)
-            elif status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
+            if status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
         found: dict[str, GroupObserved] = {}
         for job_id, statuses in worlds.items():
             if job_id in self._in_hand or job_id in self._groups:
                 continue  # a verb began in the meantime
-            lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
-            if lease is not None and is_whole(statuses.values()):
-                await self._adopt(job_id, lease, statuses)
+            if is_whole(statuses.values()):
+                await self._adopt(job_id, statuses)
             elif any(status["alive"] for status in statuses.values()):
                 # The world was starting or dying: end it, and the job resumes from its snapshot.
-                lease_id = lease.id if lease else ""
                 why = "the controller restarted while the ranks were starting"
-                lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
-                found[job_id] = GroupObserved(job_id, tuple(statuses), lease_id, lost)
+                lost = GroupEnded(job_id, "", "failed", 0, why, blame="outside")
+                found[job_id] = GroupObserved(job_id, tuple(statuses), "", lost)
         for job_id, running in self._groups.items():
-            found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
+            found[job_id] = GroupObserved(job_id, running.in_order, running.run, running.ended)
         return tuple(found.values())
 
-    async def _look_after_parked(self, job_id: str, device_id: str) -> None:
-        """End a parked rank whose job is over or continues elsewhere."""
-        running = self._groups.get(job_id)
-        elsewhere = running is not None and device_id not in running.lease.device_ids
-        if elsewhere or not self._jobs.may_continue(job_id):
-            with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
-                await self._host(device_id).call("drop_parked", job_id)
-
-    async def _adopt(self, job_id: str, lease: Lease, statuses: dict[str, dict[str, Any]]) -> None:
-        ids = {"job_id": job_id, "lease_id": lease.id}
+    async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
+        ids = {"job_id": job_id}
         log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra=ids)
         try:
             await self._jobs.catch_up(job_id)
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
-        in_order = sorted(statuses, key=lambda device_id: statuses[device_id]["rank"])
-        coming = self._result_transfer(job_id, self._nodes.config_of(lease.device_ids, "observe", job_id))
+        in_order = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
+        coming = self._result_transfer(job_id, self._nodes.config_of(in_order, "observe", job_id))
         group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
-        self._attend(job_id, group, lease, in_order, coming)
+        self._attend(job_id, group, "", in_order, coming)
 
     async def stop_all(self) -> None:
         await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
@@ -357,16 +332,12 @@ class Groups:
 @dataclass(slots=True)
 class _RunningGroup:
     group: Group
-    lease: Lease
+    run: str  # see GroupEnded
     in_order: tuple[str, ...]  # device of each rank
     coming: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False
-
-
-def _on(node: str, there: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {device_id: status for device_id, status in there.items() if node_of(device_id) == node}
 
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
@@ -387,12 +358,8 @@ class _Host:
         self._supervisor = supervisor
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*arguments: Any, **named: Any) -> Any:
-            try:
-                return await self._supervisor.call(method, *arguments, **named)
-            except SupervisorDied:
-                if method == "kill":
-                    return None
-                raise
+        return partial(self._supervisor.call, method)
 
-        return call
+    async def kill(self) -> None:
+        with contextlib.suppress(SupervisorDied):
+            await self._supervisor.call("kill")

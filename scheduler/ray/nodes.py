@@ -24,8 +24,7 @@ from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.handover.effects import Event, InventoryChanged
-from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
-from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
+from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
 from weights.memory.lease import StoredVersion
@@ -34,6 +33,7 @@ from weights.tiers.record import Name
 log = logging.getLogger(__name__)
 
 NAMESPACE = "appliance"
+DEVICE_RESOURCE = "device:"  # names a node's devices to Ray, which tells nodes apart by them
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
@@ -223,11 +223,11 @@ class Nodes:
         return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
-        """Raises LookupError when the device or its node is gone."""
+        """Raises EffectFailed when the device or its node is gone."""
         known = self._known.get(device_id.partition("/")[0])
         found = next((d for d in known.config.devices if d.id == device_id), None) if known else None
         if found is None:
-            raise LookupError(f"device {device_id} is gone")
+            raise EffectFailed("use", device_id, f"device {device_id} is gone", "outside")
         return found
 
     def config(self, name: str) -> NodeConfig | None:
@@ -237,10 +237,7 @@ class Nodes:
 
     def config_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
         """The one node that has all these devices. Raises EffectFailed for this verb and target."""
-        try:
-            nodes = {self.device(device_id).node for device_id in device_ids}
-        except LookupError as error:
-            raise EffectFailed(verb, target, str(error)) from error
+        nodes = {self.device(device_id).node for device_id in device_ids}
         if len(nodes) != 1:
             raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
         return self._known[nodes.pop()].config
@@ -333,8 +330,21 @@ async def emptied(node_config: NodeConfig, head: str) -> None:
         if node is not None:
             await node.leave.remote()
             await asyncio.sleep(2 * LOOK_EVERY_S)  # home has read it by then: an idle node would count as lost
-        while await any_reserved({device.id for device in node_config.devices}):
+        while await _in_use(node_config.name):
             await asyncio.sleep(EMPTY_EVERY_S)
+
+
+async def _in_use(node: str) -> bool:
+    """Whether an engine is awake, or a rank runs, on a device of this node."""
+    for name in await actor_names():
+        actor = find_actor(name) if name.startswith((REPLICA, f"{RANK}{node}/")) else None
+        if actor is not None:
+            with contextlib.suppress(RayError):  # it has just died
+                status = await actor.status.remote()
+                engine = status.get("node") == node and status["state"] not in ("asleep", "dead")
+                if engine or status.get("job_id"):
+                    return True
+    return False
 
 
 @asynccontextmanager

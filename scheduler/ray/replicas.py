@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from scheduler.handover.effects import Detail, Event, ReplicaDied
 from scheduler.ray.actors import (
     ANSWER_S,
     LOOK_S,
+    REPLICA,
     UNNAMED_TIMEOUT_S,
     Supervisor,
     actor_names,
@@ -40,7 +41,6 @@ from serve.engine.replica import Replica
 
 log = logging.getLogger(__name__)
 
-ACTOR = "replica:"
 STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not stop in time
 
 
@@ -86,6 +86,19 @@ class Versions(Protocol):
         NotServable, and LookupError for a model that is gone."""
 
 
+@dataclass(slots=True)
+class _Engine:
+    """What the controller knows of an engine. seen: its last report. watcher: waits for its end. hanging: gateways
+    prefer others, because it gives no sign of life. stopping: its end is nobody's failure."""
+
+    supervisor: Supervisor
+    node_config: NodeConfig | None = None
+    seen: ReplicaView | None = None
+    watcher: asyncio.Task[Blame] | None = None
+    hanging: bool = False
+    stopping: bool = False
+
+
 class Replicas:
     """The verbs on replicas, and the observation of replicas."""
 
@@ -99,70 +112,52 @@ class Replicas:
     ):
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
-        self._replicas: dict[str, Supervisor] = {}
-        self._node_configs: dict[str, NodeConfig] = {}
-        self._watchers: dict[str, asyncio.Task] = {}
-        self._stopping: set[str] = set()
-        self._seen: dict[str, ReplicaView] = {}  # last reported state of each
-        self._hanging: set[str] = set()
+        self._engines: dict[str, _Engine] = {}
         self._died_loading: set[str] = set()  # models of which the last load while an engine ran ended it
 
-    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
+    async def start_replica(self, plan: ReplicaPlan) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
         path, copied_bytes = await self._version_path("start_replica", plan.id, plan.model, plan.version, node_config)
         try:
             spec = self._replica_spec(plan, node_config, path)
             await self._nodes.wait_warm(node_config, "serve", "start_replica", plan.id)
-            self._stopping.discard(plan.id)
-            replica = self._living(plan.id)
-            if replica is None:
-                actor = self._nodes.here(
-                    Replica,
-                    ACTOR + plan.id,
-                    node_config,
-                    node_config.warm_socket("serve"),
-                    str(node_config.log_dir),
-                    self._engine,
-                )
-                replica = self._take_in(plan.id, actor)
-            self._node_configs[plan.id] = node_config
-            detail = await ask("start_replica", plan.id, replica.call("start", spec))
+            engine = self._living(plan.id)
+            if engine is None:
+                warm, logs = node_config.warm_socket("serve"), str(node_config.log_dir)
+                actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
+                engine = self._take_in(plan.id, actor)
+            engine.node_config = node_config
+            detail = await ask("start_replica", plan.id, engine.supervisor.call("start", spec))
         finally:
             self._versions.taken(plan.model, plan.version)
-        self._seen[plan.id] = ReplicaView(
-            plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings
-        )
-        self._watch(plan.id, replica)
+        engine.seen = ReplicaView(plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings)
+        self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read, "copied_bytes": copied_bytes}
 
     async def stop_replica(self, replica_id: str) -> Detail:
-        self._stopping.add(replica_id)
-        self._seen.pop(replica_id, None)
         self._routing.close(replica_id)
-        watcher = self._watchers.pop(replica_id, None)
-        if watcher is not None:
-            watcher.cancel()
-        replica = self._replicas.pop(replica_id, None)
-        if replica is None and (actor := find_actor(ACTOR + replica_id)) is not None:
-            replica = Supervisor(actor, ACTOR + replica_id)
-        if replica is None:
-            return None
-        try:
-            async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
-                await replica.call("stop")
-        except (SupervisorDied, RayError, TimeoutError) as error:
-            log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
-        replica.kill()  # its lifeline then kills the rest of the engine
-        replica.end("the replica was stopped")
-        try:
-            await until_unnamed(ACTOR + replica_id)
-        except TimeoutError as error:
-            reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
-            raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
-        self._node_configs.pop(replica_id, None)
+        engine = self._living(replica_id)
+        if engine is None and (actor := find_actor(REPLICA + replica_id)) is not None:
+            engine = self._take_in(replica_id, actor)
+        if engine is not None:
+            engine.stopping = True
+            if engine.watcher is not None:
+                engine.watcher.cancel()
+            try:
+                async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
+                    await engine.supervisor.call("stop")
+            except (SupervisorDied, RayError, TimeoutError) as error:
+                log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+            engine.supervisor.kill("the replica was stopped")  # its lifeline then kills the rest of the engine
+            try:
+                await until_unnamed(REPLICA + replica_id)
+            except TimeoutError as error:
+                reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
+                raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
+        self._engines.pop(replica_id, None)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
@@ -180,7 +175,8 @@ class Replicas:
 
     async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
         """Result of `doing` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
-        watcher, task = self._watchers.get(replica_id), asyncio.ensure_future(doing)
+        engine, task = self._engines.get(replica_id), asyncio.ensure_future(doing)
+        watcher = engine and engine.watcher
         try:
             await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -193,13 +189,13 @@ class Replicas:
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
-    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
         try:
             detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
         finally:
             self._versions.taken(model, version)
-        self._watch(replica_id, self._replicas[replica_id])
+        self._watch(replica_id, self._engines[replica_id])
         return {**detail, "copied_bytes": copied_bytes}
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
@@ -239,11 +235,11 @@ class Replicas:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
         EffectFailed if one could not. An engine that ends in the meantime counts as done."""
         failed: EffectFailed | None = None
-        for replica_id in list(self._replicas):
+        for replica_id, engine in list(self._engines.items()):
             try:
                 await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
             except EffectFailed as error:
-                if replica_id in self._replicas and replica_id not in self._stopping:
+                if not engine.stopping:
                     failed = failed or error
         if failed is not None:
             raise failed
@@ -297,68 +293,68 @@ class Replicas:
             raise
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
-        node_config = self._node_configs.get(replica_id)
-        if node_config is None:
+        engine = self._engines.get(replica_id)
+        if engine is None or engine.node_config is None:
             raise EffectFailed(verb, replica_id, "there is no such engine")
-        path, copied_bytes = await self._version_path(verb, replica_id, model, version, node_config)
+        path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
         return str(path), copied_bytes
 
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
-        replica = self._replicas.get(replica_id)
-        if replica is None:
+        engine = self._engines.get(replica_id)
+        if engine is None:
             raise EffectFailed(verb, replica_id, "there is no such engine", "outside")
-        return await ask(verb, replica_id, replica.call(method, *arguments))
+        return await ask(verb, replica_id, engine.supervisor.call(method, *arguments))
 
-    def _living(self, replica_id: str) -> Supervisor | None:
-        known = self._replicas.get(replica_id)
-        return None if known is None or known.over else known
+    def _living(self, replica_id: str) -> _Engine | None:
+        known = self._engines.get(replica_id)
+        return None if known is None or known.supervisor.over else known
 
-    def _take_in(self, replica_id: str, actor: Any) -> Supervisor:
-        found = self._replicas[replica_id] = Supervisor(actor, ACTOR + replica_id)
+    def _take_in(self, replica_id: str, actor: Any) -> _Engine:
+        found = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
         return found
 
-    def _watch(self, replica_id: str, replica: Supervisor) -> None:
-        if replica_id not in self._watchers:
-            self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
+    def _watch(self, replica_id: str, engine: _Engine) -> None:
+        if engine.watcher is None:
+            engine.watcher = asyncio.create_task(self._wait_dead(replica_id, engine))
 
-    async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
+    async def _wait_dead(self, replica_id: str, engine: _Engine) -> Blame:
         """Wait for its death and report it; returns its blame."""
         blame: Blame = "own"
         try:
-            dead = await replica.call("wait_dead")
+            dead = await engine.supervisor.call("wait_dead")
             reason = str(dead.get("exit", "the engine ended"))
             # Whoever asked for a load that failed has heard of it.
             blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
-            if replica_id not in self._stopping and blame == "own":
-                status = await replica.call("status")
+            if not engine.stopping and blame == "own":
+                status = await engine.supervisor.call("status")
                 devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
                 self.on_death(devices, f"model {status['model']}", reason)
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
-        if replica_id not in self._stopping:
+        if not engine.stopping:
             self._routing.close(replica_id)
             self._tell(ReplicaDied(replica_id, reason, blame))
         return blame
 
     async def observe(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
-        names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
         found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
 
     async def stop_all(self) -> None:
-        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._replicas)))
+        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._engines)))
 
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
-        replica = self._living(replica_id)
-        if replica is None:
-            actor = find_actor(ACTOR + replica_id)
+        engine = self._living(replica_id)
+        if engine is None:
+            actor = find_actor(REPLICA + replica_id)
             if actor is None:
                 return None
-            replica = self._take_in(replica_id, actor)
-        last = self._seen.get(replica_id)
+            engine = self._take_in(replica_id, actor)
+        last, asked = engine.seen, engine.supervisor.call("status")
         try:
-            status = await within("observe", replica_id, replica.call("status"), ANSWER_S if last is None else LOOK_S)
+            status = await within("observe", replica_id, asked, ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise
@@ -367,31 +363,31 @@ class Replicas:
         except (SupervisorDied, RayError):
             return ReplicaView(replica_id, "", "", "dead", ())
         state, node = status["state"], status["node"]
-        if (node_config := self._nodes.config(node)) is not None:
-            self._node_configs[replica_id] = node_config
-        if status.get("silent", False) != (replica_id in self._hanging):
-            self._hanging ^= {replica_id}
-            self._routing.avoid(replica_id, replica_id in self._hanging)
+        engine.node_config = self._nodes.config(node) or engine.node_config
+        if status.get("silent", False) != engine.hanging:
+            engine.hanging = not engine.hanging
+            self._routing.avoid(replica_id, engine.hanging)
         if state not in ("dead", "starting"):  # whoever starts it hears of its end
-            self._watch(replica_id, replica)
+            self._watch(replica_id, engine)
         if state == "ready" and (routed := self._routing.version(replica_id)):
             state = "open"
             if routed != status["version"]:  # a swap whose step was over before the engine was done
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        seen = ReplicaView(replica_id, status["model"], status["version"], state, devices, settings=status["settings"])
-        self._seen[replica_id] = seen
-        return seen
+        engine.seen = ReplicaView(
+            replica_id, status["model"], status["version"], state, devices, settings=status["settings"]
+        )
+        return engine.seen
 
     async def resident_bytes(self) -> dict[str, int]:
         """Resident memory of each engine, by replica id."""
         found = {}
 
-        async def ask_one(replica_id: str, replica: Supervisor) -> None:
+        async def ask_one(replica_id: str, engine: _Engine) -> None:
             # A dead one is being replaced and its watcher reports it; a silent one is skipped.
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within("resident_bytes", replica_id, replica.call("status"), LOOK_S)
+                status = await within("resident_bytes", replica_id, engine.supervisor.call("status"), LOOK_S)
                 found[replica_id] = status["rss_bytes"]
 
-        await asyncio.gather(*(ask_one(replica_id, replica) for replica_id, replica in self._replicas.items()))
+        await asyncio.gather(*(ask_one(*known) for known in list(self._engines.items())))
         return found

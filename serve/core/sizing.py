@@ -13,7 +13,7 @@ passes:
     activations  a batch of tokens, and the sampling of max_num_seqs rows of V numbers
     engine       on a CPU its processes, which stay while it sleeps; on a GPU its context and captured graphs
 
-The CPU's constants are measured by benchmarks/engine_memory.py (benchmarks/results.md), the GPU's are not yet.
+The CPU's constants were measured on two models (within 6 %), the GPU's are not yet.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SPEC = {
 def main(half: str, model: str = "") -> int:
     cuda._CONTROL = Path(os.devnull)  # there is a driver, of a kind
     assert kinds.present().name == "cuda"
-    importlib.import_module({"serve": "serve.engine.preload", "train": "train.run.preload"}[half])
+    importlib.import_module({"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half])
     import torch
 
     said = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}

@@ -48,12 +48,8 @@ class Gpu:
     limit_mw: int = 700_000
     clocks: tuple[int, int] | None = None
     persistent: bool = True
-    corrects: tuple[bool, bool] = (True, True)
     rows: tuple[int, int, int, int] = (0, 1, 0, 0)
-    lasting_errors: int = 0
     recovery: int = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
-    lanes: tuple[int, int] = (16, 16)
-    links_down: int = 0
     fabric: int = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     energy_mj: int = 5_000_000
     busy_percent: int = 97
@@ -180,15 +176,6 @@ class _Functions:
                 value = types.SimpleNamespace(siVal=of_new(lambda _: -2)(gpu))
             return [types.SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=value)]
 
-        def lasting_errors(gpu: Gpu, room: Any) -> None:
-            told = of_datacentre(lambda gpu: gpu.lasting_errors)(gpu)
-            room._obj.aggregateUncSecDed = told
-
-        def link(gpu: Gpu, number: int) -> int:
-            if number >= (18 if asked(gpu).switched else 0):
-                raise pynvml.NVMLError_InvalidArgument()
-            return int(number >= gpu.links_down)
-
         def fabric(gpu: Gpu, room: Any) -> None:
             there = asked(gpu).switched
             room._obj.state = gpu.fabric if there else pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
@@ -227,11 +214,6 @@ class _Functions:
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: gpu.rows)
         self.nvmlDeviceGetPersistenceMode = about(lambda gpu: int(gpu.persistent))
-        self.nvmlDeviceGetEccMode = of_datacentre(lambda gpu: [*map(int, gpu.corrects)])
-        self.nvmlDeviceGetSramEccErrorStatus = lasting_errors
-        self.nvmlDeviceGetCurrPcieLinkWidth = about(lambda gpu: gpu.lanes[0])
-        self.nvmlDeviceGetMaxPcieLinkWidth = about(lambda gpu: gpu.lanes[1])
-        self.nvmlDeviceGetNvLinkState = link
         self.nvmlDeviceGetGpuFabricInfoV = fabric
         self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)
         self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)

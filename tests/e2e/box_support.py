@@ -113,6 +113,11 @@ class WholeBox:
         assert answer.status_code < 400, answer.text
         return answer.json()
 
+    def job(self, job_id: str) -> Any:
+        answer = self._get(f"v1/fine_tuning/jobs/{job_id}", timeout=60)
+        assert answer.status_code < 400, answer.text
+        return answer.json()
+
     def tried(self, path: str) -> Any | None:
         """As `admin`; None where the box answers with an error, as until a killed controller has a successor."""
         answer = self._get(f"admin/v1/{path}", timeout=60)
@@ -148,7 +153,7 @@ class WholeBox:
         """All steps of a job, of all pages."""
         rows: list[dict[str, Any]] = []
         while True:
-            page = self.admin(f"jobs/{job_id}/metrics?limit=10000&after_step={rows[-1]['step'] if rows else -1}")
+            page = self.job(f"{job_id}/metrics?limit=10000&after_step={rows[-1]['step'] if rows else -1}")
             rows += page["data"]
             if not page["has_more"]:
                 return rows

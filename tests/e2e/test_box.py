@@ -522,7 +522,7 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     wait_for(lambda: len(box.losses(job)) >= 2, "two steps")
     assert devices_of(box, job)
     box.run("job", "pause", job)
-    wait_for(lambda: box.admin(f"jobs/{job}")["phase"] == "paused", "the pause")
+    wait_for(lambda: box.job(job)["phase"] == "paused", "the pause")
     wait_for(lambda: not devices_of(box, job), "the job's devices to be free")
     paused_at = max(box.losses(job))
     assert client.fine_tuning.jobs.retrieve(job).status == "queued"
@@ -578,7 +578,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     def restarts_beyond(step):
         return lambda: max(box.losses(job_id), default=0) > step
 
-    wait_for(lambda: box.admin(f"jobs/{job_id}")["snapshot"], "a snapshot")
+    wait_for(lambda: box.job(job_id)["snapshot"], "a snapshot")
     rank = box.pids_logging_to(f"{job_id}-rank1.log")[0]
     os.kill(rank, signal.SIGKILL)
     wait_for(lambda: rank not in box.pids_logging_to(f"{job_id}-rank1.log"), "the rank to be gone")

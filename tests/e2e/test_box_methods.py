@@ -87,7 +87,7 @@ def test_modes_change_and_everything_dies_under_load_and_no_step_is_missing(box:
             answered = load.finished
             box.set_mode(**mode)
             wait_for(lambda answered=answered: load.finished > answered, f"an answer in the mode {mode}", 300)
-        wait_for(lambda: box.admin(f"jobs/{job_id}")["snapshot"], "a snapshot", 120)
+        wait_for(lambda: box.job(job_id)["snapshot"], "a snapshot", 120)
         goes_on("on two devices")
         assert kill(box, f"{job_id}-rank*.log") >= 1
         goes_on("after the death of all ranks")

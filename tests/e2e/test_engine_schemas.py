@@ -29,7 +29,7 @@ def read(more: dict[str, Any]) -> dict[str, Any] | None:
     """The body that an engine gets; None where the gateway refuses it."""
     body = orjson.dumps(ASKED | more)
     try:
-        return orjson.loads(check_body(CHAT, body, Limits()).rewritten or body)
+        return check_body(CHAT, body, Limits()).data
     except HttpError as error:
         assert error.code == "unsupported_schema_keyword", error.message
         return None

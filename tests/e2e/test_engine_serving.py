@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.gateway.requests.meant import as_meant
+from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.routing.router import BATCH_BEHIND
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
@@ -139,7 +139,7 @@ async def functions_of_the_older_kind(sdk):
         "temperature": 0,
         "frequency_penalty": 2,  # else blanks without end, which JSON allows
     }
-    asked, _ = as_meant("chat.completions", asked)  # as the gateway sends it
+    asked, _ = normalize("chat.completions", asked)  # as the gateway sends it
     told = (await sdk.chat.completions.create(**asked)).choices[0]
     assert told.message.tool_calls is None and told.finish_reason in ("stop", "function_call"), told
     call = told.message.function_call

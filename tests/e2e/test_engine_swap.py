@@ -275,7 +275,6 @@ async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, rep
     with pytest.raises(VersionLeased):
         store.remove(b)
     await replica.sleep()
-    store.seal(b)
     await replica.wake("m", "b", str(b.path))
     assert await greedy(client(spec), "m") == expected
     with pytest.raises(VersionLeased):

@@ -296,7 +296,7 @@ class FaultRun:
             copy.run("up", "--detach", "--port", str(copy.port), "--devices", "1")
             copy.key = self.box.key
             assert {model.id for model in copy.client().models.list()} == known, "a model is gone"
-            phase = copy.admin(f"jobs/{self.job_id}")["phase"]
+            phase = copy.job(self.job_id)["phase"]
             assert phase in ("running", "suspended", "queued"), f"the job has {phase} in the copy"
             steps = sorted(copy.losses(self.job_id))
             assert steps == list(range(1, len(steps) + 1)), "a step that was told is gone"

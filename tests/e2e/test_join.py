@@ -134,7 +134,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     steps = max(home.losses(job))
     for pid in home.pids_logging_to("controller.log"):
         os.kill(pid, signal.SIGKILL)  # the next one goes on with the very ranks
-    wait_for(lambda: home.tried(f"jobs/{job}/metrics"), "the next controller", 200)
+    wait_for(lambda: home.tried("status"), "the next controller", 200)
     wait_for(lambda: max(home.losses(job)) > steps, "steps after the controller's death", 300)
     assert sum("started on" in text for text in messages(home, job)) == 1, "nothing was started again"
     home.run("mode", "set", "serve", "--wait", timeout_s=600)

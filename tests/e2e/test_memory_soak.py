@@ -56,7 +56,7 @@ def score(pid: int) -> int:
 
 
 def running_job(box: WholeBox, job_id: str) -> bool:
-    return box.admin(f"jobs/{job_id}")["phase"] == "running"
+    return box.job(job_id)["phase"] == "running"
 
 
 def test_under_another_program_training_waits_serving_stays_and_all_of_it_comes_back(tmp_path: Path):

@@ -19,17 +19,15 @@ from ray.cluster_utils import Cluster
 
 from runtime.processes.kernel import life
 from runtime.processes.warm_parents import WarmSpec
-from scheduler.core.errors import EffectFailed, NodeNameTaken
-from scheduler.core.inventory import Holder, Lease
+from scheduler.core.errors import NodeNameTaken
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.devices.discovery import logical_devices
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray import groups, replicas
-from scheduler.ray.device_reservations import DEVICE_RESOURCE, DeviceReservations
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.node import NodeConfig
-from scheduler.ray.nodes import Nodes, announce
+from scheduler.ray.nodes import DEVICE_RESOURCE, Nodes, announce
 from serve.core.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeStore
 from weights.format.header import TensorSpec
@@ -96,7 +94,7 @@ class StandInHost:
         return {"pid": os.getpid()}
 
     async def status(self):
-        return {**self.reported, "alive": self.alive, "done": False, "pid": None, "parked": ""}
+        return {**self.reported, "alive": self.alive, "done": False, "pid": None}
 
     async def next_event(self, after=0):
         if after == 0:
@@ -343,30 +341,8 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
             assert len(moved) == 8 or store.reasons[job], (job, held)
         assert all(r["devices"] and not r["devices"][0].startswith(lost) for r in status["replicas"])
         assert {r["id"] for r in status["replicas"] if r["state"] == "open"} <= holders
-        leases = await DeviceReservations().leases({device.id for device in nodes.devices})
-        assert sorted(d for le in leases for d in le.device_ids) == sorted(d for d, h in held.items() if h)
     finally:
         loop.stop()
         running[1].cancel()
         ended = await asyncio.gather(*running, return_exceptions=True)
         assert not isinstance(ended[0], Exception), ended[0]
-
-
-async def test_a_lease_keeps_what_is_left_of_it_and_gives_it_back(cluster):
-    _, raylets = cluster
-    reservations, present = DeviceReservations(), {f"{name}/{i}" for name in NODES for i in range(8)}
-    across = Lease("1:job:j", Holder("job", "j"), ("n1/0", "n2/0"))
-    away = Lease("2:job:k", Holder("job", "k"), ("n2/1",))
-    await reservations.acquire(across)
-    await reservations.acquire(away)
-    assert set(await reservations.leases(present)) == {across, away}
-    os.kill(raylets["n2"].all_processes["raylet"][0].process.pid, signal.SIGKILL)
-    present -= {f"n2/{i}" for i in range(8)}
-    (left,) = await reservations.leases(present)
-    assert (left.id, left.device_ids) == ("1:job:j", ("n1/0",))
-    second = Lease("3:job:l", Holder("job", "l"), ("n1/0",))
-    with pytest.raises((EffectFailed, TimeoutError)):
-        async with asyncio.timeout(2):
-            await reservations.acquire(second)
-    await reservations.release("1:job:j")
-    await DeviceReservations().acquire(second)

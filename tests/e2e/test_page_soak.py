@@ -123,7 +123,7 @@ def test_a_whole_box_by_mouse_and_over_the_death_of_its_controller(tmp_path: Pat
         told = switch(page, "Serve")
         print(told, flush=True)
         page.locator(".tile.train").first.wait_for(state="detached")
-        assert box.admin(f"jobs/{longer}")["phase"] in ("suspended", "suspending", "queued")
+        assert box.job(longer)["phase"] in ("suspended", "suspending", "queued")
         switch(page, "Train")
         page.locator(".tile.train").first.wait_for()
         go(page, "Timeline")

@@ -190,7 +190,7 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
             # The next one ends by its time: the box is told three minutes before, which is two minutes after its begin.
             second = cluster.submit(log, "--time=5", **exported)
             wait_for(lambda: answers(box), "the box of the second job", 300)
-            now = box.admin(f"jobs/{job}")
+            now = box.job(job)
             assert now["phase"] != "failed" and "starter" in {one.id for one in box.client().models.list().data}
             box.note_segments()
             assert cluster.ended(second) == ("COMPLETED", "0:0"), log.read_text()
@@ -198,8 +198,8 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
 
             third = cluster.submit(log, **exported)
             wait_for(lambda: answers(box), "the box of the third job", 300)
-            wait_for(lambda: box.admin(f"jobs/{job}")["phase"] == "succeeded", "the end of the training job", 600)
-            steps = box.admin(f"jobs/{job}")["total_steps"]
+            wait_for(lambda: box.job(job)["phase"] == "succeeded", "the end of the training job", 600)
+            steps = box.job(job)["total_steps"]
             assert sorted(box.losses(job)) == list(range(1, steps + 1)), "a step is missing"
             cluster.ask("scancel", "--batch", "--signal=TERM", third)
             assert cluster.ended(third) == ("COMPLETED", "0:0")

@@ -368,10 +368,10 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
         f"{report.errors}, longest {report.longest_s:.1f} s",
         flush=True,
     )
-    order = ["pool", "versions", "sleeper", "parked", "job"]
+    order = ["pool", "versions", "sleeper", "job"]
     before = given[: given.index("job") + 1]
     assert before == sorted(before, key=order.index)
-    assert given[len(before) :] in ([], ["parked"]), "after the job only its own ranks, if it was parked meanwhile"
+    assert given[len(before) :] == []
     assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
     assert set(away.pids_of("engine")) & set(engines), "who serves there was never ended"
     assert holder_of(home, "n0/0") is not None and of_n1()["short"] == ""

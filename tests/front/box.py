@@ -97,7 +97,6 @@ class Front:
         row = {
             "version": "v1",
             "task": "generate",
-            "hold_s": 60,
             "replicas": rows,
         }
         bus = self._bus
@@ -194,7 +193,7 @@ def running_front(
             bus = context.bus
             loop = asyncio.get_running_loop()
             front._loop, front._bus, front.context = loop, bus, context
-            context.publish_keys()
+            context.spending.publish_keys()
             await bus.start()
             engine = await loop.create_unix_server(
                 lambda: CannedEngine(front.counts), str(folder / "engine.sock"), backlog=2048

@@ -167,11 +167,6 @@ class Run:
         world, store = self.world, self.store
         world.check()
         assert not store.ended, f"a job was lost: {store.ended}"
-        holders = {(le.holder.kind, le.holder.id) for le in world.leases.values()}
-        alive = {("replica", r.id) for r in world.replicas.values() if r.state != "asleep"}
-        alive |= {("job", g.job_id) for g in world.groups.values()}
-        assert holders == alive, "a lease without holder, or a holder without lease"
-        assert len(world.leases) == len(holders), f"a holder with two leases: {world.leases}"
         assert {r.state for r in world.replicas.values()} <= {"open", "asleep"}
         assert not self.journal.unfinished()
         for record in self.journal.since(0):
@@ -211,13 +206,13 @@ class _JournalOf(MemoryJournal):
             self._check_undone(handover_id)
 
     def _check_undone(self, handover_id: int) -> None:
-        """What a chain took that did not come to its end is given back, not left for later rounds to find."""
+        """What a move took that did not come to its end is given back, not left for later rounds to find."""
         world = self._effects_of_life.world
         record = next(one for one in self.since(handover_id - 1) if one.id == handover_id)
         short = {s.chain for s in record.steps if s.undoes is None and s.state != "done"}
-        taken = {s.target for s in record.steps if s.verb == "acquire" and s.chain in short}
-        assert taken.isdisjoint(world.leases), f"{record} is undone and left a lease"
-        assert not [g for g in world.groups.values() if g.lease_id in taken], f"{record} is undone and left a group"
+        taken = {s.target for s in record.steps if s.verb in ("acquire", "start_replica") and s.chain in short}
+        left = [g for g in world.groups.values() if g.run in taken] + [r for r in world.replicas if r in taken]
+        assert not left, f"{record} is undone and left {left}"
 
 
 def crash_at(n: int) -> Hook:
@@ -267,7 +262,7 @@ SCENARIOS = [short, there_and_back, several]
 @pytest.mark.parametrize("make", SCENARIOS)
 def test_undisturbed(make: Callable[[], Scenario]) -> None:
     run = Run(make(), []).go()
-    assert run.hook_calls[0] > 20
+    assert run.hook_calls[0] > 15
     assert {r.state for r in run.journal.since(0)} == {"done"}
 
 
@@ -355,7 +350,7 @@ def explore_crash_and_death(make: Callable[[], Scenario], orphans_finish: bool) 
 def test_every_process_dies_at_every_point(make: Callable[[], Scenario]) -> None:
     explored = explore_deaths(make)
     print(f"death schedules explored: {explored}")
-    assert explored > 50
+    assert explored > 40
 
 
 @pytest.mark.soak

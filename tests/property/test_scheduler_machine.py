@@ -1,12 +1,11 @@
 """The loop under random lives: jobs, traffic, modes, deaths, failing verbs and kill -9 in any order.
 
-Invariants. In every verb (see fakes.World): one holder per device, nothing runs without a lease, no engine sleeps with
-requests. After every step: no job is lost. At rest: the world is what the plan says (convergence), leases are exactly
-those of what lives, no device idles that somebody could use (work conservation). From any state, once faults have
-ended, every model that is wanted and every job that may run has its devices again within a bounded time, without a
-hand (recovery). With nothing changing, hand-overs are
-bounded by turn-taking alone (no flapping), and every job that fits runs within a bounded number of job ends
-(no starvation).
+Invariants. In every verb (see fakes.World): one holder per device, no engine sleeps with requests. After every step: no
+job is lost. At rest: the world is what the plan says (convergence), the box knows exactly what lives, no device idles
+that somebody could use (work conservation). From any state, once faults have ended, every model that is wanted and
+every job that may run has its devices again within a bounded time, without a hand (recovery). With nothing changing,
+hand-overs are bounded by turn-taking alone (no flapping), and every job that fits runs within a bounded number of job
+ends (no starvation).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ CONFIG = SchedulerConfig(
     target_inflight=4,
     give_back_after_s=20,
     give_back_at_latest_s=20,
-    give_backs_per_hour=1000,
     job_dwell_s=15,
     turn_s=10,
     backoff_max_s=8,
@@ -273,15 +271,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_work_conservation()
 
     def check_convergence(self) -> None:
-        holders = [(le.holder.kind, le.holder.id) for le in self.world.leases.values()]
-        alive = {("replica", r.id) for r in self.world.replicas.values() if r.state not in ("asleep", "dead")}
-        alive |= {("job", g.job_id) for g in self.world.groups.values()}
-        assert set(holders) == alive and len(holders) == len(alive)
+        holders = {device: (holder.kind, holder.id) for device, holder in self.loop.box.holders.items()}
+        assert holders == {device: holder for holder, devices in self.world.held.items() for device in devices}
         assert {r.state for r in self.world.replicas.values()} <= {"open", "asleep"}
         assert {r.id: r.state for r in self.loop.box.replicas.values()} == {
             r.id: r.state for r in self.world.replicas.values()
         }
-        assert self.loop.box.ledger.leases == self.world.leases
         assert not self.journal.unfinished()
         for replica in self.world.replicas.values():
             if replica.state == "open":
@@ -292,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_work_conservation(self) -> None:
         usable, policy = self.usable(), self.store.policy
-        held = {d for le in self.world.leases.values() for d in le.device_ids}
+        held = {d for devices in self.world.held.values() for d in devices}
         assert held <= set(usable), "somebody sits on a device that must not be used"
         free = [d for d in usable if d not in held]
         training = sum(len(g.devices) for g in self.world.groups.values())

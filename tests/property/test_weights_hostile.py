@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from weights.format.errors import HeaderInvalid
-from weights.format.header import DTYPE_BITS, parse_header
+from weights.format.header import DTYPE_BITS
 from weights.format.layout import Layout, TensorSpec
 
 odd_numbers = st.one_of(
@@ -37,7 +37,7 @@ def judge(raw: bytes) -> bool:
         except HeaderInvalid:
             return False
         with safe_open(path, "numpy") as opened:
-            assert set(opened.keys()) == set(layout.names)
+            assert set(opened.keys()) == {placed.spec.name for placed in layout}
             for placed in layout:
                 assert tuple(opened.get_slice(placed.spec.name).get_shape()) == placed.spec.shape
         return True
@@ -52,14 +52,6 @@ def test_random_headers(body, data):
 @given(st.binary(max_size=200))
 def test_random_bytes(raw):
     judge(raw)
-
-
-@given(st.binary(max_size=200), st.integers(0, 300))
-def test_the_parser_raises_nothing_else(header, file_bytes):
-    try:
-        parse_header(struct.pack("<Q", len(header)) + header, path="p", file="f", file_bytes=file_bytes)
-    except HeaderInvalid:
-        pass
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7), st.integers(-3, 3))

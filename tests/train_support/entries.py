@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,17 +14,14 @@ from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.processes.lifeline import Lifeline
-from tests.train_support.world import verdict_on
 from train.control.progress import ControlSignals, Progress
-from train.control.stop_point import _RANKS, POINTS_PER_STEP
 from train.model import adapter
 from train.plan.spec import TrainSpec
-from train.run.engine import init_world
-from train.run.loop import Run
-from train.run.prepare import continued, prepare
 from train.state import fragments
 from train.state import publish as publishing
 from train.state.publish import publish
+from train.trainer.engine import init_world
+from train.trainer.prepare import prepare
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor
 
@@ -37,7 +33,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     init_world("cpu", args["meeting"], 60.0)
     run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
     for _ in range(2):
-        run._one_step(run.plan.total_steps)
+        run.train_step()
     sent, written = _count_collective_bytes(), _count_written_elements()
     publish(run.engine, spec, run.store, version="v1", meta={})
     collective_bytes, written_elements = sum(sent), sum(written)
@@ -91,59 +87,6 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     )
     comm.barrier()
     return 0
-
-
-def leave_everywhere(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """Train to the end, but leave every second step: the first at its first point, the next at its second, and so on.
-    Each life goes on from its snapshot on the same engine, as parked ranks do."""
-    spec = TrainSpec.from_dict(args["spec"])
-    lifeline.serve({})
-    init_world("cpu", args["meeting"], 60.0)
-    signals, told = ControlSignals(), []
-
-    def emit(event: str, **data: Any) -> None:
-        if event == "ask":
-            signals.answer(data["question"], verdict_on(data))
-        else:
-            told.append({"event": event, **data})
-
-    run = prepare(spec, emit, signals, Progress())
-    left_at, aim = [], 0
-    while True:
-        aim += 1
-        _ask_at(run, aim)
-        outcome = run.run()
-        run.close()
-        if outcome["outcome"] != "suspended":
-            break
-        left_at.append((outcome["step"], int(run.leaving._next % POINTS_PER_STEP)))
-        signals.clear()
-        comm.barrier()  # rank 0 has committed it
-        run = continued(run, outcome["snapshot_path"])
-    losses = {event["step"]: event["loss"] for event in told if event["event"] == "metrics"}
-    steps = {kind: [e["step"] for e in told if e["event"] == kind] for kind in ("metrics", "snapshot")}
-    lifeline.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], steps=steps)
-    comm.barrier()
-    return 0
-
-
-def _ask_at(run: Run, aim: int) -> None:
-    """A suspension is wished for when rank 0 comes to the point `aim` of the second step of this life. The others come
-    to each point of it after rank 0, so that it is left right there."""
-    first, point, leaving, page = run.step, run.leaving.point, run.leaving, run.leaving._stop._page
-
-    def asking() -> None:
-        coming = leaving._next + 1
-        if run.step > first and leaving._inside:
-            if comm.get_rank() > 0:
-                while page[_RANKS] < coming:
-                    os.sched_yield()
-            elif coming % POINTS_PER_STEP == aim:
-                leaving._took_s = float("inf")  # a step that is late is taken to end soon
-                run.signals.ask("suspend")
-        point()
-
-    leaving.point = asking
 
 
 def _count_collective_bytes() -> list[int]:

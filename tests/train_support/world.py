@@ -24,7 +24,7 @@ from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
-from train.run.engine import meeting_url
+from train.trainer.engine import meeting_url
 from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
@@ -70,7 +70,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 class WarmTrain:
-    """A warm parent with `train.run.preload` imported, for a module of tests."""
+    """A warm parent with `train.trainer.preload` imported, for a module of tests."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
@@ -83,7 +83,7 @@ class WarmTrain:
                 "--socket",
                 str(self.socket),
                 "--preload",
-                "train.run.preload",
+                "train.trainer.preload",
                 "--log",
                 str(self.folder / "warm.log"),
             ],
@@ -157,10 +157,6 @@ class Workshop:
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         """What `entries.compare_publish` tells, by rank."""
         return await self._ask_ranks("compare_publish", "compared", spec, size)
-
-    async def leave_everywhere(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
-        """What `entries.leave_everywhere` tells, by rank."""
-        return await self._ask_ranks("leave_everywhere", "left", spec, size)
 
     async def _ask_ranks(self, entry: str, answer: str, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         meeting = self.folder / uuid.uuid4().hex

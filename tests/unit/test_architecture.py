@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from runtime.devices import kinds
-from tests.tools import code_map
 
 ROOT = Path(__file__).parents[2]
 BELOW = {
@@ -83,7 +82,7 @@ SUBPACKAGES = (
     "scheduler.autoscale",
     "scheduler.core",
     "train.convert",
-    "train.run",
+    "train.trainer",
     "train.rollouts",
     "train.state",
     "train.control",
@@ -146,7 +145,7 @@ WITHOUT_TORCH = (
     "train/control/group.py",
     "train/control/rank_host.py",
     "train/shapes/preferences.py",
-    "train/graders/host.py",
+    "train/graders/hosts.py",
     "train/methods/dpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
@@ -332,7 +331,7 @@ def test_only_the_file_of_a_kind_of_device_names_it():
     [
         "from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary",
         "import flashinfer.comm",
-        "from runtime.devices import rocm",
+        "from runtime.devices import cuda",
         'args = ["--enable-sleep-mode"]',
         'args = ["--sleep-mode-offload-cudagraph"]',
         'env = {"NCCL_SOCKET_IFNAME": "lo"}',
@@ -561,7 +560,6 @@ TASKS = {
     "appliance/controller/context/tasks.py Tasks._begin": "logs what its task raises, and fails its object",
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,
-    "appliance/tiers/job_snapshots.py JobSnapshots._give_up": "logs what removing raises; what stays is passed over",
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
@@ -582,9 +580,7 @@ TASKS = {
     "scheduler/ray/groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
     "scheduler/ray/replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",
     "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
-    "scheduler/ray/actors.py Supervisor._prove": AWAITED,
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
-    "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
@@ -593,8 +589,6 @@ TASKS = {
     "train/control/group.py Group._fail": ONE_SHOT,
     "train/control/group.py Group._fail_after_grace": ONE_SHOT,
     "train/control/group.py Group._listen": ONE_SHOT,
-    "train/control/rank_host.py RankHost._end_later": ONE_SHOT,
-    "train/control/rank_host.py RankHost.leave_parked": ONE_SHOT,
     "train/control/rank_host.py _Events.__init__": "reads a queue that raises nothing, and ends with the rank",
 }
 
@@ -619,10 +613,6 @@ def test_every_task_is_kept_or_somebody_hears_of_its_exception():
     begun = {task for path in files() for task in tasks_begun(path)}
     assert begun - TASKS.keys() == set(), "keep it (background_tasks), or say in TASKS who hears of its exception"
     assert TASKS.keys() - begun == set(), "these begin no task any more"
-
-
-def test_the_map_of_the_code_is_not_stale():
-    assert code_map.TARGET.read_text() == code_map.drawn(), "run `make map`"
 
 
 def test_routes_are_imported_by_the_app_alone():
@@ -652,7 +642,7 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
 
 
 OPENERS = {
-    "train/model/model.py": "`train.run.prepare.refuse_unsafe`, before a rank reads anything",
+    "train/model/model.py": "`train.trainer.prepare.refuse_unsafe`, before a rank reads anything",
     "train/model/adapter.py": "the same",
     "train/methods/check_process.py": "`check_settings` of weights.checkpoint.folder",
     "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",

@@ -4,13 +4,11 @@ Events handed to `on_event` (all have "event" and "job"):
   message     level, text
   started     step, devices, seconds {start, join, prepare}
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices,
-              rank_seconds (of each rank: train.run.forward_time)
+              rank_seconds (of each rank: train.trainer.metrics)
   validation  step, loss
-  anomaly     step, kind ("spike" or "not_finite"), action, loss, grad_norm, usual, cuts, text (train.plan.spikes)
-  straggler   step, rank, seconds, usual_s (train.plan.stragglers)
-  snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
-  profiled    step, steps, seconds, share, operators (train.run.profiling.shares), trace, bytes
-  published   version, path, step, epoch, bytes, seconds, stall_s
+  snapshot    step, path, bytes, seconds (training stood still)
+  profiled    step, steps, seconds, share, operators (train.trainer.profiling.shares), trace, bytes
+  published   version, path, step, epoch, bytes, seconds
   finished    outcome, step, error
 
 What the ranks ask (the event "ask": question, which names it, kind, and what belongs to it) goes to `on_question`,
@@ -54,9 +52,6 @@ class Host(Protocol):
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
     async def next_event(self, after: int = 0) -> dict | None: ...
     async def kill(self) -> None: ...
-    async def parked(self) -> dict | None: ...
-    async def resume(self, snapshot: str) -> dict: ...
-    async def leave_parked(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,12 @@ class PingLimits:
 @dataclass(frozen=True)
 class SuspendReport:
     """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or left),
-    snapshot, exit (the rest until the devices are free), total. parked: the ranks stay as processes without the job's
-    memory."""
+    snapshot, exit (the rest until the devices are free), total."""
 
     step: int
     snapshot_path: str | None
     bytes: int
     seconds: dict[str, float]
-    parked: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,13 +112,12 @@ class Group:
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
         self._adopted = self._ending = self._profiling = False
-        self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
     ) -> None:
-        """Fork one rank per host, or resume the same ranks parked there, and return when all are training. `devices[i]`
-        is the address of a device (DeviceKind.address).
+        """Fork one rank per host, and return when all are training. `devices[i]` is the address of a device
+        (DeviceKind.address).
 
         Raises RankFailed if the world does not come up; nothing is left running then.
         """
@@ -133,9 +125,7 @@ class Group:
         self._started_s = time.monotonic()
         self._hosts, self._job_id = list(hosts), spec.job_id
         self._ended = asyncio.get_running_loop().create_future()
-        self.resumed = snapshot is not None and await self._resume_parked(asdict(spec), list(devices), snapshot)
-        if not self.resumed:
-            await self._fork(asdict(spec), devices, snapshot)
+        await self._fork(asdict(spec), devices, snapshot)
         self._attend()
         while len(self._ready) < len(hosts) and not self._ended.done():
             await asyncio.wait([self._ended], timeout=0.01)
@@ -154,14 +144,6 @@ class Group:
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
 
-    async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
-        """Resume the ranks if all ranks of this same world are parked in their places; otherwise False."""
-        parked = await asyncio.gather(*(host.parked() for host in self._hosts), return_exceptions=True)
-        if not is_same_world(parked, spec, devices):
-            return False
-        resumed = await asyncio.gather(*(host.resume(snapshot) for host in self._hosts), return_exceptions=True)
-        return not any(isinstance(answer, BaseException) for answer in resumed)
-
     async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
         """Take over the ranks of another Group whose process died. `hosts`: all of them, in the order of ranks.
 
@@ -174,7 +156,7 @@ class Group:
 
     async def suspend(self) -> SuspendReport | None:
         """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
-        are free: no process is left, or all are parked.
+        are free: no process is left.
 
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
         """
@@ -187,9 +169,7 @@ class Group:
         # Its "leave" is all the time of rank 0 between the step boundary and its last message, snapshot included.
         agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
-        return SuspendReport(
-            outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds, outcome.detail["parked"]
-        )
+        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
 
     async def cancel(self) -> Outcome:
         """End without a snapshot, leaving the current step unless it is about to end; returns when no process is
@@ -211,7 +191,7 @@ class Group:
         return await self.wait()
 
     async def wait(self) -> Outcome:
-        """How the group ended; returns when no process of it is left, or all are parked."""
+        """How the group ended; returns when no process of it is left."""
         assert self._ended is not None, "start the group first"
         return await asyncio.shield(self._ended)
 
@@ -405,7 +385,7 @@ class Group:
         )
 
     async def _end_well(self) -> None:
-        detail = self._done[0] | {"parked": all(done.get("parked", False) for done in self._done.values())}
+        detail = self._done[0]
         self._step = detail["step"]
         await self._end(Outcome(detail["outcome"], detail["step"], None, detail))
 
@@ -417,13 +397,7 @@ class Group:
             return
         self._ending = True
         try:
-            if outcome.detail.get("parked"):
-                leave = (host.leave_parked() for host in self._hosts)
-                for rank, error in enumerate(await asyncio.gather(*leave, return_exceptions=True)):
-                    if error is not None:
-                        log.warning("parked rank %d is gone: %s", rank, error, extra={"job_id": self._job_id})
-            else:
-                await self._kill_all()
+            await self._kill_all()
         except BaseException:
             self._ending = False
             raise
@@ -448,30 +422,3 @@ class Group:
         for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
             if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
-
-
-def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
-    """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place.
-
-    The location of the base version may change: one on disk moves to shared memory when an engine of it starts. A
-    parked rank still holds the bytes it started with.
-    """
-    if not all(isinstance(rank, dict) for rank in parked):
-        return False
-    parked = [{**rank, "spec": _without_places(rank["spec"])} for rank in parked]
-    wanted = [
-        {
-            "job_id": spec["job_id"],
-            "rank": number,
-            "world_size": len(parked),
-            "meeting": parked[0]["meeting"],
-            "device": device,
-            "spec": _without_places(spec),
-        }
-        for number, device in enumerate(devices)
-    ]
-    return parked == wanted
-
-
-def _without_places(spec: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in spec.items() if name not in ("base_path", "base_adapter")}

@@ -18,15 +18,13 @@ class Events(Protocol):
 
 @dataclass
 class ControlSignals:
-    """Control signals sent to this rank; another thread writes them, the loop reads them at step boundaries and,
-    through `listen`, inside a step."""
+    """Control signals sent to this rank; another thread writes them, the loop reads them between micro-batches."""
 
     suspend: bool = False
     cancel: bool = False
     snapshot: bool = False
 
     def __post_init__(self) -> None:
-        self._leave: Callable[[], None] | None = None
         self._answers: dict[str, Any] = {}
         self._then: dict[str, Callable[[Any], None]] = {}
         self._profile = 0
@@ -36,12 +34,6 @@ class ControlSignals:
         if name not in SIGNALS:
             raise ValueError(f"signal {name!r} is unknown; expected one of {SIGNALS}")
         setattr(self, name, True)
-        self._tell()
-
-    def listen(self, leave: Callable[[], None]) -> None:
-        """`leave` is called when the devices are requested back, possibly at once, on any thread and more than once."""
-        self._leave = leave
-        self._tell()
 
     def answer(self, question: str, value: Any) -> None:
         """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts: what follows
@@ -66,17 +58,6 @@ class ControlSignals:
         """0 if nobody asks."""
         steps, self._profile = self._profile, 0
         return steps
-
-    def clear(self) -> None:
-        """Clear a signal after it was handled; no answer to what was asked before is for whoever goes on."""
-        self.suspend = self.cancel = self.snapshot = False
-        self._leave = None
-        self._answers.clear()
-        self._then.clear()
-
-    def _tell(self) -> None:
-        if self._leave is not None and (self.suspend or self.cancel):
-            self._leave()
 
 
 @dataclass

@@ -20,35 +20,26 @@ from runtime.processes.oom import DiesAs, group_dies_as
 
 log = logging.getLogger(__name__)
 
-ENTRY = "train.run.worker:main"
+ENTRY = "train.trainer.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 WORLDS = "worlds"  # beside the warm parent's socket, in a directory of the box's user alone
-PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 200 MB all the same
 
 
 class RankHost:
     """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`. `numa_node`: that of
     the device, on which ranks run; None: anywhere.
-
-    A suspended rank may stay parked (see train.state.parking): it holds no device and belongs to no group until
-    `resume` adds it to one again, another rank starts here, or `park_limit_s` has passed.
     """
 
-    def __init__(
-        self, warm_socket: str, log_dir: str, numa_node: int | None = None, park_limit_s: float = PARK_LIMIT_S
-    ):
-        self._warm_socket, self._log_dir, self._park_limit_s = warm_socket, Path(log_dir), park_limit_s
-        self._numa_node = numa_node
+    def __init__(self, warm_socket: str, log_dir: str, numa_node: int | None = None):
+        self._warm_socket, self._log_dir, self._numa_node = warm_socket, Path(log_dir), numa_node
         # Ranks of a world find each other by a file there: torch's default, a port, accepts connections from anyone.
         self._worlds = Path(warm_socket).with_name(WORLDS)
         self._meeting: Path | None = None
         self._child: Child | None = None
         self._place: dict[str, Any] = dict(NOWHERE)
-        self._started_as: dict[str, Any] = {}
         self._events = _Events()
-        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(
         self,
@@ -65,12 +56,8 @@ class RankHost:
 
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
-        if self._parked():
-            self._end_later(self._child, self._meeting)  # it holds no resource that the new rank needs
-        else:
-            await self.kill()
+        await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
-        self._started_as = {**self._place, "meeting": meeting, "device": device, "spec": spec}
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._meeting = self._worlds / meeting
         self._worlds.mkdir(mode=0o700, exist_ok=True)
@@ -109,28 +96,12 @@ class RankHost:
         """The life of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
         return life()
 
-    async def parked(self) -> dict[str, Any] | None:
-        """Start parameters of the rank parked here: `{"job_id", "rank", "world_size", "meeting" (of its world),
-        "device", "spec"}`; None if there is none."""
-        return self._started_as if self._parked() else None
-
-    async def resume(self, snapshot: str) -> dict[str, Any]:
-        """Resume the parked rank from `snapshot`, as all ranks of its world must. Raises like `call`."""
-        if not self._parked():
-            raise ChildDied("parked rank", 0, str(self._log_dir), "there is none")
-        await self._events.forget()
-        await self._child.call("resume", snapshot=snapshot)
-        return {"pid": self._child.pid}
-
     async def status(self) -> dict[str, Any]:
-        """`{"alive", "done", "job_id", "rank", "world_size", "pid", "parked"}` of the rank started last; `done`: it
-        came to its end. The job is "" before the first rank, again once `kill` has cleared the device, and while its
-        rank is parked: then `parked` names it."""
-        if self._parked():
-            return {**NOWHERE, "alive": False, "done": True, "pid": self._child.pid, "parked": self._place["job_id"]}
+        """`{"alive", "done", "job_id", "rank", "world_size", "pid"}` of the rank started last; `done`: it came to its
+        end. The job is "" before the first rank, and again once `kill` has cleared the device."""
         alive = self._child is not None and self._child.alive
         pid = self._child.pid if alive else None
-        return {**self._place, "alive": alive, "done": self._events.done, "pid": pid, "parked": ""}
+        return {**self._place, "alive": alive, "done": self._events.done, "pid": pid}
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Call the rank; raises ChildDied, ChildError, ChildTimeout."""
@@ -167,37 +138,6 @@ class RankHost:
             await asyncio.shield(self._child.closed())
             await self._child.kill_and_wait()
 
-    async def drop_parked(self, job_id: str) -> None:
-        """End the rank parked here if it belongs to this job."""
-        if self._parked() and self._place["job_id"] == job_id:
-            await self.kill()
-
-    async def leave_parked(self) -> None:
-        """Start the time limit of a parked rank, whose group has ended."""
-        if self._parked():
-            task = asyncio.create_task(self._expire(self._child, self._events), name=f"parked {self._child.name}")
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
-
-    def _parked(self) -> bool:
-        return self._child is not None and self._child.alive and self._events.parked
-
-    async def _expire(self, child: Child, events: _Events) -> None:
-        life = events.life
-        await asyncio.sleep(self._park_limit_s)
-        if child is self._child and events.parked and events.life == life:
-            await self.kill()
-
-    def _end_later(self, child: Child, meeting: Path | None) -> None:
-        async def end() -> None:
-            await child.kill_and_wait()
-            if meeting is not None:
-                meeting.unlink(missing_ok=True)
-
-        task = asyncio.create_task(end(), name=f"end of {child.name}")
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-
     def _started(self) -> Child:
         if self._child is None:
             raise ChildDied("rank", 0, str(self._log_dir), "it was never started")
@@ -205,11 +145,10 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank, since its fork or its last resume (`life`)."""
+    """The numbered events of one rank."""
 
     def __init__(self, child: Child | None = None):
-        self.done = self.parked = False
-        self.life = 0
+        self.done = False
         self._over = child is None
         self._kept: deque[dict[str, Any]] = deque()
         self._news = asyncio.Condition()
@@ -224,13 +163,6 @@ class _Events:
                     return found
                 await self._news.wait()
 
-    async def forget(self) -> None:
-        """Later events belong to another life."""
-        async with self._news:
-            self._kept.clear()
-            self.done = self.parked = False
-            self.life += 1
-
     async def _read(self, child: Child) -> None:
         number = 0
         while True:
@@ -242,7 +174,6 @@ class _Events:
                     number += 1
                     self._kept.append({**event, "number": number})
                     self.done = self.done or event["event"] == "done"
-                    self.parked = self.parked or bool(event.get("parked"))
                 self._news.notify_all()
             if event is None:
                 return

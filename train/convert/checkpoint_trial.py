@@ -32,7 +32,6 @@ _PEFT, _INNER = "base_model.model.", re.compile(r"(^|\.)language_model(?=\.)")
 # Layers for speculation, which engines leave out where config.json has them.
 _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
-_QUANTISED_SUFFIX = re.compile(r"_[a-z0-9]+$")
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # A space in every place, lines, indentation, CJK and emoji, all in Unicode's composed form.
@@ -99,23 +98,24 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     if model is None:
         names = _without_wrappers_everywhere(stored)
         return {"unchecked": unchecked, "renamed": names, "rows": 0}
-    names = _names(model, stored, is_whole=not arch.endswith("Model"))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = embedding.weight.shape[0] if embedding is not None else 0
+    quantised = _is_quantised(path)
+    if quantised and any(spec.dtype not in _FLOATS for spec in stored.values()):
+        unchecked = "they are quantised, by names and shapes of their format"
+        return {"unchecked": unchecked, "renamed": _without_wrappers_everywhere(stored), "rows": rows}
+    is_whole = not arch.endswith("Model")
+    names = _names(model, stored, is_whole=is_whole)
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
-    strict: dict[str, Any] | None = None
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    found = {"unchecked": "", "rows": embedding.weight.shape[0] if embedding is not None else 0}
+    with torch.device("meta"):
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    found = {"unchecked": "", "rows": rows}
     modules = list(model.named_modules())
     found["head"] = next((name for name, module in modules if module is head and head is not None), "")
     found["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
     tied = dict(model.all_tied_weights_keys)
-    quantised = _is_quantised(path)
-    if not quantised or all(spec.dtype in _FLOATS for spec in stored.values()):
-        with torch.device("meta"):
-            tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        strict = _loaded(model, tensors, is_whole=not arch.endswith("Model"))
-    found["plain"] = quantised and strict is not None and not any(strict.values())
-    found |= strict if strict is not None and (found["plain"] or not quantised) else _loosely(model, shapes, tied)
+    differs = _loaded(model, tensors, is_whole=is_whole)
+    found |= differs | {"plain": quantised and not any(differs.values())}
     for target, source in tied.items():
         if target in shapes and source not in shapes:
             names[next(name for name in stored if names.get(name, name) == target)] = source
@@ -237,38 +237,14 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
         missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
     shapes = [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)]
     broken = sorted(info.conversion_errors)
-    return _counted(missing, unknown, shapes) | {"unconvertible": broken[:MOST_NAMED]}
-
-
-def _loosely(model: Any, shapes: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
-    """Of quantised tensors, whose names and shapes are those of their format: that each belongs to a module of the
-    architecture, and that each of its weights has one."""
-    from transformers.core_model_loading import rename_source_key
-
-    expected = dict.fromkeys(model.state_dict(), True)
-    _, renamings, converters = _conversions(model)
-    modules, buffers = {name for name, _ in model.named_modules()}, {name for name, _ in model.named_buffers()}
-    ignored, speculates = model._keys_to_ignore_on_load_unexpected, _speculates(model.config)
-    covered, unknown = set(), []
-
-    def target(name: str) -> str:
-        return rename_source_key(name, renamings, converters, model.base_model_prefix, expected)[0]
-
-    for name in shapes:
-        hit = next((one for one in map(target, _could_belong_to(name)) if one in expected), None)
-        parts = target(name).split(".")
-        if hit is not None:
-            covered.add(hit)
-        elif not (
-            any(".".join(parts[:end]) in modules for end in (len(parts) - 1, len(parts) - 2) if end > 2)
-            or (speculates and _SPECULATION.search(name))
-            or any(re.search(pattern, name) for pattern in ignored)
-        ):
-            unknown.append(name)
-    tied_ones = {*tied, *tied.values()} if covered & {*tied, *tied.values()} else set()
-    missing = [name for name in expected.keys() - covered - buffers - tied_ones if name.endswith(".weight")]
-    missing = [name for name in missing if ".experts." not in name]
-    return _counted(sorted(missing), sorted(unknown), [])
+    return {
+        "missing": missing[:MOST_NAMED],
+        "missing_count": len(missing),
+        "unknown": unknown[:MOST_NAMED],
+        "unknown_count": len(unknown),
+        "shapes": shapes[:MOST_NAMED],
+        "unconvertible": broken[:MOST_NAMED],
+    }
 
 
 def _speculates(config: Any) -> bool:
@@ -277,32 +253,11 @@ def _speculates(config: Any) -> bool:
     return any(value for key, value in told.items() if "nextn" in key or "mtp" in key)
 
 
-def _could_belong_to(name: str) -> Iterable[str]:
-    """The name, and the weights that it may be a part of: `q_proj.qweight`, `weight.absmax`, `gate_up_proj_blocks`."""
-    yield name
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:end])
-        yield module if module.endswith(".weight") else f"{module}.weight"
-    while (shorter := _QUANTISED_SUFFIX.sub("", name)) != name:
-        yield (name := shorter)
-
-
 def _is_quantised(path: Path) -> bool:
     own = json.loads((path / "config.json").read_bytes())
     parts = [own, *(part for part in own.values() if isinstance(part, dict))]
     told = any(part.get("quantization_config") or part.get("compression_config") for part in parts)
     return told or any((path / name).is_file() for name in _QUANTISED_FILES)
-
-
-def _counted(missing: list[str], unknown: list[str], shapes: list[Any]) -> dict[str, Any]:
-    return {
-        "missing": missing[:MOST_NAMED],
-        "missing_count": len(missing),
-        "unknown": unknown[:MOST_NAMED],
-        "unknown_count": len(unknown),
-        "shapes": shapes[:MOST_NAMED],
-    }
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------

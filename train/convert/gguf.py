@@ -27,12 +27,6 @@ _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
 _HEADER_BYTES = 4 << 30  # for reading what is in the file: names, vocabulary, shapes
 _AVAILABLE_SHARE = 0.9
 _HEADER_CPU_S, _PARAMETERS_PER_CPU_S = 300, 1_000_000  # converting takes 0.1 s for as many
-_MOST_SIZE = 1 << 20
-# What reading a file raises whose bytes are not what they say they are: of another type, length, depth or count.
-_UNSOUND = (
-    *(ValueError, LookupError, ArithmeticError, MemoryError, TypeError, AttributeError, AssertionError),
-    *(NotImplementedError, RuntimeError),
-)
 
 
 class _Refused(Exception):
@@ -74,60 +68,22 @@ def _parameters(file: Path) -> int:
     """How many the model has. Raises _Refused."""
     try:
         return _counted(_reader(file))
-    except _UNSOUND as error:
+    except _Refused:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever bytes raise that are not what they say they are
         raise _Refused(f"is not a sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _counted(reader: Any) -> int:
     parts = reader.get_field("split.count")
-    architecture = reader.get_field("general.architecture")
     kind = reader.get_field("general.type")
-    found = [str(field.contents()) if field else "" for field in (architecture, kind)]
-    count = sum(int(tensor.n_elements) for tensor in reader.tensors)
     if parts is not None and int(parts.contents()) > 1:
         raise _Refused(
             f"is one of {int(parts.contents())} parts; join them (`llama-gguf-split --merge`) and import the whole"
         )
-    if found[1] not in ("", "model"):
-        raise _Refused(f"holds a {found[1]!r}, not a model")
-    _check_architecture(found[0])
-    _check_shape(reader, found[0])
-    return count
-
-
-def _check_shape(reader: Any, architecture: str) -> None:
-    """The model is built from the header: what that claims must be there as tensors. A file of 2 KB that claimed three
-    million layers kept an import busy for hours."""
-    names = {tensor.name: tensor for tensor in reader.tensors}
-    blocks = {name.split(".")[1] for name in names if name.startswith("blk.")}
-    embedding = names.get("token_embd.weight")
-    if embedding is None:
-        raise _Refused("has no tensor token_embd.weight")
-    width, vocabulary = (int(size) for size in embedding.shape[:2])
-    for key, most in (("block_count", len(blocks)), ("embedding_length", width), ("vocab_size", vocabulary)):
-        field = reader.get_field(f"{architecture}.{key}")
-        if field is not None and int(field.contents()) > most:
-            raise _Refused(f"claims {key} {int(field.contents())}, its tensors have {most}")
-    for key in ("feed_forward_length", "attention.head_count", "attention.key_length", "expert_count"):
-        field = reader.get_field(f"{architecture}.{key}")
-        sizes = field.contents() if field is not None else 0
-        if max(sizes if isinstance(sizes, list) else [sizes], default=0) > _MOST_SIZE:
-            raise _Refused(f"claims {key} {sizes}, at most {_MOST_SIZE} is believed")
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    if tokens is not None and len(tokens.data) > vocabulary:
-        raise _Refused(f"has {len(tokens.data)} tokens for {vocabulary} embeddings")
-
-
-def _check_architecture(name: str) -> None:
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-
-    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
-    # transformers writes some names with an underscore where llama.cpp has none (qwen2moe, gpt-oss).
-    if name.replace("-", "").replace("_", "") not in {one.replace("_", "") for one in known}:
-        raise _Refused(
-            f"is of architecture {name!r}, which transformers cannot read from GGUF; it reads {', '.join(known)}. "
-            "Import the model's safetensors instead"
-        )
+    if kind is not None and kind.contents() != "model":
+        raise _Refused(f"holds a {str(kind.contents())!r}, not a model")
+    return sum(int(tensor.n_elements) for tensor in reader.tensors)
 
 
 def _convert(file: Path, out: Path) -> dict[str, Any]:
@@ -148,7 +104,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except _UNSOUND as error:
+    except Exception as error:  # noqa: BLE001 - as above
         raise _Refused(f"cannot be read by transformers: {type(error).__name__}: {str(error)[:300]}") from error
     if wrong := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])}):
         raise _Refused(f"has no fitting tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")

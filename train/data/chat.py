@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
-import orjson
 from transformers import PreTrainedTokenizerBase
 
 from train.data import turns
@@ -24,10 +23,6 @@ from train.data.turns import Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
 
-# Without marks each answer is found in what the template writes of all that comes before it: for 8192 messages,
-# 0.4 MB, that took three minutes. A message takes 5 us each time, and so do 1,000 bytes of text, 250 of calls (as JSON)
-# and 50 of tools (as JSON that is indented, in Python): these many are 10 s of a processor.
-MOST_RENDERED = 1 << 21
 Tokens = tuple[np.ndarray, np.ndarray]
 Made = TypeVar("Made")
 
@@ -91,7 +86,6 @@ class ChatEncoder:
 
     def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
-        refuse_costly(example)
         tools = example.get("tools")
         found = self._in_first_form(
             example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
@@ -208,21 +202,6 @@ class ChatEncoder:
             raise BadRecord(f"is refused by the model's chat template: {error}") from error
         assert isinstance(text, str)
         return text
-
-
-def refuse_costly(example: dict[str, Any]) -> None:
-    """Raises BadRecord for an example in which to find the answers without marks takes more than some seconds."""
-    messages = example["messages"]
-    answers = sum(message["role"] == "assistant" for message in messages)
-    if answers <= 1:
-        return
-    size, tools = len(orjson.dumps(example)), len(orjson.dumps(example.get("tools")))
-    calls = len(orjson.dumps([message.get("tool_calls") for message in messages]))
-    if answers * (len(messages) + (size + 3 * calls + 19 * tools) / 1000) > MOST_RENDERED:
-        raise BadRecord(
-            f"has {answers} answers among {len(messages)} messages, in {size} bytes with its tools: to find them takes "
-            "too long with the model's chat template, which does not mark them; make several examples of it"
-        )
 
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A record of the file gives one row or several (train.data.turns), each an example of the set: one sequence of tokens, or
 as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
-tokens.npy (int32), learnt.npy (bool), offsets.npy (int64, sequences + 1), facts.json (pad_id, n_records, n_dropped,
+tokens.npy (int32), learnt.npy (bool), offsets.npy (int64, sequences + 1), labels.npy (int64, sequences: how many tokens
+of each are learnt), facts.json (pad_id, n_records, n_dropped,
 n_truncated, digest) and packs-*.npz. The key covers all inputs, so a changed file, tokenizer or length creates a new
 set; an existing set needs no tokenizer.
 """
@@ -31,7 +32,7 @@ from weights.format.names import TOKENIZER_FILES
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
-FORMAT = 5
+FORMAT = 6
 Encode = Callable[[ChatEncoder, Record], Sequence[Sequence[Tokens]]]
 Cut = Callable[[Sequence[Tokens], int], Sequence[Tokens] | None]
 LayOut = Callable[..., Row]
@@ -65,7 +66,7 @@ class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
     sequences: of each example. reference: (examples, sequences) float32, what the starting model says of them, once it
-    is known (train.run.reference). digest: of all tokens and of which are learnt.
+    is known (train.trainer.reference). digest: of all tokens and of which are learnt.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TokenSet:
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
+        self._labels_of_examples = np.load(directory / "labels.npy").reshape(-1, sequences).sum(axis=1)
         self.sequences, self.capacity = sequences, sequences * max_length
         self._directory, self._packing, self._lay_out = directory, packing, lay_out
         self.reference: np.ndarray | None = None
@@ -103,7 +105,7 @@ class TokenSet:
         """Pack anew: of neighbours by the loss that `reference` says the starting model has on each learnt token of an
         example, the least first. The same on every rank, which all have the same reference."""
         assert self.reference is not None
-        order = np.argsort(-self.reference.sum(axis=1) / self._labels_of_examples(), kind="stable")
+        order = np.argsort(-self.reference.sum(axis=1) / self._labels_of_examples, kind="stable")
         self._pack(f"-by-loss-{hashlib.sha256(order.astype(np.int64)).hexdigest()[:16]}", order, True)
 
     @property
@@ -145,19 +147,12 @@ class TokenSet:
         edges = self._offsets[index * self.sequences : (index + 1) * self.sequences + 1]
         return [(self._tokens[a:b], self._learnt[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
-    def _labels_of_examples(self) -> np.ndarray:
-        """(examples,): how many tokens of each are learnt."""
-        # The first token of a sequence is never predicted, so it is not a label, whatever its mark.
-        marked = np.concatenate([[0], np.cumsum(self._learnt)])
-        labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
-        return labels.reshape(-1, self.sequences).sum(axis=1)
-
     def _write_index(self, index: Path, order: np.ndarray, as_given: bool) -> None:
         lengths = np.diff(self._offsets[:: self.sequences])[order]
         packs = plan_packs(lengths, self.capacity, packing=self._packing, as_given=as_given)
         members = order[np.concatenate(packs)] if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-        of_packs = np.concatenate([[0], np.cumsum(self._labels_of_examples()[members])])
+        of_packs = np.concatenate([[0], np.cumsum(self._labels_of_examples[members])])
         # Every rank may write it, and writes the same.
         replace_file(index, _npz(members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64)))
 
@@ -263,7 +258,7 @@ def _write_block(
     cut: Cut,
     max_length: int,
 ) -> None:
-    tokens, learnt, lengths, errors = [], [], [], []
+    tokens, learnt, lengths, labels, errors = [], [], [], [], []
     n_lines = n_records = n_dropped = n_truncated = 0
     for n_lines, line in enumerate(lines, 1):
         if not line.strip():
@@ -281,10 +276,12 @@ def _write_block(
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
+            labels.append(int(mask[1:].sum()))  # the first token is never predicted, whatever its mark
     content = _npz(
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
         lengths=np.array(lengths, np.int64),
+        labels=np.array(labels, np.int64),
         counts=np.array([n_records, n_dropped, n_truncated]),
         n_lines=np.array(n_lines),
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
@@ -325,6 +322,7 @@ def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
     offsets = np.concatenate([np.zeros(1, np.int64), *_parts(kept, count, "lengths")]).cumsum().astype(np.int64)
     digest = hashlib.sha256(offsets)
     np.save(partial / "offsets.npy", offsets)
+    np.save(partial / "labels.npy", np.concatenate([*_parts(kept, count, "labels")]))
     for name in ("tokens", "learnt"):
         joined = np.concatenate([*_parts(kept, count, name)])
         digest.update(joined)

@@ -64,7 +64,3 @@ class GradingFailed(Exception):
     def __init__(self, message: str, errors: GradingErrors):
         super().__init__(message)
         self.errors = errors
-
-
-class TookTooLong(GradingFailed):
-    """Code of a python grader was ended by its limit of time."""

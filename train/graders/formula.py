@@ -28,9 +28,9 @@ def check(formula: str, names: set[str], param: str) -> None:
     try:
         tree = _parsed(formula)
         compile(tree, "formula", "eval")
-    except InvalidGrader as error:
-        raise InvalidGrader(param, error.message) from None
-    except (RecursionError, OverflowError) as error:
+    except ValueError as error:
+        raise InvalidGrader(param, str(error)) from None
+    except (SyntaxError, RecursionError, MemoryError, OverflowError) as error:
         raise InvalidGrader(param, f"cannot be read as a formula: {error}") from None
     unknown = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - names - set(_FUNCTIONS)
     if unknown:
@@ -55,27 +55,19 @@ def value(formula: str, rewards: Mapping[str, float]) -> float:
 
 
 def _parsed(formula: str) -> ast.Expression:
-    """The formula as an expression of arithmetic alone, with floats as its numbers. Raises InvalidGrader."""
+    """The formula as an expression of arithmetic alone, with floats as its numbers. Raises ValueError, and what Python
+    raises for what it cannot parse."""
     if len(formula) > MAX_CHARACTERS:
-        raise InvalidGrader("", f"has {len(formula)} characters; at most {MAX_CHARACTERS} are taken")
-    try:
-        # In formulas of OpenAI's API ^ is a power.
-        tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidGrader("", f"cannot be read as a formula: {error}") from None
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        raise ValueError(f"has {len(formula)} characters; at most {MAX_CHARACTERS} are taken")
+    # In formulas of OpenAI's API ^ is a power.
+    tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
     for node in ast.walk(tree.body):
         match node:
             case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
                 node.value = float(number)
-            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
-                if (len(given) > 1) != (name in ("min", "max")) or not given:
-                    wanted = "two numbers or more" if name in ("min", "max") else "one number"
-                    raise InvalidGrader("", f"{name} takes {wanted}, not {len(given)}")
-            case ast.Name(id=name) if name not in _FUNCTIONS or id(node) in called:
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
                 pass
-            case _ if not isinstance(node, _ARITHMETIC):
-                shown = ast.unparse(node)
+            case _ if not isinstance(node, (ast.Name, *_ARITHMETIC)):
                 expected = f"numbers, names of graders, + - * / ^ and {', '.join(_FUNCTIONS)}"
-                raise InvalidGrader("", f"has {shown!r}; a formula has {expected}")
+                raise ValueError(f"has {ast.unparse(node)!r}; a formula has {expected}")
     return tree

@@ -13,10 +13,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
-    field_serializer,
 )
 
 from train.graders import formula, similarity, templates
@@ -45,9 +43,20 @@ class _Grader(_Strict):
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
     """A sample passes with at least this reward; without it, above half of the grader's range."""
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def as_given(self) -> dict[str, Any]:
+        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
+        return dict(self._given)
+
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
+        """Its templates, each with its path below `param`."""
+        yield from ()
 
     def check(self, param: str) -> None:
         """Raises InvalidGrader for what its types cannot tell."""
+        for path, text in self.texts(param):
+            templates.check(text, path)
 
     @property
     def highest(self) -> float | None:
@@ -62,31 +71,31 @@ class _Grader(_Strict):
         return reward >= (self.default_threshold if self.pass_threshold is None else self.pass_threshold)
 
 
-class StringCheck(_Grader):
+class _Compared(_Grader):
+    input: str
+    reference: str
+
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
+        yield f"{param}input", self.input
+        yield f"{param}reference", self.reference
+
+
+class StringCheck(_Compared):
     """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it
     whatever the case of its letters (`ilike`), else 0."""
 
     type: Literal["string_check"]
-    input: str
-    reference: str
     operation: Literal["eq", "ne", "like", "ilike"]
 
-    def check(self, param: str) -> None:
-        templates.check(self.input, f"{param}input")
-        templates.check(self.reference, f"{param}reference")
 
-
-class TextSimilarity(_Grader):
+class TextSimilarity(_Compared):
     """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
 
     type: Literal["text_similarity"]
-    input: str
-    reference: str
     evaluation_metric: str
 
     def check(self, param: str) -> None:
-        templates.check(self.input, f"{param}input")
-        templates.check(self.reference, f"{param}reference")
+        super().check(param)
         if self.evaluation_metric == "cosine":
             raise InvalidGrader(
                 f"{param}evaluation_metric",
@@ -101,7 +110,7 @@ class TextSimilarity(_Grader):
 
 
 class Python(_Grader):
-    """The number that `grade(sample, item)` of the source returns; it runs in the sandbox (sandbox.py)."""
+    """The number that `grade(sample, item)` of the source returns; it runs in a confined process (worker.py)."""
 
     type: Literal["python"]
     source: str
@@ -173,10 +182,9 @@ class _ModelGrader(_Grader):
     input: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     sampling_params: _Sampling | None = None
 
-    def check(self, param: str) -> None:
+    def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
-            for path, text in message.parts(f"{param}input.{place}"):
-                templates.check(text, path)
+            yield from message.parts(f"{param}input.{place}")
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -193,7 +201,11 @@ class _ModelGrader(_Grader):
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
         contents = [
-            "\n".join(templates.fill(text, sample, item) for _, text in message.parts()) for message in self.input
+            # A lone surrogate, which JSON may contain, cannot be sent.
+            "\n".join(templates.fill(text, sample, item) for _, text in message.parts())
+            .encode(errors="replace")
+            .decode()
+            for message in self.input
         ]
         if (size := sum(map(len, contents))) > templates.MAX_TEXT:
             raise GradingFailed(
@@ -293,20 +305,10 @@ class Multi(_Grader):
     calculate_output: str
     graders: dict[str, Leaf]
     """Graders by the name that the formula uses."""
-    _form: Literal["by name", "list", "one"] = PrivateAttr("by name")
 
     @property
     def highest(self) -> float | None:
         return None
-
-    @field_serializer("graders", mode="wrap")
-    def _as_given(self, graders: dict[str, Leaf], dumped: SerializerFunctionWrapHandler) -> Any:
-        """In the form, among those that `parse` takes, in which the client wrote it: a client's type has only that
-        one."""
-        by_name = dumped(graders)
-        if self._form == "by name":
-            return by_name
-        return list(by_name.values()) if self._form == "list" else next(iter(by_name.values()))
 
     def check(self, param: str) -> None:
         if not 1 <= len(self.graders) <= MAX_GRADERS:
@@ -332,11 +334,9 @@ def parse(given: Any) -> Grader:
     InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
-    parts = given.get("graders")
-    if given.get("type") == "multi":
-        given = {**given, "graders": _by_name(parts)}
+    named = {**given, "graders": _by_name(given.get("graders"))} if given.get("type") == "multi" else given
     try:
-        written = json.dumps(given)
+        written = json.dumps(named)
         _check_size(written)
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
@@ -346,9 +346,8 @@ def parse(given: Any) -> Grader:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidGrader("", f"cannot be read: {error}") from None
-    if isinstance(grader, Multi):
-        grader._form = "list" if isinstance(parts, list) else "one" if _is_one(parts) else "by name"
     grader.check("")
+    grader._given = dict(given)
     return grader
 
 
@@ -376,13 +375,7 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
 def texts(grader: Grader) -> Iterator[tuple[str, str]]:
     """Its templates, each with its path."""
     for name, leaf in leaves(grader).items():
-        within = f"graders.{name}." if isinstance(grader, Multi) else ""
-        if isinstance(leaf, StringCheck | TextSimilarity):
-            yield f"{within}input", leaf.input
-            yield f"{within}reference", leaf.reference
-        elif isinstance(leaf, ScoreModel | LabelModel):
-            for place, message in enumerate(leaf.input):
-                yield from message.parts(f"{within}input.{place}")
+        yield from leaf.texts(f"graders.{name}." if isinstance(grader, Multi) else "")
 
 
 def sources(grader: Grader) -> dict[str, str]:
@@ -406,13 +399,8 @@ def _named(grader: Any, name: Any) -> Any:
     return {**grader, "name": name} if isinstance(grader, Mapping) and "name" not in grader else grader
 
 
-def _is_one(graders: Any) -> bool:
-    """Whether it is one grader, not several by name."""
-    return isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
-
-
 def _by_name(graders: Any) -> Any:
-    alone = _is_one(graders)
+    alone = isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping | list) and len(graders) > MAX_GRADERS:

@@ -1,5 +1,5 @@
 """Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU: a
-process that serves others calls it in another process (host.py)."""
+process that serves others calls it in another process (hosts.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import FiniteFloat
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed
@@ -47,7 +49,7 @@ class ModelAnswer:
 class Graded:
     """A sample's reward; 0 with the flags in `errors` if there is none."""
 
-    reward: float
+    reward: FiniteFloat
     passed: bool
     sub_rewards: dict[str, float] = field(default_factory=dict)
     """The rewards of the graders of a `multi` grader, by name."""

@@ -1,6 +1,6 @@
 """Defines training methods, one file each: hyperparameters, input records, loss and memory.
 
-Never: Runs a step or moves data; train.run and train.data ask the method's object. A method's own file imports
+Never: Runs a step or moves data; train.trainer and train.data ask the method's object. A method's own file imports
 no torch until its objective is made.
 Begin with method.py, then supervised.py and methods.py.
 """

@@ -10,7 +10,6 @@ Methods in the order of use, from the request to the loss:
     samples          of a method that learns from its own answers: how many it makes of each prompt
     objective, batch the module whose forward is the loss, and what it takes
     denominator      what the loss of a step is divided by
-    metrics          what it reports beside the loss
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ class Samples:
 class Method(ABC):
     """What is particular to one way of training.
 
-    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names, peak_names: of the values
-    of `metrics` and `peaks`, in order. sequences: how many sequences of tokens an example is; max_length is the limit
+    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names, peak_names: of what
+    the objective reports, in order. sequences: how many sequences of tokens an example is; max_length is the limit
     of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
-    about every sequence once and keeps the answers with the job (train.run.reference); rows have them from then on.
+    about every sequence once and keeps the answers with the job (train.trainer.reference); rows have them from then on.
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
     a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
@@ -189,19 +188,3 @@ class Method(ABC):
         from train.methods.packed_objective import to_batch
 
         return to_batch(row, scale, device)
-
-    def hits(self, objective: torch.nn.Module) -> list[int]:
-        """Over the micro-batches since it was asked last: tokens to be learnt that were the likeliest ones, and all of
-        them; [0, 0] of a method that learns no given tokens."""
-        from train.methods.packed_objective import PackedObjective
-
-        return (objective.take_hits() if isinstance(objective, PackedObjective) else []) or [0, 0]
-
-    def metrics(self, objective: torch.nn.Module) -> list[float]:
-        """Sums over the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all
-        ranks and reported with the step."""
-        return (objective.take_metrics() or [0.0] * len(self.metric_names)) if self.metric_names else []
-
-    def peaks(self, objective: torch.nn.Module) -> list[float]:
-        """As `metrics`, for each of `peak_names`: of all ranks the largest is reported."""
-        return (objective.take_peaks() or [0.0] * len(self.peak_names)) if self.peak_names else []

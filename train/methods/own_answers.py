@@ -178,7 +178,7 @@ def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
 
 def _staleness(given: Given, rollouts: str) -> int:
     """How many updates may lie between the weights that write an answer and those that learn from it. One has hidden
-    nearly all the time that engines and graders take (benchmarks/rollouts_waiting.py), and is the least that can."""
+    nearly all the time that engines and graders take, and is the least that can."""
     chosen = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
     if chosen and rollouts != "engine":
         raise InvalidHyperparameter(

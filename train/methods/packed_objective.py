@@ -56,20 +56,14 @@ class PackedObjective(nn.Module):
         if scale:  # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass
             self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
 
-    def take_hits(self) -> list[int]:
-        """[tokens that were the likeliest, all of them] of what was reported since the last call; [] if nothing was."""
-        seen, self._hits = self._hits, []
-        return torch.stack(seen).sum(0).tolist() if seen else []
-
-    def take_metrics(self) -> list[float]:
-        """What was reported since the last call, added up; [] if nothing was."""
-        seen, self._sums = self._sums, []
-        return torch.stack(seen).sum(0).tolist() if seen else []
-
-    def take_peaks(self) -> list[float]:
-        """The largest of what was reported since the last call; [] if nothing was."""
-        seen, self._peaks = self._peaks, []
-        return torch.stack(seen).amax(0).tolist() if seen else []
+    def take_metrics(self) -> tuple[list[float], list[float]]:
+        """What was reported since the last call: tokens that were the likeliest, all that are trained, and the sums,
+        added up, [] if nothing was; and the largest of the peaks."""
+        hits, sums, peaks = self._hits, self._sums, self._peaks
+        self._hits, self._sums, self._peaks = [], [], []
+        found = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
+        found += torch.stack(sums).sum(0).tolist() if sums else []
+        return found, torch.stack(peaks).amax(0).tolist() if peaks else []
 
     def head(self, batch: dict[str, Any], *arguments: Any) -> torch.Tensor:
         """What the head's class makes of the hidden states (n, width) of the n learnt positions, the labels and
@@ -104,7 +98,7 @@ class PackedObjective(nn.Module):
 
 class LogProbObjective(PackedObjective):
     """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
-    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted in `take_hits`."""
+    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted."""
 
     def __init__(self, model: PreTrainedModel, loss: Loss, sequences: int):
         super().__init__(model, LogProbHead)
@@ -118,8 +112,9 @@ class LogProbObjective(PackedObjective):
             return log_probs
         self.report_hits(torch.cat(right[:: self._sequences]), batch["scale"])
         loss, values = self._loss(log_probs, batch)
-        with torch.no_grad():
-            self.report([each.sum() for each in values], batch["scale"])
+        if values:
+            with torch.no_grad():
+                self.report([each.sum() for each in values], batch["scale"])
         return loss * batch["scale"]
 
 
@@ -215,7 +210,7 @@ def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, An
     """The tensors that an objective takes, on `device`; `scale` as in `Method.batch`.
 
     sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None. Who adds
-    `as_reference` asks for that, not for the loss (train.run.reference).
+    `as_reference` asks for that, not for the loss (train.trainer.reference).
     """
 
     def tensor(array: np.ndarray) -> torch.Tensor:

@@ -26,10 +26,11 @@ class Supervised(Method):
     def convert(self, record: Record, shape: str) -> Record | None:
         return to_chat(record, shape) if self.refuses(shape) is None else None
 
-    def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        from train.methods.supervised_objective import SupervisedObjective
-
-        return SupervisedObjective(model)
+    def loss(
+        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum of the cross entropy of all trained tokens."""
+        return -log_probs.sum(), []
 
 
 METHOD = Supervised()

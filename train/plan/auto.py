@@ -15,7 +15,6 @@ from train.plan import recipe
 from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
 from train.plan.learning_rate import SCHEDULES
-from train.plan.spikes import CHOICES
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_NAMES, _NAME_CHARACTERS = 64, 128
@@ -117,7 +116,6 @@ def resolve(
     fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
     fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
-    fields["on_loss_spike"] = given.choice("on_loss_spike", CHOICES, auto="none")
     fields["publish"] = given.choice("publish", ("checkpoints", "end", "epoch", "best"), auto="checkpoints")
     fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
     fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)

@@ -55,17 +55,10 @@ class SnapshotMismatch(TrainError):
 class TrainingDiverged(TrainError):
     """Loss or gradient norm is not finite: continuing would only write broken weights."""
 
-    def __init__(self, step: int, loss: float, grad_norm: float, cuts: int = 0):
-        """cuts: how often the job has halved its learning rate by itself before."""
-        by_itself = (
-            f"; the job has halved its rate {cuts} time{'s' * (cuts != 1)} by itself (on_loss_spike), from a snapshot "
-            "that may have had broken weights already"
-            if cuts
-            else ", or let the job go back by itself (on_loss_spike)"
-        )
+    def __init__(self, step: int, loss: float, grad_norm: float):
         super().__init__(
             f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}); lower "
-            f"learning_rate_multiplier or check the data for broken examples{by_itself}"
+            "learning_rate_multiplier or check the data for broken examples"
         )
         self.data = {"step": step}
 

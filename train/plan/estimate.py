@@ -9,9 +9,9 @@ head whole and 1 / t of the rest):
     gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
                  offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
-    buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.run.engine); 8 R on
-                 a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in ZeRO-1
-                 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
+    buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.trainer.engine);
+                 8 R on a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in
+                 ZeRO-1 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
     activations  tokens x what all layers keep of one and the one whose backward pass runs works with
                  (train.plan.layer_memory), with activation checkpointing b h of each layer, h the hidden size, and all
                  that one keeps; and the chunk of fp32 logits twice (train.methods.head_gradient)
@@ -22,7 +22,7 @@ head whole and 1 / t of the rest):
                  and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
-gradients because that is what train.run.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
+gradients because that is what train.trainer.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
 (runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU).
 """
 
@@ -39,7 +39,7 @@ from train.plan.layer_memory import layer_bytes, norms_of, working_bytes
 from weights.format.foreign_json import size, text_part
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
-BUCKET_ELEMENTS = 50_000_000  # train.run.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
+BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
 HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
 SAMPLING_BYTES = 1 << 30  # of keys, values and the choice of tokens while answers are sampled (train.rollouts.sampler)
 FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use

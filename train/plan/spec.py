@@ -11,7 +11,6 @@ from typing import Any, Literal
 from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
-from train.plan.spikes import Choice
 
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
@@ -58,9 +57,6 @@ class TrainSpec:
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0  # 0: no clipping
-    on_loss_spike: Choice = "none"  # what follows from one (train.plan.spikes)
-    rate_cuts: tuple[int, ...] = ()  # after each of these numbers of steps the learning rate was halved
-    older_snapshots: int = 0  # kept beside the newest; counted once the job has gone back to one
 
     full: bool = True  # False: LoRA
     lora_rank: int = 16

@@ -89,92 +89,75 @@ def _no_signal(steps: Sequence[Step]) -> Verdict | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a rule read off the curves. change, valid: 1 better, 0 within noise, -1 worse; valid is None if there were
+    no two validations, growing: still better at the end. things: of what the training file has rows."""
+
+    moved: str
+    change: int
+    valid: int | None = None
+    growing: bool = False
+    things: str = "rows"
+
+
+def _conclude(seen: _Seen, settings: Mapping[str, Any]) -> Verdict:
+    moved, things = seen.moved, seen.things
+    rate, epochs = settings["learning_rate"], min(MOST_EPOCHS, 2 * settings["n_epochs"])
+    more = f"Raise n_epochs to {epochs}." if epochs > settings["n_epochs"] else "Raise learning_rate."
+    if seen.change < 0 or (seen.change == 0 and seen.valid == -1):
+        return Verdict("got_worse", f"The model got worse: {moved}. Lower learning_rate to {rate / 10:.1e}.")
+    if seen.change == 0 and not seen.valid:
+        text = f"The model did not learn: {moved}. Raise learning_rate to {HIGHER_RATE * rate:.1e}."
+        return Verdict("did_not_move", text)
+    if seen.valid is not None and seen.valid < 1:
+        text = f"The model learned the training {things} by heart: {moved}. Fewer n_epochs"
+        return Verdict("by_heart", f"{text}, publish 'best' or more varied {things} help.")
+    if seen.growing:
+        return Verdict("still_falling", f"The model is still learning: {moved}. {more}")
+    if seen.valid:
+        return Verdict("generalises", f"The model learned and generalises: {moved}.")
+    text = f"The model learned the training {things}: {moved}. Only a validation_file shows how it does elsewhere."
+    return Verdict("learned", text)
+
+
 def _supervised(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    train = _curve(steps, "loss", _from_train)
+    train = [one.loss for one in steps if one.step > 0 and one.loss is not None]
     if not train:
         return Verdict("too_short", "No loss was reported, so nothing is known of what the model learned.")
-    start, end = _start(train), _epochs(train, settings)[-1]
+    each = _epochs(train, settings)
+    start, end = fmean(train[: max(1, len(train) // 20)]), each[-1]  # the first steps have hardly moved
+    change = _change(start, end)
     moved = f"training loss {start:.2f} → {end:.2f}"
-    valid = _curve(steps, "loss", _from_valid)
-    if end > start and _differ(start, end):
-        rate = settings["learning_rate"] / 10
-        return Verdict("got_worse", f"The model got worse: {moved}. Lower learning_rate to {rate:.1e}.")
-    if len(valid) > 1:
-        return _with_validation(train, valid, moved, settings)
-    if not _differ(start, end):
-        if start < KNOWN_LOSS:
+    growing = len(each) > 1 and each[-1] >= KNOWN_LOSS and each[-2] - each[-1] > FALLING_SHARE * each[-2]
+    valid = [(one.valid_loss, one.step) for one in steps if one.valid_loss is not None]
+    if len(valid) < 2:
+        if change == 0 and start < KNOWN_LOSS:
             return Verdict("learned", f"The model knew the training rows before the job: {moved}.")
-        return _did_not_move(moved, settings)
-    if (more := _falls(train, settings)) is not None:
-        return Verdict("still_falling", f"The model is still learning: {moved}, falling to the end. {more}")
-    return Verdict(
-        "learned",
-        f"The model learned the training rows: {moved}. Whether it answers other questions, a validation_file would "
-        "tell.",
-    )
-
-
-def _with_validation(
-    train: Sequence[float], valid: Sequence[tuple[int, float]], moved: str, settings: Mapping[str, Any]
-) -> Verdict:
-    start, end = _start(train), _epochs(train, settings)[-1]
-    (_, before), (_, after) = valid[0], valid[-1]
-    best_step, best = min(valid, key=lambda one: one[1])
-    curves = f"{moved}, validation loss {before:.2f} → {after:.2f}"
-    learned = end < start and _differ(start, end)
-    if after > best and _differ(best, after) and learned:
-        at = "before the first step" if best_step == 0 else f"at step {best_step}"
-        return Verdict(
-            "by_heart",
-            f"The model learned the training rows by heart: {curves}, lowest ({best:.2f}) {at}. Fewer n_epochs, "
-            "publish 'best' or more varied rows help.",
-        )
-    if after > before and _differ(before, after):
-        rate = settings["learning_rate"] / 10
-        return Verdict("got_worse", f"The model got worse: {curves}. Lower learning_rate to {rate:.1e}.")
-    if not _differ(before, after):
-        if not learned:
-            return _did_not_move(curves, settings)
-        return Verdict(
-            "by_heart",
-            f"The model learned the training rows, and the validation file did not gain by it: {curves}. More varied "
-            "rows, nearer to the questions of the validation file, help.",
-        )
-    if (more := _falls(train, settings)) is not None and best_step == valid[-1][0]:
-        return Verdict("still_falling", f"The model learned, generalises and is still learning: {curves}. {more}")
-    return Verdict("generalises", f"The model learned and generalises: {curves}.")
+        return _conclude(_Seen(moved, change, growing=growing), settings)
+    (before, _), (after, last), (best, best_step) = valid[0], valid[-1], min(valid)
+    moved += f", validation loss {before:.2f} → {after:.2f}"
+    found = _change(before, after)
+    if change > 0 and _change(best, after) < 0:
+        found, moved = -1, f"{moved}, lowest ({best:.2f}) at step {best_step}"
+    return _conclude(_Seen(moved, change, found, growing and best_step == last), settings)
 
 
 def _pairs(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    margins = _curve(steps, "rewards/margins", _from_train)
-    order = _curve(steps, "rewards/accuracies", _from_train)
+    margins, order = _measured(steps, "rewards/margins"), _measured(steps, "rewards/accuracies")
     if not margins or not order:
         return _supervised(steps, settings)
     each = _epochs(margins, settings)
     end, share = each[-1], _epochs(order, settings)[-1]
     moved = f"margin of the preferred answers {end:.2f}, {share:.0%} of the pairs in the right order"
-    if end < -MOVED_MARGIN:
-        rate = settings["learning_rate"] / 10
-        return Verdict("got_worse", f"The model prefers the wrong answers: {moved}. Lower learning_rate to {rate:.1e}.")
-    if end < MOVED_MARGIN:
-        return _did_not_move(moved, settings)
-    valid = _curve(steps, "rewards/margins", _from_valid)
+    valid = [one.valid_measured["rewards/margins"] for one in steps if "rewards/margins" in one.valid_measured]
+    found = None
     if valid:
-        moved += f"; margin {valid[-1][1]:.2f} in the validation file"
-        if valid[-1][1] < MOVED_MARGIN * min(1.0, end):
-            return Verdict(
-                "by_heart",
-                f"The model learned the training pairs by heart: {moved}. Fewer n_epochs or more varied pairs help.",
-            )
-    if len(each) > 1 and share < SURE_OF_PAIRS and end - each[-2] > FALLING_SHARE * end:
-        return Verdict("still_falling", f"The model is still learning: {moved}, growing to the end. {_more(settings)}")
-    if valid:
-        return Verdict("generalises", f"The model learned and generalises: {moved}.")
-    return Verdict(
-        "learned",
-        f"The model learned the training pairs: {moved}. Whether it prefers well elsewhere, a validation_file would "
-        "tell.",
-    )
+        moved += f"; margin {valid[-1]:.2f} in the validation file"
+        found = 1 if valid[-1] >= MOVED_MARGIN * min(1.0, end) else 0
+    change = 1 if end >= MOVED_MARGIN else -1 if end < -MOVED_MARGIN else 0
+    growing = len(each) > 1 and share < SURE_OF_PAIRS and end - each[-2] > FALLING_SHARE * end
+    return _conclude(_Seen(moved, change, found if change > 0 else None, growing, "pairs"), settings)
 
 
 def _rewards(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
@@ -188,33 +171,21 @@ def _distillation(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict
 def _noisy(steps: Sequence[Step], settings: Mapping[str, Any], name: str, called: str, better: int) -> Verdict:
     """For what is measured on the model's own answers: the first and the last quarter of the steps are compared, with
     their spread. better: 1 if a larger value is better, -1 if a smaller one is."""
-    train = _curve(steps, name, _from_train)
+    train = _measured(steps, name)
     quarter = max(2, len(train) // 4)
     if len(train) < 2 * quarter:
         return Verdict("too_short", f"{_count(len(train), 'step')} cannot show whether the model learned.")
     first, last = train[:quarter], train[-quarter:]
     error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / quarter)
-    gain = better * (fmean(last) - fmean(first))
+    gain, least = better * (fmean(last) - fmean(first)), max(MOVED_REWARD, SURE * error)
+    change = 1 if gain >= least else -1 if gain < -least else 0
     moved = f"{called} {fmean(first):.2f} → {fmean(last):.2f}"
-    valid = _curve(steps, name, _from_valid)
+    valid = [one.valid_measured[name] for one in steps if name in one.valid_measured]
+    found = None
     if len(valid) > 1:
-        moved += f", in the validation file {valid[0][1]:.2f} → {valid[-1][1]:.2f}"
-    least = max(MOVED_REWARD, SURE * error)
-    if gain < -least:
-        rate = settings["learning_rate"] / 10
-        return Verdict("got_worse", f"The model got worse: {moved}. Lower learning_rate to {rate:.1e}.")
-    if gain < least:
-        return _did_not_move(moved, settings)
-    if len(valid) > 1:
-        gained = better * (valid[-1][1] - valid[0][1])
-        if gained < MOVED_REWARD:
-            return Verdict("by_heart", f"The model learned the training prompts alone: {moved}. More prompts help.")
-        return Verdict("generalises", f"The model learned and generalises: {moved}.")
-    return Verdict(
-        "learned",
-        f"The model learned the training prompts: {moved}. Whether it does better at others, a validation_file would "
-        "tell.",
-    )
+        moved += f", in the validation file {valid[0]:.2f} → {valid[-1]:.2f}"
+        found = 1 if better * (valid[-1] - valid[0]) >= MOVED_REWARD else 0
+    return _conclude(_Seen(moved, change, found if change > 0 else None, things="prompts"), settings)
 
 
 _RULES: dict[str, Callable[[Sequence[Step], Mapping[str, Any]], Verdict]] = {
@@ -224,43 +195,8 @@ _RULES: dict[str, Callable[[Sequence[Step], Mapping[str, Any]], Verdict]] = {
 }
 
 
-def _did_not_move(moved: str, settings: Mapping[str, Any]) -> Verdict:
-    rate = HIGHER_RATE * settings["learning_rate"]
-    return Verdict("did_not_move", f"The model did not learn: {moved}. Raise learning_rate to {rate:.1e}.")
-
-
-def _falls(train: Sequence[float], settings: Mapping[str, Any]) -> str | None:
-    """What to do if the training loss still falls; None if it does not."""
-    each = _epochs(train, settings)
-    if len(each) < 2 or each[-1] < KNOWN_LOSS:
-        return None
-    return _more(settings) if each[-2] - each[-1] > FALLING_SHARE * each[-2] else None
-
-
-def _more(settings: Mapping[str, Any]) -> str:
-    epochs = min(MOST_EPOCHS, 2 * settings["n_epochs"])
-    return f"Raise n_epochs to {epochs}." if epochs > settings["n_epochs"] else "Raise learning_rate."
-
-
-def _from_train(one: Step, name: str) -> float | None:
-    if one.step == 0:
-        return None
-    return one.loss if name == "loss" else one.measured.get(name)
-
-
-def _from_valid(one: Step, name: str) -> float | None:
-    return one.valid_loss if name == "loss" else one.valid_measured.get(name)
-
-
-def _curve(steps: Sequence[Step], name: str, read: Callable[[Step, str], float | None]) -> Any:
-    """Training values in order, or (step, value) of each validation."""
-    found = [(one.step, value) for one in steps if (value := read(one, name)) is not None]
-    return found if read is _from_valid else [value for _, value in found]
-
-
-def _start(train: Sequence[float]) -> float:
-    """Loss of the starting model, from the first steps, in which it has hardly moved."""
-    return fmean(train[: max(1, len(train) // 20)])
+def _measured(steps: Sequence[Step], name: str) -> list[float]:
+    return [one.measured[name] for one in steps if one.step > 0 and name in one.measured]
 
 
 def _epochs(train: Sequence[float], settings: Mapping[str, Any]) -> list[float]:
@@ -272,8 +208,11 @@ def _epochs(train: Sequence[float], settings: Mapping[str, Any]) -> list[float]:
     return [fmean(train[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > max(MOVED_LEAST, MOVED_SHARE * max(abs(one), abs(other)))
+def _change(before: float, after: float) -> int:
+    """Of a loss: 1 lower, -1 higher, 0 within noise."""
+    if abs(after - before) <= max(MOVED_LEAST, MOVED_SHARE * max(abs(before), abs(after))):
+        return 0
+    return 1 if after < before else -1
 
 
 def _count(number: int, what: str) -> str:

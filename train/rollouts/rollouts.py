@@ -56,7 +56,7 @@ REQUESTS_AT_ONCE = 64
 
 
 class Rollouts:
-    """One rank's part, as a Feed (train.run.feed). Methods are collective where they say so."""
+    """One rank's part, as a Feed (train.trainer.feed). Methods are collective where they say so."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Writes and restores a run's state: fragments of ZeRO, snapshots, published versions, parked ranks.
+"""Writes and restores a run's state: fragments of ZeRO, snapshots, published versions.
 
-Never: Decides when to save; the step loop does.
-Begin with saving.py (when), then writing.py (how) and snapshot.py (what).
+Never: Decides when to save; train.trainer does.
+Begin with writing.py (how), then snapshot.py (what).
 """

@@ -22,7 +22,7 @@ from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor, runs_view
 
 FLOAT_BYTES = 4
-_PIECE_ELEMENTS = 2**20  # copied without a look at the clock
+_PIECE_ELEMENTS = 2**20  # of a staging ring's buffer
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,8 @@ class CopyPlan:
                 moves.append(move)
         return cls(tuple(moves))
 
-    @property
-    def elements(self) -> int:
-        """Elements in all moves."""
-        return sum(move.runs.size for move in self.moves)
-
-    def ranges(self) -> list[tuple[str, int, int]]:
-        """(file, first byte, byte after the last) that this rank touches; strided runs as one range."""
-        return [(m.file, FLOAT_BYTES * m.runs.start, FLOAT_BYTES * m.runs.stop) for m in self.moves]
-
-    def write(self, draft: Any) -> Iterator[int]:
-        """Copy into `draft`, piece by piece, and yield the elements of each."""
+    def write(self, draft: Any) -> None:
+        """Copy into `draft`."""
         files = self._files(draft)
         with ExitStack() as open_rings:
             rings = _Rings(open_rings)
@@ -79,7 +70,6 @@ class CopyPlan:
                 copy = _copy if ring is None else ring.to_host
                 for ours, theirs in _pieces(move, files[move.file]):
                     copy(theirs, ours)
-                    yield ours.numel()
 
     def read(self, lease: Any) -> None:
         """Copy out of what is leased."""

@@ -185,16 +185,6 @@ def create_moments(engine: Any, step: int) -> None:
         state[flat] |= moments or {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
 
 
-def flat_state(engine: Any) -> list[torch.Tensor]:
-    """The flat tensors of the optimizer that fragments cover and, but for padding, fill; and gradients that are zero
-    between two steps. Stages 1 and 2."""
-    state = engine.optimizer.optimizer.state
-    flats = _flat_masters(engine)
-    moments = [state[flat][key] for flat in flats for key in MOMENTS if key in (state.get(flat) or {})]
-    # BF16_Optimizer clears its gradients at the end of a step; the other optimizer has none between steps.
-    return [*flats, *moments, *getattr(engine.optimizer, "fp32_groups_gradients_flat", ())]
-
-
 def refresh_low_precision(engine: Any, whole: Callable[[str], torch.Tensor]) -> None:
     """Make the weights the model computes with those of the master, after masters were written; a collective.
 

@@ -7,8 +7,6 @@ the way: the rank that owns a range of a base weight adds the same range of scal
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,9 +23,8 @@ from train.model.model import DTYPES, checkpoint_name
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.fragments import Fragment
-from train.state.snapshot import reserve_together, write_runs
 from train.state.stored_names import StoredNames, stored_names
-from train.state.writing import Writing, Written
+from train.state.writing import Written, write_runs, write_together
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 from weights.format.slices import Strided
@@ -39,28 +36,16 @@ FINGERPRINT_PROMPT = (3, 7, 11, 13)
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
-    """Collective: `begin_publish` and its finish at once."""
-    return begin_publish(engine, spec, store, version=version, meta=meta).finish()
-
-
-def begin_publish(
-    engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any], pace_s: float | None = None
-) -> Writing | Written:
-    """Collective: write, and on `finish` commit, `version` of `spec.output_model`: a complete Hugging Face
-    directory, or for kind "adapter" (`spec.published_kind`) a peft one.
-
-    With `pace_s` the copy goes on beside the next step, until its optimizer is due; not so for LoRA under ZeRO-3, where
-    merging gathers the factors and a collective has no place on a thread.
-    """
-    began = time.perf_counter()
+    """Collective: write and commit `version` of `spec.output_model`: a complete Hugging Face directory, or for kind
+    "adapter" (`spec.published_kind`) a peft one. Raises as `write_together`."""
     kind = spec.published_kind
     known = store.find(kind, spec.output_model, version)
     if known is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
-        return Written(str(known.path), known.nbytes, time.perf_counter() - began)
+        return Written(str(known.path), known.nbytes, 0.0)
     layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
 
-    def reserve():
+    def reserve() -> Any:
         return store.reserve(
             layout,
             kind=kind,
@@ -70,32 +55,21 @@ def begin_publish(
             writers=comm.get_world_size(),
         )
 
-    draft = reserve_together(store, reserve, layout)
-    names = _names(engine, spec.base_path)
-    # Merging computes, so it is left to the thread; without it the fragments are views, listed at once.
-    merging = kind == "version" and bool(_adapter_names(engine))
-    factors = fragments.trained_fragments(engine) if kind == "adapter" else []
-    served = iter(()) if kind == "adapter" else fragments.written(engine, served_fragments(engine))
-    served = served if merging else list(served)
-
-    def fill() -> Iterator[int]:
-        for fragment in factors:
-            for runs, ours in fragment.pieces():
-                write_runs(draft, adapter.stored_name(fragment.name), runs, fragment.weights[ours])
-            yield fragment.numel
-        for fragment in served:
+    def fill(draft: Any) -> None:
+        if kind == "adapter":
+            for fragment in fragments.trained_fragments(engine):
+                for runs, ours in fragment.pieces():
+                    write_runs(draft, adapter.stored_name(fragment.name), runs, fragment.weights[ours])
+            return
+        names = _names(engine, spec.base_path)
+        for fragment in fragments.written(engine, served_fragments(engine)):
             for runs, ours in fragment.pieces():
                 _write(draft, names, fragment.name, runs, fragment.weights[ours])
-            yield fragment.numel
-        if kind == "version" and comm.get_rank() == 0:
+        if comm.get_rank() == 0:
             for name, buffer in _buffers(engine):
                 _write(draft, names, name, Strided(0, buffer.numel(), buffer.numel(), 1), buffer.reshape(-1))
-                yield buffer.numel()
 
-    if fragments.is_zero3(engine) and merging:
-        pace_s = None
-    elements = sum(math.prod(placed.spec.shape) for placed in layout) // comm.get_world_size()
-    return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
+    return write_together(store, layout, reserve, fill, meta)
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """What a snapshot holds, and how it is read: a run's state by parameter in shared memory. Each rank writes its
-fragments (saving.py says when); any world size and any tensor-parallel size can read it.
+fragments; any world size and any tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
 float32 and in the parameter's shape, the tensors that the run keeps from its beginning (`Kept`), and in its meta what
@@ -10,8 +10,7 @@ spec, so there is nothing else to keep.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,19 +18,17 @@ from typing import Any
 import torch
 from deepspeed import comm
 
-from runtime.devices.kinds import in_host_memory
-from train.control.rank_messages import broadcast_json
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.copies import CopyPlan
 from train.state.fragments import Fragment
-from train.state.writing import Writing
-from weights.format.errors import IntegrityError, StoreError, error_as_json, error_from_json
+from train.state.writing import Written, write_together
+from weights.format.errors import IntegrityError, StoreError
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
 from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor, runs_view
+from weights.format.torch_views import as_tensor
 from weights.memory.draft import Draft
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
@@ -41,7 +38,6 @@ FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
 Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
 NOTHING: Kept = MappingProxyType({})
-_CAST_ELEMENTS = 2**24  # on a device at a time
 
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
@@ -50,8 +46,8 @@ _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_ep
 def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
     """The layout of a snapshot; the same on every rank and for every step of a run.
 
-    Each part in the optimizer's order of parameters (train.run.engine gives it matrices before vectors where it has two
-    groups, and what ends unevenly last): then what ZeRO keeps end to end lies end to end here too.
+    Each part in the optimizer's order of parameters (train.trainer.engine gives it matrices before vectors where it has
+    two groups, and what ends unevenly last): then what ZeRO keeps end to end lies end to end here too.
     """
     trained = [p for p in fragments.parameters(engine) if p.trained]
     trained.sort(key=lambda p: fragments.ends_unevenly(p.shape))
@@ -79,55 +75,33 @@ def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor |
         return None if shape is None else as_tensor(lease.view(name), "F32", shape).clone()
 
 
-def reserve_snapshot(
-    spec: TrainSpec, store: WeightStore, layout: Layout, step: int, world_size: int, draft: str | None = None
-) -> Draft:
-    """For one rank. Raises as `WeightStore.reserve`."""
-    stale = store.find(KIND, spec.job_id, version_name(step))
-    if stale:
-        store.remove(stale)
-    reserved = store.reserve(
-        layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size, name=draft
-    )
-    reserved.prepare()
-    return reserved
-
-
-def begin_snapshot(
-    engine: Any,
-    spec: TrainSpec,
-    store: WeightStore,
-    layout: Layout,
-    step: int,
-    pace_s: float | None = None,
-    *,
-    plan: CopyPlan | None = None,
-    draft: Draft | None = None,
-) -> Writing:
-    """All ranks copy their fragments by `plan` (`plan_of_written`); `finish` commits. `step` is the number of steps
-    done. With `pace_s` the copy goes on beside the next step, until its optimizer is due.
-
-    Collective where no `draft` is given; then StoreFull is raised, on every rank, where the store has no room.
-    """
-    began = time.perf_counter()
-    plan = plan or plan_of_written(engine, layout)
+def write_snapshot(
+    spec: TrainSpec, store: WeightStore, layout: Layout, plan: CopyPlan, *, step: int, tokens: str
+) -> Written:
+    """Collective: all ranks copy their fragments by `plan` (`plan_of_written`). step: the number of steps done. tokens:
+    digest of the training data's tokens. Raises as `write_together`."""
     world_size = comm.get_world_size()
-    if draft is None:
-        draft = reserve_together(store, lambda: reserve_snapshot(spec, store, layout, step, world_size), layout)
+
+    def reserve() -> Draft:
+        if stale := store.find(KIND, spec.job_id, version_name(step)):
+            store.remove(stale)
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size)
+
     meta = {
         "format": FORMAT,
         "step": step,
         "world_size": world_size,
         "zero_stage": spec.zero_stage,
         "tensor_parallel": spec.tensor_parallel,
-        "loss_scale": 1.0,
         "spec": {key: getattr(spec, key) for key in _IDENTITY},
+        "tokens": tokens,
     }
-    return Writing(draft, lambda: plan.write(draft), elements=plan.elements, meta=meta, began=began, pace_s=pace_s)
+    return write_together(store, layout, reserve, plan.write, meta)
 
 
-def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path) -> int:
-    """Collective: fill the engine with the snapshot at `path`, written at any world size; returns its step.
+def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path, tokens: str) -> int:
+    """Collective: fill the engine with the snapshot at `path`, written at any world size; returns its step. tokens:
+    digest of the training data's tokens.
 
     Raises SnapshotMismatch if it is gone or belongs to another run.
     """
@@ -138,6 +112,11 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
             raise SnapshotMismatch(
                 f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has {getattr(spec, key)!r}"
             )
+    if meta["tokens"] != tokens:
+        raise SnapshotMismatch(
+            f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the chat "
+            "template of the base model change?"
+        )
     step = int(meta["step"])
     with store.lease(stored) as lease, torch.no_grad():
         shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
@@ -176,36 +155,6 @@ def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightSt
     return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
 
 
-def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
-    """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
-    outcome, draft = None, None
-    if comm.get_rank() == 0:
-        try:
-            draft = reserve()
-            outcome = {"draft": str(draft.path)}
-        except StoreError as error:
-            outcome = {"error": error_as_json(error)}
-    outcome = broadcast_json(outcome)
-    if "error" in outcome:
-        raise error_from_json(outcome["error"])
-    return draft if draft is not None else store.attach(outcome["draft"], layout)
-
-
-def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
-    """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
-    spec = draft.layout.find(name).spec
-    whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
-    target, source = runs_view(whole, runs), source.view(runs.count, runs.run)
-    if in_host_memory(source.device) or source.dtype == target.dtype:
-        target.copy_(source)
-        return
-    # torch copies as it is stored and casts on the host, by way of another buffer there: twice the bytes over the link.
-    rows = max(1, _CAST_ELEMENTS // runs.run)
-    for ours, theirs in zip(source.split(rows), target.split(rows), strict=True):
-        for piece, place in zip(ours.split(_CAST_ELEMENTS, 1), theirs.split(_CAST_ELEMENTS, 1), strict=True):
-            place.copy_(piece.to(target.dtype))
-
-
 def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Tensor]]:
     for fragment in owned:
         assert fragment.moments.keys() == set(fragments.MOMENTS)
@@ -214,14 +163,12 @@ def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Ten
                 yield f"{part}.{fragment.name}", runs, ours[elements]
 
 
-def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:
-    return [stored for stored in store.list(KIND) if stored.model == job_id]
-
-
 def forget_older(store: WeightStore, spec: TrainSpec) -> None:
-    """Remove the job's snapshots except the newest `keep_snapshots`. Call it on one rank."""
-    of_job = sorted(_of_job(store, spec.job_id), key=lambda s: s.manifest.meta["step"], reverse=True)
-    for stored in of_job[spec.keep_snapshots :]:
+    """Make room for a further snapshot: with it the job has `keep_snapshots`, or two while it is written. Call it on
+    one rank."""
+    of_job = [stored for stored in store.list(KIND) if stored.model == spec.job_id]
+    of_job.sort(key=lambda stored: stored.manifest.meta["step"], reverse=True)
+    for stored in of_job[max(1, spec.keep_snapshots - 1) :]:
         try:
             store.remove(stored)
         except StoreError:  # leased by a copy to disk: the next snapshot tries again

@@ -1,11 +1,4 @@
-"""Writes a snapshot or a version while training continues.
-
-    begin at a step boundary -> forward and backward of the next step -> copied, just before its optimizer step
-    -> finish, at its end
-
-Weights and moments are constant until the optimizer steps, so the copy is exactly the state of one step. Training
-stalls for the reservation, for the rest of the copy when the optimizer is due, and for the commit; never longer than
-the copy alone would take.
+"""Writes a snapshot or a version together: rank 0 reserves it, every rank fills its part, rank 0 commits.
 
 Only rank 0 waits for other ranks: it commits when all have marked their part as written. Another rank may free its
 memory or continue training at once. If a rank dies before its mark, the draft is never committed.
@@ -13,114 +6,100 @@ memory or continue training at once. If a rank dies before its mark, the draft i
 
 from __future__ import annotations
 
-import threading
+import errno
+import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed import comm
+from torch import distributed
 
-from runtime.devices.kinds import copy_streams
+from runtime.devices.kinds import in_host_memory
+from train.control.rank_messages import broadcast_json
+from weights.format.errors import StoreError, StoreFull, error_as_json, error_from_json
+from weights.format.layout import Layout
+from weights.format.slices import Strided
+from weights.format.torch_views import as_tensor, runs_view
+from weights.memory.store import WeightStore
 
-_SHORTEST_PAUSE_S = 0.001
+_CAST_ELEMENTS = 2**24  # on a device at a time
 
 
 @dataclass(frozen=True)
 class Written:
-    """A committed snapshot or version. `seconds` from begin to end, `stall_s` of them training stood still, on this
-    rank; `beside_s` is what the copy beside training took of a processor."""
+    """A committed snapshot or version; `seconds` is how long training stood still for it on this rank."""
 
     path: str
     bytes: int
     seconds: float
-    stall_s: float = 0.0
-    beside_s: float = 0.0
-
-    def copied(self) -> None:
-        """Like `Writing.copied`, for an existing version."""
-
-    def finish(self) -> Written:
-        """Like `Writing.finish`, for an existing version."""
-        return self
 
 
-class Writing:
-    """A draft that this rank is filling with its part; every rank has one and calls `copied`, `finish` or both.
+def write_together(
+    store: WeightStore,
+    layout: Layout,
+    reserve: Callable[[], Any],
+    fill: Callable[[Any], None],
+    meta: dict[str, Any],
+) -> Written:
+    """Collective: `reserve()` on rank 0, `fill(draft)` on every rank, commit on rank 0.
 
-    `fill` copies piece after piece and yields the elements of each, about `elements` in all. With `pace_s` it runs on a
-    thread, spread over about that many seconds; with None it runs now. It must not use collectives on a thread.
+    Raises StoreFull, on every rank, where the store has no room, and OSError on rank 0 alone where its commit finds
+    none (see `is_full`). Every error frees what was written.
     """
-
-    def __init__(
-        self,
-        draft: Any,
-        fill: Callable[[], Iterator[int]],
-        *,
-        elements: int,
-        meta: dict[str, Any],
-        began: float,
-        pace_s: float | None = None,
-    ):
-        self._draft, self._meta, self._began = draft, meta, began
-        self._elements = elements
-        self._hurry = threading.Event()
-        self._filled: Future[None] | None = None
-        self._marked = False
-        self._beside_s = 0.0
-        if pace_s is None:
-            self._run(fill(), 0.0)
+    began_s = time.perf_counter()
+    draft = _reserve_together(store, reserve, layout)
+    rank = distributed.get_rank()
+    try:
+        with torch.no_grad():
+            fill(draft)
+        draft.mark_written(rank)
+        if rank > 0:
+            path, nbytes = draft.target, draft.layout.nbytes
+            draft.close()
         else:
-            with_thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
-            self._filled = with_thread.submit(self._run_beside, fill(), pace_s)
-            with_thread.shutdown(wait=False)
-        self._stall_s = time.perf_counter() - began
-
-    def copied(self) -> None:
-        """Return when this rank's part is written: its state may then change or be freed."""
-        if self._marked:
-            return
-        entered = time.perf_counter()
-        if self._filled is not None:
-            self._hurry.set()
-            self._filled.result()
-        self._draft.mark_written(comm.get_rank())
-        self._marked = True
-        self._stall_s += time.perf_counter() - entered
-
-    def finish(self) -> Written:
-        """On rank 0 returns when the version is committed, for which it waits for every rank's part; on the others at
-        once. Rank 0's failure ends the world."""
-        self.copied()
-        entered = time.perf_counter()
-        if comm.get_rank() == 0:
-            self._draft.prepare()
-            self._draft.wait_written()
+            draft.wait_written()
             # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
-            stored = self._draft.commit(meta=self._meta, checksums=False)
+            stored = draft.commit(meta=meta, checksums=False)
             path, nbytes = stored.path, stored.nbytes
-        else:
-            path, nbytes = self._draft.target, self._draft.layout.nbytes
-            self._draft.close()
-        now = time.perf_counter()
-        return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered, self._beside_s)
+    except BaseException:
+        if rank == 0:
+            draft.abort()
+        raise
+    return Written(str(path), nbytes, time.perf_counter() - began_s)
 
-    def abort(self) -> None:
-        """After `finish` failed, on rank 0: free what was written."""
-        self._draft.abort()
 
-    def _run_beside(self, fill: Iterator[int], pace_s: float) -> None:
-        began_s = time.thread_time()
-        self._run(fill, pace_s)
-        self._beside_s = time.thread_time() - began_s
+def is_full(error: Exception) -> bool:
+    """Whether memory was full: a draft's memory is allocated at its reservation, its manifest's is not."""
+    return isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
 
-    def _run(self, fill: Iterator[int], pace_s: float) -> None:
-        started, done = time.monotonic(), 0
-        with torch.no_grad(), copy_streams():  # both belong to the thread
-            for piece in fill:
-                done += piece
-                ahead_s = pace_s * min(1.0, done / max(1, self._elements)) - (time.monotonic() - started)
-                if ahead_s > _SHORTEST_PAUSE_S:
-                    self._hurry.wait(ahead_s)
+
+def _reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
+    """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
+    outcome, draft = None, None
+    if distributed.get_rank() == 0:
+        try:
+            draft = reserve()
+            outcome = {"draft": str(draft.path)}
+        except StoreError as error:
+            outcome = {"error": error_as_json(error)}
+    outcome = broadcast_json(outcome)
+    if "error" in outcome:
+        raise error_from_json(outcome["error"])
+    return draft if draft is not None else store.attach(outcome["draft"], layout)
+
+
+def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
+    """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
+    spec = draft.layout.find(name).spec
+    whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
+    target, source = runs_view(whole, runs), source.view(runs.count, runs.run)
+    if in_host_memory(source.device) or source.dtype == target.dtype:
+        target.copy_(source)
+        return
+    # torch copies as it is stored and casts on the host, by way of another buffer there: twice the bytes over the link.
+    rows = max(1, _CAST_ELEMENTS // runs.run)
+    for ours, theirs in zip(source.split(rows), target.split(rows), strict=True):
+        for piece, place in zip(ours.split(_CAST_ELEMENTS, 1), theirs.split(_CAST_ELEMENTS, 1), strict=True):
+            place.copy_(piece.to(target.dtype))

@@ -26,7 +26,6 @@ WeightsError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -64,10 +63,8 @@ class InvalidLayout(WeightsError, ValueError):
 class UnknownTensor(WeightsError, KeyError):
     """A tensor name that the layout does not have."""
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
-        head = ", ".join(names[:3])
-        super().__init__(f"no tensor named {name!r}; the layout has {len(names)} tensors ({head}, ...)")
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no tensor or file named {name!r} in the layout")
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0])

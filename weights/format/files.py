@@ -32,15 +32,11 @@ def open_regular(directory: Path, name: str) -> io.FileIO:
     return io.FileIO(fd, "rb")
 
 
-def write_file(directory_fd: int, name: str, data: bytes, *, durable: bool = False) -> None:
-    """Writes a small file, 0600, replacing an existing one; `durable` waits until it is on the medium."""
+def write_file(directory_fd: int, name: str, data: bytes) -> None:
+    """Writes a small file, 0600, replacing an existing one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
-    with os.fdopen(fd, "wb") as file:
+    with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory_fd), "wb") as file:
         file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(fd)
 
 
 def sync(path: Path) -> None:

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 from weights.format import foreign_json
-from weights.format.errors import HeaderInvalid, InvalidLayout, InvalidName, ManifestInvalid, UnknownTensor
+from weights.format.errors import HeaderInvalid, InvalidLayout, ManifestInvalid, UnknownTensor
 from weights.format.files import open_regular
-from weights.format.header import LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
+from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
 __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
-DEFAULT_ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
 MAX_INDEX_BYTES, MAX_INDEX_VALUES = 64 << 20, 1 << 20
 
 
@@ -87,14 +87,14 @@ class Layout:
         try:
             return self._by_name[name]
         except KeyError:
-            raise UnknownTensor(name, self._by_name) from None
+            raise UnknownTensor(name) from None
 
     def file(self, name: str) -> FileLayout:
         """The file called `name`. Raises UnknownTensor if there is none."""
         for file in self.files:
             if file.name == name:
                 return file
-        raise UnknownTensor(name, (file.name for file in self.files))
+        raise UnknownTensor(name)
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""
@@ -115,32 +115,20 @@ class Layout:
         specs: Iterable[TensorSpec],
         *,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-        align_bytes: int = DEFAULT_ALIGN_BYTES,
         stem: str = "model",
-        metadata: Mapping[str, str] | None = None,
     ) -> Layout:
         """Lays `specs` out in as few files as `max_file_bytes` of tensor data allows. Pure.
 
         The format forbids holes, so a tensor starts aligned only if all before it have aligned sizes: within
         a file tensors are ordered by how large a power of two divides their size, and otherwise as given.
-        All tensors whose size is a multiple of `align_bytes` (nearly all of a real model) start on such a
+        All tensors whose size is a multiple of ALIGN_BYTES (nearly all of a real model) start on such a
         boundary, every tensor at least on a boundary of its own element size.
 
-        `stem` names the files ("model", or "adapter_model" for LoRA); `metadata` goes into the headers and
-        is {"format": "pt"} by default, which transformers insists on. Raises InvalidLayout.
+        `stem` names the files ("model", or "adapter_model" for LoRA). Raises InvalidLayout.
         """
         specs = tuple(specs)
-        if align_bytes < 1 or align_bytes & (align_bytes - 1):
-            raise InvalidLayout(f"align_bytes must be a power of two, got {align_bytes}")
-        if max_file_bytes < 1:
-            raise InvalidLayout(f"max_file_bytes must be positive, got {max_file_bytes}")
-        if not specs:
-            raise InvalidLayout("a version needs at least one tensor, got none")
-        seen: set[str] = set()
-        for spec in specs:
-            if spec.name in seen:
-                raise InvalidLayout(f"tensor {spec.name!r} is given twice")
-            seen.add(spec.name)
+        if len({spec.name for spec in specs}) != len(specs) or not specs:
+            raise InvalidLayout("a version needs at least one tensor, and each name once")
         groups: list[list[TensorSpec]] = [[]]
         filled = 0
         for spec in specs:
@@ -154,15 +142,7 @@ class Layout:
             f"{stem}-{number:05d}-of-{count:05d}{TENSOR_SUFFIX}" if count > 1 else f"{stem}{TENSOR_SUFFIX}"
             for number in range(1, count + 1)
         ]
-        try:
-            check_file_name(names[0])
-        except InvalidName as error:
-            raise InvalidLayout(f"stem {stem!r} makes no usable file name: {error}") from error
-        if metadata is None:
-            metadata = {"format": "pt"}
-        return cls(
-            tuple(_plan_file(name, group, metadata, align_bytes) for name, group in zip(names, groups, strict=True))
-        )
+        return cls(tuple(_plan_file(name, group) for name, group in zip(names, groups, strict=True)))
 
     @classmethod
     def read(cls, directory: Path | str) -> Layout:
@@ -174,7 +154,10 @@ class Layout:
         """
         directory = Path(directory)
         names, weight_map = _files_of(directory)
-        files = tuple(_read_file(directory, name) for name in names)
+        files = []
+        for name in names:
+            with open_regular(directory, name) as opened:
+                files.append(read_header(opened, path=directory, name=name))
         owner: dict[str, str] = {}
         for file in files:
             for placed in file.tensors:
@@ -189,20 +172,20 @@ class Layout:
             raise ManifestInvalid(
                 "the index and the files disagree about a tensor", path=directory, tensor=str(differing)
             )
-        return cls(files)
+        return cls(tuple(files))
 
 
-def _plan_file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str], align_bytes: int) -> FileLayout:
+def _plan_file(name: str, specs: list[TensorSpec]) -> FileLayout:
     def alignment(spec: TensorSpec) -> int:
         size = spec.nbytes
-        return align_bytes if size == 0 else min(size & -size, align_bytes)
+        return ALIGN_BYTES if size == 0 else min(size & -size, ALIGN_BYTES)
 
     offsets: list[tuple[TensorSpec, int, int]] = []
     position = 0
     for spec in sorted(specs, key=alignment, reverse=True):
         offsets.append((spec, position, position + spec.nbytes))
         position += spec.nbytes
-    header = build_header(offsets, metadata=metadata, align_bytes=align_bytes)
+    header = build_header(offsets)
     base = len(header)
     return FileLayout(name, header, tuple(Placed(spec, name, base + start, base + end) for spec, start, end in offsets))
 
@@ -245,13 +228,13 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
     return pairs
 
 
-def _read_file(directory: Path, name: str) -> FileLayout:
-    with open_regular(directory, name) as fd:
-        size = os.fstat(fd.fileno()).st_size
-        needed = header_bytes_needed(fd.read(LENGTH_BYTES), path=directory, file=name, file_bytes=size)
-        fd.seek(0)
-        header = fd.read(needed)
-    if len(header) < needed:
-        raise HeaderInvalid("the file shrank while it was read", path=directory, file=name)
-    tensors = parse_header(header, path=directory, file=name, file_bytes=size)
+def read_header(file: BinaryIO, *, path: object, name: str) -> FileLayout:
+    """The layout of the opened safetensors file `name`, from its header alone. Raises HeaderInvalid."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    try:
+        needed = header_bytes_needed(prefix := file.read(LENGTH_BYTES), file_bytes=file_bytes)
+        header = prefix + file.read(needed - LENGTH_BYTES)
+        tensors = parse_header(header, file_bytes=file_bytes)
+    except ValueError as error:
+        raise HeaderInvalid(str(error), path=path, file=name) from error
     return FileLayout(name, header, tuple(Placed(spec, name, start, end) for spec, start, end in tensors))

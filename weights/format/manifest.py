@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum, is_checksum
+from weights.format.checksums import checksum
 from weights.format.errors import InvalidName, ManifestInvalid
 from weights.format.files import open_regular
-from weights.format.header import spec_fault
-from weights.format.layout import Layout, Placed
+from weights.format.layout import Layout, TensorSpec
 from weights.format.names import MANIFEST_FILE, check_file_name, encode_name
 
 FORMAT = 1
@@ -92,7 +91,12 @@ class Manifest:
             version=version,
             created_s=created_s,
             meta=meta,
-            tensors={placed.spec.name: _record(placed, checksums) for placed in layout},
+            tensors={
+                (spec := placed.spec).name: TensorRecord(
+                    placed.file, spec.dtype, spec.shape, placed.start, placed.end, (checksums or {}).get(spec.name)
+                )
+                for placed in layout
+            },
             files={file.name: FileRecord(file.nbytes, checksum(file.header)) for file in layout.files},
             aux_files=dict(aux_files),
         )
@@ -104,10 +108,9 @@ class Manifest:
             tensors={name: replace(record, checksum=checksums[name]) for name, record in self.tensors.items()},
         )
 
-    def to_bytes(self, tensors: bytes | None = None) -> bytes:
-        """Canonical JSON. `tensors` is the JSON of its tensors, if the caller has it. Raises ManifestInvalid if `meta`
-        is not JSON."""
-        rest = {
+    def to_bytes(self) -> bytes:
+        """Canonical JSON. Raises ManifestInvalid if `meta` is not JSON."""
+        body = {
             "format": FORMAT,
             "kind": self.kind,
             "model": self.model,
@@ -116,25 +119,20 @@ class Manifest:
             "meta": dict(self.meta),
             "files": _files_body(self.files),
             "aux_files": _files_body(self.aux_files),
+            "tensors": {name: vars(record) for name, record in self.tensors.items()},
         }
         try:
-            parts = {key: _canonical(value) for key, value in rest.items()}
+            text = _canonical(body)
         except (TypeError, ValueError, RecursionError) as error:
             raise ManifestInvalid(f"meta must be JSON: {error}", path=self.model, file=MANIFEST_FILE) from error
-        parts["tensors"] = tensors or self.tensors_text()
-        text = b"{%s}" % b",".join(b'"%s":%s' % (key.encode(), parts[key]) for key in sorted(parts))
         return b'{"manifest_checksum":"%s",\n"body":%s}\n' % (checksum(text).encode(), text)
-
-    def tensors_text(self) -> bytes:
-        """Canonical JSON of the tensors."""
-        return _canonical({name: vars(record) for name, record in self.tensors.items()})
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
         """Parses the manifest and checks everything that needs no files. Raises ManifestInvalid."""
 
-        def fault(reason: str, tensor: str | None = None) -> ManifestInvalid:
-            return ManifestInvalid(reason, path=path, file=MANIFEST_FILE, tensor=tensor)
+        def fault(reason: str) -> ManifestInvalid:
+            return ManifestInvalid(reason, path=path, file=MANIFEST_FILE)
 
         try:
             outer = json.loads(raw)
@@ -147,18 +145,13 @@ class Manifest:
                 raise fault(f"kind must be one of {KINDS} and meta an object")
             encode_name(body["model"])
             encode_name(body["version"])
-            tensors = {}
-            for name, r in body["tensors"].items():
-                reason = spec_fault(name, r["dtype"], r["shape"])
-                if reason is None and not (r["checksum"] is None or is_checksum(r["checksum"])):
-                    reason = "the checksum is malformed"
-                if reason is None and not (type(r["start"]) is type(r["end"]) is int):
-                    reason = "start and end must be integers"
-                if reason is not None:
-                    raise fault(reason, name)
-                tensors[name] = TensorRecord(
-                    check_file_name(r["file"]), r["dtype"], tuple(r["shape"]), r["start"], r["end"], r["checksum"]
-                )
+            files, tensors = _file_records(body["files"]), {}
+            for name, fields in body["tensors"].items():
+                record = TensorRecord(**{**fields, "shape": tuple(fields["shape"])})
+                TensorSpec(name, record.dtype, record.shape)  # raises if it is none
+                if record.file not in files or not 0 <= int(record.start) <= int(record.end):
+                    raise fault(f"the place of tensor {name!r} is malformed")
+                tensors[name] = record
             return cls(
                 kind=body["kind"],
                 model=body["model"],
@@ -166,8 +159,8 @@ class Manifest:
                 created_s=float(body["created_s"]),
                 meta=body["meta"],
                 tensors=tensors,
-                files=_file_records(body["files"], fault),
-                aux_files=_file_records(body["aux_files"], fault),
+                files=files,
+                aux_files=_file_records(body["aux_files"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidName) as error:
             raise fault(f"malformed: {type(error).__name__} {str(error)[:120]}") from error
@@ -183,57 +176,23 @@ class Manifest:
 
     def check_layout(self, layout: Layout, *, path: object) -> None:
         """Raises ManifestInvalid unless `layout`, read from the files, equals the recorded one."""
-        for file in layout.files:
-            record = self.files.get(file.name)
-            if record is None or record.nbytes != file.nbytes or record.checksum != checksum(file.header):
-                raise ManifestInvalid("size or header differ from the manifest", path=path, file=file.name)
-        if len(layout.files) != len(self.files):
-            missing = sorted(set(self.files) - {file.name for file in layout.files})
-            raise ManifestInvalid("the file is missing", path=path, file=missing[0])
-        for placed in layout:
-            tensor = self.tensors.get(placed.spec.name)
-            found = (placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end)
-            if tensor is None or found != (tensor.file, tensor.dtype, tensor.shape, tensor.start, tensor.end):
-                reason = "place, dtype or shape differ from the manifest"
-                raise ManifestInvalid(reason, path=path, file=placed.file, tensor=placed.spec.name)
-        if len(layout) != len(self.tensors):
-            missing = sorted(set(self.tensors) - set(layout.names))
-            raise ManifestInvalid("the tensor is missing from the files", path=path, tensor=missing[0])
+        files = {file.name: FileRecord(file.nbytes, checksum(file.header)) for file in layout.files}
+        places = {
+            placed.spec.name: (placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end)
+            for placed in layout
+        }
+        recorded = {name: (r.file, r.dtype, r.shape, r.start, r.end) for name, r in self.tensors.items()}
+        if differing := _differing(files, self.files):
+            reason = "size or header differ from the manifest, or the file is missing"
+            raise ManifestInvalid(reason, path=path, file=differing)
+        if differing := _differing(places, recorded):
+            reason = "place, dtype or shape differ from the manifest, or the tensor is missing from the files"
+            raise ManifestInvalid(reason, path=path, tensor=differing)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it and of its cost."""
-
-    manifest: Manifest
-    tensors: bytes
-
-    @classmethod
-    def of(cls, layout: Layout, *, kind: str, model: str, version: str) -> Prepared:
-        manifest = Manifest.describe(
-            layout, kind=kind, model=model, version=version, created_s=0.0, meta={}, aux_files={}
-        )
-        return cls(manifest, manifest.tensors_text())
-
-    def complete(
-        self,
-        *,
-        created_s: float,
-        meta: Mapping[str, Any],
-        aux_files: Mapping[str, FileRecord],
-        checksums: Mapping[str, str] | None,
-    ) -> tuple[Manifest, bytes]:
-        """The manifest and its bytes. Raises ManifestInvalid if `meta` is not JSON."""
-        manifest = replace(self.manifest, created_s=created_s, meta=meta, aux_files=dict(aux_files))
-        if checksums is None:
-            return manifest, manifest.to_bytes(self.tensors)
-        sealed = manifest.with_checksums(checksums)
-        return sealed, sealed.to_bytes()
-
-
-def _record(placed: Placed, checksums: Mapping[str, str] | None) -> TensorRecord:
-    known = None if checksums is None else checksums[placed.spec.name]
-    return TensorRecord(placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end, known)
+def _differing(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """The first name under which the two differ."""
+    return next((name for name in {**found, **recorded} if found.get(name) != recorded.get(name)), None)
 
 
 def _canonical(body: Any) -> bytes:
@@ -244,10 +203,7 @@ def _files_body(part: Mapping[str, FileRecord]) -> dict[str, Any]:
     return {name: {"bytes": record.nbytes, "checksum": record.checksum} for name, record in part.items()}
 
 
-def _file_records(part: Mapping[str, Any], fault: Any) -> dict[str, FileRecord]:
-    records = {}
-    for name, record in part.items():
-        if type(record["bytes"]) is not int or not is_checksum(record["checksum"]):
-            raise fault(f"the record of file {name!r} is malformed")
-        records[check_file_name(name)] = FileRecord(record["bytes"], record["checksum"])
-    return records
+def _file_records(part: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {
+        check_file_name(name): FileRecord(int(record["bytes"]), record["checksum"]) for name, record in part.items()
+    }

@@ -5,6 +5,7 @@ Pure. A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -28,7 +29,7 @@ VOCABULARIES = (
 TOKENIZER_FILES = (*(name for names in VOCABULARIES for name in names), "added_tokens.json", "chat_template.jinja")
 """What decides, beside tokenizer_config.json, which tokens a conversation becomes."""
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
-
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 POLICY_PREFIX = ".policy/"
 """Adapters whose names begin with it are models in training, for the sampling of their own rollouts. No model has such
@@ -47,22 +48,14 @@ def policy_of(name: str) -> str | None:
 
 def encode_name(name: str) -> str:
     """One directory name for a model or version name. Raises InvalidName."""
-    if not isinstance(name, str) or not name:
-        raise InvalidName(f"a model or version name must be a non-empty string, got {name!r}")
-    if any(ord(char) < 32 or ord(char) == 127 for char in name):
-        raise InvalidName(f"a model or version name must not hold control characters, got {name!r}")
-    try:
-        encoded = quote(name, safe=":@+,=")
-    except UnicodeEncodeError as error:
-        raise InvalidName(f"a model or version name must be valid Unicode, got {name!r}") from error
+    if not isinstance(name, str) or not name or _FORBIDDEN.search(name):
+        raise InvalidName(f"a model or version name must be plain text without control characters, got {name!r}")
+    encoded = quote(name, safe=":@+,=")
     # quote() leaves dots alone, and a leading dot would make ".", ".." or a hidden entry.
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
     if len(encoded) > MAX_SEGMENT_BYTES:
-        raise InvalidName(
-            f"the name {name[:40]!r}... takes {len(encoded)} bytes as a directory name; "
-            f"at most {MAX_SEGMENT_BYTES} are possible, use a shorter one"
-        )
+        raise InvalidName(f"the name {name[:40]!r}... takes {len(encoded)} bytes, at most {MAX_SEGMENT_BYTES} fit")
     return encoded
 
 
@@ -77,18 +70,10 @@ def decode_name(encoded: str) -> str | None:
 
 def check_file_name(name: str) -> str:
     """Return `name` if a version directory may contain it; else raise InvalidName."""
-    if not isinstance(name, str) or not name:
-        raise InvalidName(f"a file name must be a non-empty string, got {name!r}")
-    if name.startswith(".") or "/" in name or "\\" in name:
-        raise InvalidName(f"a file in a version must be a plain, visible name without slashes, got {name!r}")
-    if any(ord(char) < 32 or ord(char) == 127 for char in name):
-        raise InvalidName(f"a file name must not hold control characters, got {name!r}")
-    try:
-        size = len(name.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise InvalidName(f"a file name must be valid Unicode, got {name!r}") from error
-    if size > MAX_SEGMENT_BYTES:
-        raise InvalidName(f"a file name takes at most {MAX_SEGMENT_BYTES} bytes, got {size}")
+    if not isinstance(name, str) or not name or name.startswith(".") or _FORBIDDEN.search(name):
+        raise InvalidName(f"a file in a version must be a plain, visible name, got {name!r}")
+    if "/" in name or "\\" in name or len(name.encode()) > MAX_SEGMENT_BYTES:
+        raise InvalidName(f"a file name has no slashes and at most {MAX_SEGMENT_BYTES} bytes, got {name[:300]!r}")
     return name
 
 

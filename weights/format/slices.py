@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from weights.format.errors import InvalidSlice
-from weights.format.header import count_elements
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
         raise InvalidSlice(f"shape {tuple(shape)} has no dimension {dim}")
     if start < 0 or length < 0 or start + length > shape[dim]:
         raise InvalidSlice(f"[{start}, {start + length}) is outside dimension {dim} of shape {tuple(shape)}")
-    outer = count_elements(shape[:dim])
-    inner = count_elements(shape[dim + 1 :])
+    outer = prod(shape[:dim])
+    inner = prod(shape[dim + 1 :])
     run, stride = length * inner, shape[dim] * inner
     if run == 0 or outer == 0:
         return Strided(0, 0, 0, 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import Running, checksum
+from weights.format.checksums import checksum, checksum_of, compare
 from weights.format.errors import ChecksumMismatch, HeaderInvalid, ManifestInvalid, UnsafeFile
 from weights.format.files import open_regular
 from weights.format.layout import Layout, Placed
@@ -76,48 +77,58 @@ def check_aux(manifest: Manifest, aux_files: Mapping[str, bytes], *, path: objec
             raise ChecksumMismatch("the bytes differ from the manifest", path=path, file=name)
 
 
-def copy_tensors(source: Source, target: Path) -> None:
-    """Copies the data of every tensor file over the reserved file of the same name in `target`.
-
-    Raises HeaderInvalid if a source file changes size meanwhile.
-    """
-    for layout_file in source.layout.files:
-        out = os.open(target / layout_file.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            with open_regular(source.directory, layout_file.name) as file:
-                position = len(layout_file.header)
-                os.lseek(out, position, os.SEEK_SET)
-                while position < layout_file.nbytes:
-                    # sendfile keeps the bytes in the kernel: no page of either file is mapped.
-                    count = min(COPY_CHUNK_BYTES, layout_file.nbytes - position)
-                    sent = os.sendfile(out, file.fileno(), position, count)
-                    if sent == 0:
-                        raise HeaderInvalid(
-                            f"the file ended at byte {position} while it was copied",
-                            path=source.directory,
-                            file=layout_file.name,
-                        )
-                    position += sent
-        finally:
-            os.close(out)
+def whole(directory: Path, pause: Callable[[int], object] = lambda nbytes: None) -> Manifest:
+    """The manifest of a version directory with the checksum of every tensor, after reading every byte and comparing it
+    with those recorded. `pause` is called with 0 before each tensor. Raises IntegrityError."""
+    manifest, layout = Manifest.read(directory), Layout.read(directory)
+    manifest.check_layout(layout, path=directory)
+    aux_files = {}
+    for name in manifest.aux_files:
+        with open_regular(directory, name) as file:
+            aux_files[name] = file.readall()
+    check_aux(manifest, aux_files, path=directory)
+    digests = {}
+    for placed in layout:
+        pause(0)
+        digests[placed.spec.name] = tensor_checksum(directory, placed)
+    compare(digests, {name: record.checksum for name, record in manifest.tensors.items()}, layout, path=directory)
+    return manifest.with_checksums(digests)
 
 
-def tensor_chunks(directory: Path, placed: Placed, running: Running) -> Iterator[bytes]:
-    """Yield the bytes of one tensor of a checkpoint directory and feed them to `running`. Raises HeaderInvalid if the
-    file shrinks meanwhile."""
-    # Read instead of mapping, so that a shrinking file is an error and not a SIGBUS.
-    with open_regular(directory, placed.file) as file:
+def tensor_checksum(directory: Path, placed: Placed) -> str:
+    """The checksum of one tensor of a checkpoint directory. Raises HeaderInvalid if the file shrinks meanwhile."""
+
+    def chunks(file: io.FileIO) -> Iterator[bytes]:
+        # Read instead of mapping, so that a shrinking file is an error and not a SIGBUS.
         for start in range(placed.start, placed.end, READ_BYTES):
             chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)
             if len(chunk) != min(READ_BYTES, placed.end - start):
                 raise HeaderInvalid("the file ended early", path=directory, file=placed.file, tensor=placed.spec.name)
-            running.update(chunk)
             yield chunk
 
+    with open_regular(directory, placed.file) as file:
+        return checksum_of(chunks(file))
 
-def tensor_checksum(directory: Path, placed: Placed) -> str:
-    """The checksum of one tensor of a checkpoint directory. Raises HeaderInvalid."""
-    running = Running()
-    for _ in tensor_chunks(directory, placed, running):
-        pass
-    return running.text()
+
+def copy_file(
+    source: Path, target: Path, name: str, nbytes: int, moved: Callable[[int], object] = lambda nbytes: None
+) -> int:
+    """Copies the first `nbytes` of the file `name` into the directory `target`, over one of that name. Returns its
+    descriptor. Raises HeaderInvalid if the file shrinks meanwhile."""
+    out = os.open(target / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open_regular(source, name) as file:
+            position = 0
+            while position < nbytes:
+                # sendfile keeps the bytes in the kernel: no page of either file is mapped.
+                sent = os.sendfile(out, file.fileno(), position, min(COPY_CHUNK_BYTES, nbytes - position))
+                if sent == 0:
+                    raise HeaderInvalid(
+                        f"the file ended at byte {position} while it was copied", path=source, file=name
+                    )
+                position += sent
+                moved(sent)
+    except BaseException:
+        os.close(out)
+        raise
+    return out

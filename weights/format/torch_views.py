@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import prod
 
+import safetensors.torch
 import torch
 
 from weights.format.errors import InvalidLayout
-from weights.format.header import DTYPE_BITS, count_elements
+from weights.format.header import DTYPE_BITS
 from weights.format.slices import Strided
 
-# The safetensors codes that have a torch dtype (safetensors.torch._TYPES); sub-byte codes have none.
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-}
+# By the codes of safetensors that have a torch dtype; sub-byte codes have none.
+TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
@@ -59,7 +41,7 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
     kills the process with SIGSEGV. Raises InvalidLayout if the sizes differ.
     """
     dtype = torch_dtype(code)
-    expected = count_elements(shape) * DTYPE_BITS[code] // 8
+    expected = prod(shape) * DTYPE_BITS[code] // 8
     if view.nbytes != expected:
         raise InvalidLayout(f"{code} of shape {tuple(shape)} takes {expected} bytes, the view has {view.nbytes}")
     if expected == 0:

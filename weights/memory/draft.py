@@ -6,22 +6,19 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum, checksum_all, compare
+from weights.format.checksums import checksum, compare
 from weights.format.errors import DraftNotFound, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
-from weights.format.manifest import FileRecord, Prepared
+from weights.format.manifest import FileRecord, Manifest
 from weights.format.names import DRAFT_FILE, MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, WRITTEN_FILE, version_path
-from weights.memory import segment
-from weights.memory.lease import StoredVersion
+from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
-from weights.memory.mapped import Mapped
 from weights.memory.pool import Pool
-from weights.memory.removal import dismantle_unheld
 
 MAX_WRITERS = 1 << 16
 _META_BYTES, _TENSOR_BYTES = 16384, 256  # of a manifest; most of a tensor's entry is its checksum
@@ -58,11 +55,6 @@ class Draft(Mapped):
         self.version = version
         self._root = root
         self._owner = owner
-        self._prepared: Prepared | None = None
-
-    @property
-    def closed(self) -> bool:
-        return not self._held
 
     @property
     def target(self) -> Path:
@@ -88,33 +80,19 @@ class Draft(Mapped):
         finally:
             os.close(fd)
 
-    def prepare(self) -> None:
-        """Builds the part of the manifest that does not depend on the bytes, to save `commit` the work."""
-        if self._prepared is None:
-            self._prepared = Prepared.of(self.layout, kind=self.kind, model=self.model, version=self.version)
-
-    def populate(self, views: Iterable[memoryview] | None = None) -> None:
-        """Faults in the pages of `views` (default: all) now, so that writes run at memcpy rate. Useful for a draft with
-        new segments, before the time-critical part."""
-        if views is None:
-            views = [self.file_view(file.name) for file in self.layout.files]
-        for view in views:
-            segment.populate(view, write=True)
-
     def commit(
         self,
         *,
         meta: Mapping[str, Any],
         checksums: bool = True,
-        checksum_threads: int = 1,
         pinned: bool = True,
         expected_checksums: Mapping[str, str | None] | None = None,
         source: object = None,
     ) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
 
-        `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
-        version is not evicted until `copies.persist` or `lease.unpin`: eviction never takes a last copy.
+        `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them. A `pinned` version is not
+        evicted until `copies.persist` or `lease.unpin`: eviction never takes a last copy.
         With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; the error
         names `source`, where the bytes came from.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
@@ -128,15 +106,19 @@ class Draft(Mapped):
             )
         digests = None
         if checksums:
-            views = {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
-            digests = checksum_all(views, threads=checksum_threads)
-            del views
+            digests = {placed.spec.name: checksum(self.view(placed.spec.name)) for placed in self.layout}
             compare(digests, expected_checksums or {}, self.layout, path=source or self.path)
-        self.prepare()
-        manifest, text = self._prepared.complete(
-            created_s=time.time(), meta=meta, aux_files=self._aux_records(), checksums=digests
+        manifest = Manifest.describe(
+            self.layout,
+            kind=self.kind,
+            model=self.model,
+            version=self.version,
+            created_s=time.time(),
+            meta=meta,
+            aux_files=self._aux_records(),
+            checksums=digests,
         )
-        _write_manifest(fd, text)
+        _write_manifest(fd, manifest.to_bytes())
         if pinned:
             write_file(fd, PINNED_FILE, b"")
         os.unlink(WRITTEN_FILE, dir_fd=fd)
@@ -176,9 +158,6 @@ class Draft(Mapped):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _closed(self) -> str:
-        return f"the draft {self.path} was committed, aborted, or lost in a fork; attach to it again in a forked child"
-
     def _aux_records(self) -> dict[str, FileRecord]:
         index = self.layout.index_file()
         own = {MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, DRAFT_FILE, WRITTEN_FILE}
@@ -214,7 +193,7 @@ class Draft(Mapped):
             os.unlink(DRAFT_FILE, dir_fd=directory_fd)
 
     def _dismantle_if_last(self) -> None:
-        dismantle_unheld(self.path, Pool(self._root / "pool"))
+        Pool(self._root / "pool").take_unheld(self.path, keep=True)
 
 
 def hold_manifest_room(directory_fd: int, layout: Layout) -> None:

@@ -8,13 +8,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weights.format.errors import VersionNotFound
+from weights.format.errors import HandleClosed, VersionNotFound
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import PINNED_FILE
 from weights.memory import segment
 from weights.memory.locks import DirectoryLock
-from weights.memory.mapped import Mapped
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,47 @@ class StoredVersion:
         return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
 
 
+class Mapped:
+    """Views of the tensor files in `path` while a lock on it is held; each view keeps the lock. `access`: see
+    `weights.memory.segment`. A process forked meanwhile does not hold the lock and cannot map anything.
+    """
+
+    def __init__(self, path: Path, layout: Layout, lock: DirectoryLock, access: segment.Access) -> None:
+        self.path = path
+        self.layout = layout
+        self._lock: DirectoryLock | None = lock
+        self._access: segment.Access = access
+        self._windows: dict[str, memoryview] = {}
+
+    @property
+    def closed(self) -> bool:
+        return self._lock is None or not self._lock.held
+
+    def view(self, name: str) -> memoryview:
+        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
+        closed. Raises UnknownTensor, HandleClosed."""
+        placed = self.layout.find(name)
+        return self.file_view(placed.file)[placed.start : placed.end]
+
+    def file_view(self, file: str) -> memoryview:
+        """As `view`, of a whole file with its header, for callers that use the layout's offsets."""
+        lock = self._open_lock()
+        if file not in self._windows:
+            self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, self._access, lock)
+        return self._windows[file]
+
+    def _open_lock(self) -> DirectoryLock:
+        if self._lock is None or not self._lock.held:
+            raise HandleClosed(f"the handle on {self.path} was closed, or lost in a fork: take a new one")
+        return self._lock
+
+    def _let_go(self) -> DirectoryLock | None:
+        """Drops lock and mappings. Returns the lock if it was held; freeing the last reference unlocks the
+        directory."""
+        lock, self._lock, self._windows = self._lock, None, {}
+        return lock if lock is not None and lock.held else None
+
+
 class Lease(Mapped):
     """The right to read a version: while it or any of its views exists, the bytes stay unchanged.
 
@@ -60,18 +100,9 @@ class Lease(Mapped):
         super().__init__(path, layout, lock, "read")
         self.manifest = manifest
 
-    @property
-    def released(self) -> bool:
-        return not self._held
-
     def views(self) -> Mapping[str, memoryview]:
         """All tensors by name, in file order."""
         return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
-
-    def populate(self) -> None:
-        """Maps every page now, so that a later copy, for example in a pause, takes no page fault."""
-        for file in self.layout.files:
-            segment.populate(self.file_view(file.name), write=False)
 
     def release(self) -> None:
         """Releases the lease; existing views keep the version until they are freed."""
@@ -82,9 +113,6 @@ class Lease(Mapped):
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
-
-    def _closed(self) -> str:
-        return f"the lease on {self.path} was released or lost in a fork; take a new one"
 
 
 def take_lease(stored: StoredVersion) -> Lease:
@@ -108,9 +136,8 @@ def take_lease(stored: StoredVersion) -> Lease:
 
 def unpin(stored: StoredVersion) -> None:
     """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
-    with _without_use(stored) as fd:
-        with suppress(FileNotFoundError):
-            os.unlink(PINNED_FILE, dir_fd=fd)
+    with _without_use(stored) as fd, suppress(FileNotFoundError):
+        os.unlink(PINNED_FILE, dir_fd=fd)
 
 
 def pin(stored: StoredVersion) -> None:

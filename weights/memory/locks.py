@@ -11,6 +11,8 @@ import fcntl
 import os
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from weights.format.errors import HandleClosed
@@ -91,25 +93,14 @@ class DirectoryLock:
             self.close()
 
 
-class StoreMutex:
+@contextmanager
+def store_mutex(path: Path) -> Iterator[None]:
     """The exclusive lock on a whole store, for the short time of counting and allocating space."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> StoreMutex:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        fd, self._fd = self._fd, -1
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
         os.close(fd)
 
 

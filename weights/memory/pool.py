@@ -1,4 +1,4 @@
-"""Keeps freed segment files for reuse, because their pages are already allocated.
+"""Removes directories of the store, and keeps their segment files for reuse, because their pages are allocated already.
 
 Processes claim and return files by rename, which only one of them can win. The pool counts against the store's budget
 and is freed first.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from weights.format.names import TENSOR_SUFFIX
 from weights.memory import segment
+from weights.memory.locks import DirectoryLock
 
 _NAME = re.compile(r"[0-9a-f]{32}\.seg")
 MIN_SEGMENT_BYTES = 1 << 16  # smaller files cost less to allocate than to look up
@@ -84,6 +87,32 @@ class Pool:
             segment.destroy(pooled.path)
             freed += pooled.nbytes
         return freed
+
+    def take_unheld(self, directory: Path, *, keep: bool) -> bool:
+        """Removes `directory` unless a living process holds it or it is gone; returns whether it did. Its tensor files
+        come here if it should `keep` them, else their memory is freed."""
+        lock = DirectoryLock.try_exclusive(directory)
+        if lock is None:
+            return False
+        try:
+            dismantle(directory, self if keep else None)
+        finally:
+            lock.close()
+        return True
+
+
+def dismantle(directory: Path, pool: Pool | None) -> None:
+    """Removes `directory`, whose exclusive lock the caller holds. Its tensor files go to `pool`; without one their
+    memory is freed."""
+    for entry in list(os.scandir(directory)):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(path)
+        elif entry.name.endswith(TENSOR_SUFFIX) and entry.is_file(follow_symlinks=False):
+            pool.give(path) if pool is not None else segment.destroy(path)
+        else:
+            os.unlink(path)
+    os.rmdir(directory)
 
 
 def best_fit(files: list[Pooled], nbytes: int) -> Pooled | None:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weights.format.checksums import checksum_all
+from runtime.replace_file import replace_file
+from weights.format.checksums import checksum
 from weights.format.errors import (
     IntegrityError,
     InvalidName,
@@ -29,15 +30,12 @@ from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import KINDS
 from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
-from weights.format.source import copy_tensors, read_source
+from weights.format.source import copy_file, read_source
 from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
-from weights.memory.drafts import Drafts
-from weights.memory.evictor import Evictor
+from weights.memory.evictor import Evictor, Usage
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import best_fit
-from weights.memory.space import Usage
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,11 @@ class WeightStore:
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
-        for what, value in (("budget_bytes", budget_bytes), ("pool_bytes", pool_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"{what} must be at least 0 or None, got {value}")
         self.root = Path(root)
         self.budget_bytes = budget_bytes
-        self.pool_bytes = pool_bytes
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(self.root)
         self._evictor = Evictor(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
-        self._drafts = Drafts(self._evictor)
         self._evictor.make_directories()
 
     # Writing
@@ -98,14 +91,12 @@ class WeightStore:
         if index is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
+        path = self.draft_path(name or uuid.uuid4().hex)
+        lock: DirectoryLock | None = None
         try:
-            path, lock = self._drafts.stake(layout, needed_bytes, name=name)
-        except OSError as error:  # not even a directory
-            if error.errno == errno.ENOSPC:
-                raise self.full(needed_bytes) from error
-            raise
-        try:
-            self._drafts.allocate(layout, lock.fd, needed_bytes)
+            with self._evictor.mutex():
+                lock = self._evictor.stake(layout, needed_bytes, path)
+            self._allocate(layout, lock.fd, needed_bytes)
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
@@ -115,12 +106,27 @@ class WeightStore:
             hold_manifest_room(lock.fd, layout)
             describe_draft(lock.fd, kind=kind, model=model, version=version)
         except BaseException as error:
-            lock.close()
-            self._drafts.discard(path)
+            if lock is not None:
+                lock.close()
+                self._evictor.pool.take_unheld(path, keep=False)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise self.full(needed_bytes) from error
             raise
         return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
+
+    def _allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
+        """Allocates the files' memory. Raises OSError ENOSPC if eviction did not help."""
+        for file in layout.files:
+            try:
+                segment.allocate(directory_fd, file.name)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # The file system is fuller than the budget assumes: free the pool and evictable versions.
+                with self._evictor.mutex():
+                    self._evictor.evict(needed_bytes)
+                    self._evictor.pool.trim(0)
+                segment.allocate(directory_fd, file.name)
 
     def full(self, needed_bytes: int) -> StoreFull:
         """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
@@ -129,53 +135,12 @@ class WeightStore:
 
     def draft_path(self, name: str) -> Path:
         """Path of a draft reserved under `name` until its commit."""
-        return self._drafts.path(name)
+        return self._evictor.staging / name
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
-
-    def stock(self, layout: Layout) -> bool:
-        """Adds allocated segments to the pool for a later reservation of `layout`, unless they are already there.
-
-        Evicts nothing. Returns False unless twice the room is free, so that a concurrent reservation still finds room.
-        Any other reservation may take the segments. Raises StoreFull in a race.
-        """
-        if self._stocked_paths(layout) is not None:
-            return True
-        usage, free = self.usage(), shutil.disk_usage(self.root).free
-        if self.budget_bytes is not None:
-            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
-        if free < 2 * layout.nbytes:
-            return False
-        # Not from the pool: that would truncate or extend segments stocked for another layout.
-        path, lock = self._drafts.stake(layout, layout.nbytes, pooled=False)
-        try:
-            self._drafts.allocate(layout, lock.fd, layout.nbytes)
-        finally:
-            lock.close()
-            self._drafts.discard(path, self._evictor.pool)
-        return True
-
-    def stocked(self, layout: Layout) -> dict[str, memoryview]:
-        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty unless
-        all are in the pool. Populate them, do not write: they may go to another reservation at any time."""
-        paths = self._stocked_paths(layout)
-        if paths is None:
-            return {}
-        pairs = zip(layout.files, paths, strict=True)
-        return {file.name: segment.window(path, file.nbytes, "write", None) for file, path in pairs}
-
-    def _stocked_paths(self, layout: Layout) -> list[Path] | None:
-        pooled, found = self._evictor.pool.files(), []
-        for file in layout.files:
-            best = best_fit(pooled, file.nbytes)
-            if best is None or best.nbytes != file.nbytes:
-                return None
-            pooled.remove(best)
-            found.append(best.path)
-        return found
 
     def import_dir(
         self,
@@ -193,7 +158,8 @@ class WeightStore:
         """
         source = read_source(Path(src_dir))
         with self.reserve(source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files) as draft:
-            copy_tensors(source, draft.path)
+            for file in source.layout.files:
+                os.close(copy_file(source.directory, draft.path, file.name, file.nbytes))
             return draft.commit(
                 meta=source.meta, pinned=pinned, expected_checksums=source.checksums, source=source.directory
             )
@@ -229,27 +195,12 @@ class WeightStore:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)
 
-    # Keeping
-
-    def seal(self, stored: StoredVersion, *, threads: int = 1) -> StoredVersion:
-        """Computes and records the checksums that `commit(checksums=False)` left out; returns the sealed version.
-
-        Runs concurrently with readers and replaces the manifest atomically. Raises VersionNotFound, IntegrityError.
-        """
+    def seal(self, stored: StoredVersion) -> None:
+        """Records the checksums that `commit(checksums=False)` left out, beside readers. Raises VersionNotFound,
+        IntegrityError."""
         with self.lease(stored) as lease:
-            if lease.manifest.sealed:
-                return StoredVersion.read(stored.path)
-            sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
-            # Under the mutex, because a sweep removes stray files from staging.
-            with self._evictor.mutex():
-                draft = self._evictor.staging / f"manifest-{uuid.uuid4().hex}"
-                staging_fd = os.open(self._evictor.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    write_file(staging_fd, draft.name, sealed.to_bytes())
-                finally:
-                    os.close(staging_fd)
-                os.rename(draft, stored.path / MANIFEST_FILE)
-        return StoredVersion.read(stored.path)
+            digests = {name: checksum(view) for name, view in lease.views().items()}
+            replace_file(stored.path / MANIFEST_FILE, lease.manifest.with_checksums(digests).to_bytes())
 
     # Removing
 
@@ -258,25 +209,23 @@ class WeightStore:
 
         Raises VersionLeased while a reader holds it, VersionNotFound if it is gone.
         """
-        name = f"{stored.kind} {stored.model!r} {stored.version!r}"
-        with self._evictor.mutex():
-            lock = DirectoryLock.try_exclusive(stored.path)
-            if lock is None:
-                if stored.path.exists():
-                    raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
-                raise VersionNotFound(f"{name} is no longer at {stored.path}")
-            self._evictor.take_down(stored.path, lock)
-            self._evictor.trim(0)
+        if not self._discard(stored.path):
+            raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
-        path = version_path(self.root, _check_kind(kind), model, version)
+        self._discard(version_path(self.root, _check_kind(kind), model, version))
+
+    def _discard(self, path: Path) -> bool:
         with self._evictor.mutex():
             lock = DirectoryLock.try_exclusive(path)
-            if lock is not None:
-                self._evictor.take_down(path, lock)
-            elif path.exists():
-                raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
+            if lock is None:
+                if path.exists():
+                    raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
+                return False
+            self._evictor.take_down(path, lock)
+            self._evictor.trim(0)
+            return True
 
     def evict(self, bytes_needed: int) -> int:
         """Frees at least `bytes_needed` bytes if possible: the pool first, then unleased, unpinned versions, least
@@ -330,14 +279,16 @@ class WeightStore:
 
         With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
         """
-        usage = self.usage()
-        free = shutil.disk_usage(self.root).free + usage.pool_bytes
-        if self.budget_bytes is not None:
-            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
+        free = self._free_bytes(self.usage().pool_bytes)
         if enough_bytes is not None and free >= enough_bytes:
             return free
         with self._evictor.mutex():
             return free + self._evictor.evictable_bytes()
+
+    def _free_bytes(self, reusable_bytes: int = 0) -> int:
+        """Bytes that nothing takes, in the file system and in the budget."""
+        in_memory, in_budget = shutil.disk_usage(self.root).free + reusable_bytes, self._evictor.free_bytes()
+        return in_memory if in_budget is None else min(in_memory, in_budget)
 
 
 def _check_kind(kind: str) -> str:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import Running, checksum, compare
+from runtime.replace_file import replace_file
+from weights.format.checksums import checksum
 from weights.format.errors import NotSealed
-from weights.format.files import open_regular, sync, write_file
-from weights.format.layout import Layout
 from weights.format.manifest import FileRecord, Manifest
 from weights.format.names import MANIFEST_FILE
-from weights.format.source import check_aux, read_source, tensor_checksum, tensor_chunks
+from weights.format.source import copy_file, read_source, tensor_checksum, whole
 from weights.memory.lease import StoredVersion, take_lease
 from weights.memory.store import WeightStore
 
@@ -27,32 +25,21 @@ Moved = Callable[[int], object]
 
 
 def persist(stored: StoredVersion, target: Path, moved: Moved = lambda nbytes: None) -> Manifest:
-    """Copies `stored` to the new directory `target`, durably. The caller removes what an error leaves there.
+    """Copies `stored` to the new directory `target`, durably and sealed. The caller removes what an error leaves there.
 
-    The copy is sealed: this computes checksums while copying, and compares those that the version had. Raises
-    IntegrityError, VersionNotFound, OSError.
+    Raises IntegrityError, VersionNotFound, OSError.
     """
     target.mkdir(mode=0o700, parents=True)
-    with take_lease(stored) as lease:
-        digests: dict[str, str] = {}
-        for file in lease.layout.files:
-            with open(target / file.name, "xb", buffering=0) as out:
-                os.posix_fallocate(out.fileno(), 0, file.nbytes)
-                _write_all(out.fileno(), file.header)
-                for placed in file.tensors:
-                    running = Running()
-                    for chunk in tensor_chunks(stored.path, placed, running):
-                        _write_all(out.fileno(), chunk)
-                        moved(len(chunk))
-                    digests[placed.spec.name] = running.text()
-                os.fsync(out.fileno())
-                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        expected = {name: record.checksum for name, record in lease.manifest.tensors.items()}
-        compare(digests, expected, lease.layout, path=stored.path)
-        aux_files = _read_aux(stored.path, lease.manifest)
-        manifest = lease.manifest.with_checksums(digests)
-    check_aux(manifest, aux_files, path=stored.path)
-    _write_small(target, {**aux_files, MANIFEST_FILE: manifest.to_bytes()})
+    with take_lease(stored):
+        manifest = whole(stored.path, moved)
+        for name, record in (*manifest.files.items(), *manifest.aux_files.items()):
+            fd = copy_file(stored.path, target, name, record.nbytes, moved)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+    replace_file(target / MANIFEST_FILE, manifest.to_bytes(), durable=True)
     return manifest
 
 
@@ -70,13 +57,8 @@ def verify(directory: Path | str) -> Manifest:
 
     Returns the manifest. Raises IntegrityError naming file and tensor; NotSealed without checksums.
     """
-    directory = Path(directory)
-    manifest, layout = _sealed(directory), Layout.read(directory)
-    manifest.check_layout(layout, path=directory)
-    digests = {placed.spec.name: tensor_checksum(directory, placed) for placed in layout}
-    compare(digests, {name: record.checksum for name, record in manifest.tensors.items()}, layout, path=directory)
-    check_aux(manifest, _read_aux(directory, manifest), path=directory)
-    return manifest
+    _sealed(Path(directory))
+    return whole(Path(directory))
 
 
 def seal_dir(
@@ -99,10 +81,7 @@ def seal_dir(
         aux_files={name: FileRecord(len(data), checksum(data)) for name, data in source.aux_files.items()},
         checksums={placed.spec.name: tensor_checksum(directory, placed) for placed in source.layout},
     )
-    temporary = f".{MANIFEST_FILE}.{uuid.uuid4().hex}"
-    _write_small(directory, {temporary: manifest.to_bytes()})
-    os.rename(directory / temporary, directory / MANIFEST_FILE)
-    sync(directory)
+    replace_file(directory / MANIFEST_FILE, manifest.to_bytes(), durable=True)
     return manifest
 
 
@@ -111,27 +90,3 @@ def _sealed(directory: Path) -> Manifest:
     if not manifest.sealed:
         raise NotSealed("checksums were never recorded", path=directory, file=MANIFEST_FILE)
     return manifest
-
-
-def _read_aux(directory: Path, manifest: Manifest) -> dict[str, bytes]:
-    found = {}
-    for name in manifest.aux_files:
-        with open_regular(directory, name) as file:
-            found[name] = file.readall()
-    return found
-
-
-def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name, data in files.items():
-            write_file(fd, name, data, durable=True)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

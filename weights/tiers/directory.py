@@ -12,8 +12,8 @@ from weights.format.errors import IntegrityError, TierFull, VersionNotFound
 from weights.format.files import sync
 from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE, decode_name, encode_name
+from weights.memory.evictor import directories
 from weights.memory.lease import StoredVersion
-from weights.memory.space import directories
 from weights.memory.store import WeightStore
 from weights.tiers import copies
 from weights.tiers.copies import Moved

@@ -1,50 +1,45 @@
-"""Versions and snapshots at a remote place, each as one stream of bytes in objects of up to 32 MiB.
+"""Versions and snapshots at a remote place, each file in objects of up to 32 MiB.
 
-    records/<kind>s/<model>/<version>       the manifest; written last, so a version with a record is complete
-    objects/<kind>s/<model>/<version>/<n>   in order: headers of its files, auxiliary files, tensors
+    records/<kind>s/<model>/<version>              the manifest; written last, so a version with a record is complete
+    objects/<kind>s/<model>/<version>/<file>.<n>   the n-th part of a file of the version
 
-Of a moment in 8 bits the stream has blocks, each behind its length. One process writes a place; any may read it.
+One process writes a place; any may read it.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
-from weights.format.checksums import Running, compare
+from weights.format.checksums import checksum_of, compare
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
 from weights.format.files import open_regular
-from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
+from weights.format.header import TensorSpec
 from weights.format.layout import FileLayout, Layout, Placed
 from weights.format.manifest import Manifest
 from weights.format.names import INDEX_SUFFIX
-from weights.format.source import READ_BYTES, check_aux, tensor_chunks
+from weights.format.source import check_aux, whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers import moments
+from weights.tiers.copies import Moved
 from weights.tiers.objects import Objects
 from weights.tiers.record import Name
 
 OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
-_LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
-
-Moved = Callable[[int], object]
-"""Called with the bytes of each chunk that was copied; an exception from it aborts the copy."""
 
 
 class RemoteTier:
-    """`int8_moments`: the Adam moments of snapshots are stored in 8 bits. Every call may raise TierUnavailable."""
+    """Every call may raise TierUnavailable."""
 
-    def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
+    def __init__(self, objects: Objects) -> None:
         self.where = objects.where
         self._objects = objects
-        self._int8_moments = int8_moments
         self._records: dict[Name, Manifest] | None = None
+        self._last = ("", b"")  # key and bytes of the object read last: tensors are smaller
 
     def claim(self, owner: str, first: bool) -> None:
         """Checks that the place belongs to `owner`; claims it if it has no owner and this is the `first` time.
@@ -70,7 +65,6 @@ class RemoteTier:
         return {name: manifest.created_s for name, manifest in self._known().items()}
 
     def usage_bytes(self) -> int:
-        """Bytes of the versions and snapshots; moments in 8 bits take less at the place."""
         return sum(manifest.nbytes for manifest in self._known().values())
 
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
@@ -78,35 +72,15 @@ class RemoteTier:
 
         Raises IntegrityError if its bytes differ from its manifest; nothing has a record then. Raises TierFull.
         """
-        manifest, layout = Manifest.read(source), Layout.read(source)
-        manifest.check_layout(layout, path=source)
+        manifest = whole(source, moved)
         name = Name(manifest.kind, manifest.model, manifest.version)
-        aux = {}
-        for file in _aux_names(manifest):
+        for file in (*manifest.files, *_aux_names(manifest)):
             with open_regular(source, file) as opened:
-                aux[file] = opened.readall()
-        check_aux(manifest, aux, path=source)
-        lossy: set[str] = set()
-        if self._int8_moments and name.kind == "snapshot":
-            lossy = {placed.spec.name for placed in layout if moments.is_moment(placed.spec)}
-        manifest = replace(manifest, meta={**manifest.meta, "quantised": sorted(lossy)})
-        writer = _Writer(self._objects, name, moved)
-        for data in (*(file.header for file in layout.files), *aux.values()):
-            writer.add(data)
-        digests = {}
-        for placed in layout:
-            tensor, running, approximate = placed.spec.name, Running(), Running()
-            for chunk in tensor_chunks(source, placed, running):
-                if tensor not in lossy:
-                    writer.add(chunk)
-                    continue
-                blob = moments.encode(chunk, tensor)
-                approximate.update(moments.decode(blob, tensor, len(chunk)))
-                writer.add(_LENGTH.pack(len(blob)) + blob)
-            compare({tensor: running.text()}, {tensor: manifest.tensors[tensor].checksum}, layout, path=source)
-            digests[tensor] = (approximate if tensor in lossy else running).text()
-        writer.flush()
-        manifest = manifest.with_checksums(digests)
+                for number in count():
+                    if not (data := opened.read(OBJECT_BYTES)):
+                        break
+                    self._objects.put(_object_key(name, file, number), data)
+                    moved(len(data))
         self._objects.put(f"records/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
 
@@ -115,28 +89,34 @@ class RemoteTier:
 
         Raises VersionNotFound if it is not here, IntegrityError if it is damaged, StoreFull, VersionExists.
         """
-        copy = _Copy(self._objects, name, self._find(name))
-        expected = {tensor: record.checksum for tensor, record in copy.manifest.tensors.items()}
-        with store.reserve(copy.layout, **name._asdict(), aux_files=copy.aux) as draft:
-            for placed in copy.layout:
+        manifest = self._find(name)
+        layout = self._layout(name, manifest)
+        aux = {
+            file: b"".join(self._bytes(name, file, 0, manifest.aux_files[file].nbytes)) for file in _aux_names(manifest)
+        }
+        check_aux(manifest, aux, path=name.key)
+        expected = {tensor: record.checksum for tensor, record in manifest.tensors.items()}
+        with store.reserve(layout, **name._asdict(), aux_files=aux) as draft:
+            for file in layout.files:
                 at = 0
-                for data in copy.chunks(placed):  # no view outlives a chunk: it would hold an aborted draft
-                    draft.view(placed.spec.name)[at : at + len(data)] = data
+                for data in self._bytes(name, file.name, 0, file.nbytes):
+                    # No view outlives a chunk: it would hold an aborted draft.
+                    draft.file_view(file.name)[at : at + len(data)] = data
                     at += len(data)
             return draft.commit(
-                meta=copy.manifest.meta, pinned=False, expected_checksums=expected, source=f"{self.where}/{name.key}"
+                meta=manifest.meta, pinned=False, expected_checksums=expected, source=f"{self.where}/{name.key}"
             )
 
     def verify(self, name: Name) -> Manifest:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""
-        copy = _Copy(self._objects, name, self._find(name))
-        for placed in copy.layout:
-            running, tensor = Running(), placed.spec.name
-            for data in copy.chunks(placed):
-                running.update(data)
-            expected = {tensor: copy.manifest.tensors[tensor].checksum}
-            compare({tensor: running.text()}, expected, copy.layout, path=f"{self.where}/{name.key}")
-        return copy.manifest
+        manifest = self._find(name)
+        layout = self._layout(name, manifest)
+        for placed in layout:
+            tensor = placed.spec.name
+            found = checksum_of(self._bytes(name, placed.file, placed.start, placed.end))
+            expected = manifest.tensors[tensor].checksum
+            compare({tensor: found}, {tensor: expected}, layout, path=f"{self.where}/{name.key}")
+        return manifest
 
     def remove(self, name: Name) -> None:
         """Removes `name`, its record first. Idempotent."""
@@ -148,9 +128,9 @@ class RemoteTier:
     def collect(self) -> None:
         """Removes what copies that never ended have left. Call it while nothing is copied."""
         self._objects.sweep()
-        whole = tuple(f"objects/{name.key}/" for name in self._known())
+        complete = tuple(f"objects/{name.key}/" for name in self._known())
         for key, _ in list(self._objects.list("objects/")):
-            if not key.startswith(whole):
+            if not key.startswith(complete):
                 self._objects.delete(key)
 
     def _find(self, name: Name) -> Manifest:
@@ -174,75 +154,40 @@ class RemoteTier:
             self._records = known
         return self._records
 
+    def _layout(self, name: Name, manifest: Manifest) -> Layout:
+        """By the manifest, with the headers of the files. Raises IntegrityError."""
+        placed: dict[str, list[Placed]] = {file: [] for file in manifest.files}
+        for tensor, record in manifest.tensors.items():
+            spec = TensorSpec(tensor, record.dtype, record.shape)
+            placed[record.file].append(Placed(spec, record.file, record.start, record.end))
+        files = []
+        for file, tensors in placed.items():
+            tensors.sort(key=lambda one: (one.start, one.end))
+            begin = tensors[0].start if tensors else manifest.files[file].nbytes
+            files.append(FileLayout(file, b"".join(self._bytes(name, file, 0, begin)), tuple(tensors)))
+        layout = Layout(tuple(files))
+        manifest.check_layout(layout, path=name.key)
+        return layout
 
-class _Writer:
-    """Cuts a stream into objects."""
-
-    def __init__(self, objects: Objects, name: Name, moved: Moved) -> None:
-        self._objects, self._name, self._moved = objects, name, moved
-        self._filled, self._number = bytearray(), 0
-
-    def add(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            taken = view[: OBJECT_BYTES - len(self._filled)]
-            self._filled += taken
-            view = view[len(taken) :]
-            if len(self._filled) == OBJECT_BYTES:
-                self.flush()
-
-    def flush(self) -> None:
-        if not self._filled:
-            return
-        self._objects.put(_object_key(self._name, self._number), bytes(self._filled))
-        self._moved(len(self._filled))
-        self._filled, self._number = bytearray(), self._number + 1
-
-
-class _Copy:
-    """A version that is read from its objects: its layout and auxiliary files at once, then `chunks` of each tensor in
-    order. Raises IntegrityError where the objects do not fit the manifest."""
-
-    def __init__(self, objects: Objects, name: Name, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._objects, self._name = objects, name
-        self._lossy = frozenset(manifest.meta.get("quantised", ()))
-        self._buffer, self._number = bytearray(), 0
-        self.layout = Layout(tuple(self._header(file) for file in sorted(manifest.files)))
-        manifest.check_layout(self.layout, path=name.key)
-        self.aux = {file: self._read(manifest.aux_files[file].nbytes) for file in _aux_names(manifest)}
-        check_aux(manifest, self.aux, path=name.key)
-
-    def chunks(self, placed: Placed) -> Iterator[bytes | memoryview]:
-        for start in range(0, placed.nbytes, READ_BYTES):
-            nbytes = min(READ_BYTES, placed.nbytes - start)
-            if placed.spec.name in self._lossy:
-                (stored,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                yield moments.decode(self._read(stored), placed.spec.name, nbytes)
-            else:
-                yield self._read(nbytes)
-
-    def _header(self, file: str) -> FileLayout:
-        file_bytes = self.manifest.files[file].nbytes
-        prefix = self._read(LENGTH_BYTES)
-        needed = header_bytes_needed(prefix, path=self._name.key, file=file, file_bytes=file_bytes)
-        header = prefix + self._read(needed - LENGTH_BYTES)
-        tensors = parse_header(header, path=self._name.key, file=file, file_bytes=file_bytes)
-        return FileLayout(file, header, tuple(Placed(spec, file, start, end) for spec, start, end in tensors))
-
-    def _read(self, nbytes: int) -> bytes:
-        while len(self._buffer) < nbytes:
-            self._buffer += self._objects.get(_object_key(self._name, self._number))
-            self._number += 1
-        data = bytes(self._buffer[:nbytes])
-        del self._buffer[:nbytes]
-        return data
+    def _bytes(self, name: Name, file: str, start: int, end: int) -> Iterator[memoryview]:
+        """Bytes [start, end) of a file of the version. Raises ObjectDamaged."""
+        while start < end:
+            number, at = divmod(start, OBJECT_BYTES)
+            key = _object_key(name, file, number)
+            last = self._last
+            if last[0] != key:
+                last = self._last = key, self._objects.get(key)
+            piece = memoryview(last[1])[at : min(OBJECT_BYTES, at + end - start)]
+            if not piece:
+                raise ObjectDamaged("it is too short", path=f"{self.where}/{key}")
+            yield piece
+            start += len(piece)
 
 
-def _object_key(name: Name, number: int) -> str:
-    return f"objects/{name.key}/{number:06}"
+def _object_key(name: Name, file: str, number: int) -> str:
+    return f"objects/{name.key}/{file}.{number:06}"
 
 
 def _aux_names(manifest: Manifest) -> list[str]:
     """All but the index, which follows from the headers."""
-    return sorted(name for name in manifest.aux_files if not name.endswith(INDEX_SUFFIX))
+    return [name for name in manifest.aux_files if not name.endswith(INDEX_SUFFIX)]

@@ -25,12 +25,9 @@ _NUMBERS = {
     "tokens_per_day": ("Days of UTC.", auto_or(number(int, 1), NONE)),
     "tokens_per_month": ("Months of UTC.", auto_or(number(int, 1), NONE)),
     "max_priority": (
-        "Highest priority of its jobs. Default: 0.",
+        "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. Default: 0.",
         auto_or(number(int, -1000, 1000), NONE),
     ),
-    "max_non_preemptible": ("How many unfinished jobs may be so. Default: 0.", auto_or(number(int, 0), NONE)),
-    "max_deadlines": ("Unfinished jobs that have a deadline. Default: 0.", auto_or(number(int, 0), NONE)),
-    "max_held": ("Unfinished jobs that are held. Default: 16.", auto_or(number(int, 0), NONE)),
 }
 _LIMITS = (
     opt(

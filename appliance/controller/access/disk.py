@@ -6,8 +6,10 @@ So the last bytes are reserved for the box itself.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.controller.interfaces.errors import ApiError, Unavailable
@@ -33,6 +35,10 @@ class Disk:
         floor = floor_of(now.f_blocks * now.f_frsize) if self._floor_bytes is None else self._floor_bytes
         return now.f_bavail * now.f_frsize - floor
 
+    def why_short(self) -> str:
+        """Why nothing more is written now; empty: there is room."""
+        return "" if self.room_bytes() > 0 else "the disk of the box is short of space"
+
     def check(self, more_bytes: int = 0) -> None:
         """Raises ApiError 507 if this many more bytes would leave less than the floor."""
         room = self.room_bytes()
@@ -41,6 +47,17 @@ class Disk:
                 f"The disk of the box has {max(room, 0)} bytes left above what it keeps free for itself"
                 + (f"; {more_bytes} more are needed" if more_bytes else "")
             )
+
+
+@contextmanager
+def disk_may_be_full() -> Iterator[None]:
+    """Raises ApiError 507 in place of an OSError that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise insufficient_storage("The disk of the box is full") from error
+        raise
 
 
 def insufficient_storage(what: str) -> ApiError:

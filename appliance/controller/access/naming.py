@@ -44,13 +44,8 @@ def _owner_name(name: str) -> str:
 
 OwnerName = Annotated[str, AfterValidator(_owner_name)]
 # A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
-# in header lines. One rule for all external input; `is_printable` is the table's check of stored rows.
+# in header lines. One rule for all external input.
 CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
-
-
-def is_printable(text: str) -> bool:
-    """Whether the gateways accept it as a name: other text in their table would break header lines or the gateways."""
-    return text.isascii() and text.isprintable()
 
 
 def is_model_name(name: str) -> bool:

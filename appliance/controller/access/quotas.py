@@ -6,10 +6,10 @@ limited. A file is checked when it is announced and, in the transaction that kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from appliance.controller.access.disk import Disk
-from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
 from appliance.controller.interfaces.principal import ADMIN, Principal
@@ -17,204 +17,102 @@ from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.upkeep import holdings
 
+Used = tuple[int, int]
+"""Number and bytes."""
 
-class _Limited(NamedTuple):
-    """Who asks, where limits apply."""
 
-    key_id: str
-    owner: str
-    bounds: OwnerBounds
+class _Kind(NamedTuple):
+    """One kind of object.
+
+    Args:
+        used: (db, key's id) -> what all keys of its owner have.
+        number, size: the bounds on them; empty: there is none.
+        what, advice: for the message.
+    """
+
+    used: Callable[[Database, str], Used]
+    number: str
+    size: str
+    what: str
+    advice: str
 
 
 class Quotas:
-    """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
+    """Raises ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
-        """bus: for the length of the gateways' table."""
-        self._db, self._config, self.disk, self._bus = db, config, disk, bus
-        self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
+        self._db, self._config, self.disk = db, config, disk
 
     def bounds(self, key_id: str) -> OwnerBounds:
         """The limits of this key: the box's own, unless the key overrides them."""
         row = keys.find(self._db, key_id)
         return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
 
-    # --- one more of a kind
+    def check(self, caller: Principal, kind: str, more_bytes: int = 0, used: Used | None = None) -> None:
+        """Admits one more of a kind, or more bytes of it.
 
-    def check_file(self, caller: Principal, size: int) -> None:
-        if (of := self._of(caller)) is not None:
-            self._number(of, "files", self._files(of))
-            self._bytes(of, size)
+        Args:
+            kind: a name in `_KINDS`.
+            more_bytes: size of the new object.
+            used: in place of what the store counts.
+        """
+        self.disk.check(more_bytes)
+        if ADMIN in caller.scopes or caller.key_id is None:
+            return
+        of, bounds = _KINDS[kind], self.bounds(caller.key_id)
+        number, size = of.used(self._db, caller.key_id) if used is None else used
+        if of.number and number >= (limit := getattr(bounds, of.number)):
+            text = f"Your keys have {number} {of.what} of at most {limit}. {of.advice} {_ASK.format(of.number)}"
+            raise LimitReached(text, param=of.number, retry=of.advice == _WAIT)
+        if of.size and size + max(more_bytes, 1) > (limit := getattr(bounds, of.size)):
+            more = f"; {more_bytes} more do not fit" if more_bytes else ""
+            text = f"Your {of.what} hold {size} of at most {limit} bytes{more}. {of.advice} {_ASK.format(of.size)}"
+            if kind == "background":
+                raise LimitReached(text, param=of.size, retry=True)
+            raise ApiError(413, text, code="limit_reached", param=of.size, headers=dict(NEVER_RETRY))
 
     def check_upload(self, caller: Principal, announced_bytes: int) -> None:
         """An upload counts twice: until completion the disk holds its parts and the file."""
-        self.disk.check(2 * announced_bytes)
-        if (of := self._of(caller)) is not None:
-            self._number(of, "uploads", holdings.uploads(self._db, of.key_id)[0])
-            self.check_file(caller, 2 * announced_bytes)
+        self.check(caller, "uploads")
+        self.check(caller, "files", 2 * announced_bytes)
 
     def check_batch(self, caller: Principal, input_bytes: int) -> None:
         """Its answers become files of the owner, so there must be room for them."""
-        self.disk.check(input_bytes)
-        if (of := self._of(caller)) is not None:
-            self._number(of, "batches", holdings.batches(self._db, of.key_id))
-            self.check_file(caller, holdings.ANSWERS_PER_INPUT * input_bytes)
-
-    def check_eval(self, caller: Principal, size: int) -> None:
-        self.disk.check(size)
-        if (of := self._of(caller)) is not None:
-            number, used = holdings.evals(self._db, of.key_id)
-            self._number(of, "evals", number)
-            self._eval_bytes(of, used + size)
-
-    def check_eval_run(self, caller: Principal) -> None:
-        self.disk.check()
-        if (of := self._of(caller)) is not None:
-            unfinished, size = holdings.eval_runs(self._db, of.key_id)
-            self._number(of, "eval_runs", unfinished)
-            self._eval_bytes(of, size + holdings.evals(self._db, of.key_id)[1])
-
-    def check_eval_goes_on(self, key_id: str | None) -> None:
-        """A run in progress may write more: nobody knows the size of answers and grades beforehand."""
-        self.disk.check()
-        row = keys.find(self._db, key_id) if key_id is not None else None
-        if row is not None and ADMIN not in row.scopes:
-            of = _Limited(row.id, row.owner, self.bounds(row.id))
-            self._eval_bytes(of, holdings.eval_runs(self._db, row.id)[1])
+        self.check(caller, "batches")
+        self.check(caller, "files", holdings.ANSWERS_PER_INPUT * input_bytes)
 
     def check_job(self, caller: Principal) -> None:
-        """Checks one more job, and the model that it will make beside those that there are."""
-        self.disk.check()
-        self.check_names(caller)
-        if (of := self._of(caller)) is None:
-            return
-        unfinished, (made, size) = holdings.jobs(self._db, of.key_id), holdings.models(self._db, of.key_id)
-        self._number(of, "jobs", unfinished)
-        self._number(of, "models", made + unfinished)
-        if size >= of.bounds.model_bytes:
-            held = f"Versions of your fine-tuned models hold {size} of at most {of.bounds.model_bytes} bytes."
-            raise _full("model_bytes", f"{held} Delete a model first.")
-
-    def check_job_data(self, caller: Principal, held: int, more: int) -> None:
-        """Admit one more job, besides those whose file copies take `held` bytes; its own will take `more`."""
-        self.disk.check(more)
-        if (of := self._of(caller)) is not None and held + more > of.bounds.file_bytes:
-            raise _full(
-                "file_bytes",
-                f"Jobs of your keys that have not ended hold copies of {held} of at most {of.bounds.file_bytes} bytes; "
-                f"{more} more do not fit. {_WAIT}",
-            )
-
-    def check_background(self, caller: Principal, size: int) -> None:
-        self.disk.check(size)
-        if (of := self._of(caller)) is None:
-            return
-        number, used = holdings.background(self._db, of.key_id)
-        self._number(of, "background", number)
-        if used + size > of.bounds.responses_bytes:
-            raise LimitReached(
-                f"Your keys' responses in background that have not ended hold {used} of at most "
-                f"{of.bounds.responses_bytes} bytes; {size} more do not fit. {_WAIT} {_ASK.format('responses_bytes')}",
-                param="responses_bytes",
-                retry=True,
-            )
-
-    def check_names(self, caller: Principal) -> None:
-        """More names that can be called, or more owners who may call them: the gateways get all in one table, and a
-        table longer than they read would keep revoked keys alive.
-
-        Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
-        together fill it at most once more."""
-        of, table, full = self._of(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
-        if of is None or table.table_bytes <= full:
-            return
-        part = full // max(1, keys.count_owners(self._db))
-        used = table.bytes_of(of.owner, holdings.names(self._db, of.owner))
-        if used > part:
-            raise LimitReached(
-                f"The gateways' table is full, and your models and checkpoints take {used} bytes of it, more than your "
-                f"part of {part}. Delete models that you do not need.",
-                param="models",
-            )
-
-    # --- answers of batches
-
-    def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
-        """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
-        has ended, and they are files."""
-        self._answers.pop(batch_id, None)
-        if beyond:
-            self._answers[batch_id] = owner, beyond
-
-    def no_room_for_answers(self, key_id: str | None) -> str:
-        """Why batches of this key have to wait before more of their lines are answered; empty if they need not."""
-        if self.disk.room_bytes() <= 0:
-            return "the disk of the box is short of space"
-        row = keys.find(self._db, key_id) if key_id is not None else None
-        if row is None or ADMIN in row.scopes or not self._beyond(row.owner):
-            return ""
-        used, limit = self._used(row.id, row.owner), self.bounds(row.id).file_bytes
-        if used <= limit:
-            return ""
-        return f"files of its owner's keys have {used} of at most {limit} bytes, the answers so far included"
-
-    def _beyond(self, owner: str) -> int:
-        return sum(size for whose, size in self._answers.values() if whose == owner)
-
-    # --- sums
-
-    def _of(self, caller: Principal) -> _Limited | None:
-        """None: no limits."""
-        if ADMIN in caller.scopes or caller.key_id is None:
-            return None
-        row = keys.find(self._db, caller.key_id)
-        return _Limited(caller.key_id, row.owner if row else caller.key_id, self.bounds(caller.key_id))
-
-    def _number(self, of: _Limited, bound: str, used: int) -> None:
-        what, advice = _KINDS[bound]
-        if used >= (limit := getattr(of.bounds, bound)):
-            text = f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}"
-            raise LimitReached(text, param=bound, retry=advice == _WAIT)
-
-    def _files(self, of: _Limited) -> int:
-        return holdings.files(self._db, of.key_id)[0] + holdings.uploads(self._db, of.key_id)[0]
-
-    def _bytes(self, of: _Limited, more: int) -> None:
-        used, limit = self._used(of.key_id, of.owner), of.bounds.file_bytes
-        if used + more > limit:
-            raise _full(
-                "file_bytes",
-                f"Files of your keys have {used} of at most {limit} bytes, uploads in progress included; {more} more "
-                "do not fit. Delete files first.",
-            )
-
-    def _used(self, key_id: str, owner: str) -> int:
-        """Bytes of files."""
-        there, coming = holdings.files(self._db, key_id)[1], holdings.uploads(self._db, key_id)[1]
-        return there + 2 * coming + self._beyond(owner)
-
-    def _eval_bytes(self, of: _Limited, size: int) -> None:
-        if size >= of.bounds.eval_bytes:
-            held = f"Your evals and their runs hold {size} of at most {of.bounds.eval_bytes} bytes."
-            raise _full("eval_bytes", f"{held} Delete one first.")
+        """Checks one more job, and the model that it will make."""
+        self.check(caller, "jobs")
+        self.check(caller, "models")
 
 
-# Running jobs may still publish: the rest has room for their models.
-_SHARE_OF_LINE = 4
+def _files(db: Database, key_id: str) -> Used:
+    (number, size), (pending, announced) = holdings.files(db, key_id), holdings.uploads(db, key_id)
+    return number + pending, size + 2 * announced
+
+
+def _models(db: Database, key_id: str) -> Used:
+    number, size = holdings.models(db, key_id)
+    return number + holdings.jobs(db, key_id), size
+
+
+def _eval_runs(db: Database, key_id: str) -> Used:
+    unfinished, size = holdings.eval_runs(db, key_id)
+    return unfinished, size + holdings.evals(db, key_id)[1]
+
+
 _ASK = "An admin can give a key a higher bound `{}`."
-_WAIT = "Wait for one to end or cancel one."
+_WAIT, _DELETE = "Wait for one to end or cancel one.", "Delete some first."
 _KINDS = {
-    "files": ("files", "Delete some first."),
-    "uploads": ("uploads in progress", "Complete or cancel one first."),
-    "batches": ("batches in progress", _WAIT),
-    "evals": ("evals", "Delete one first."),
-    "eval_runs": ("runs of evals that have not ended", _WAIT),
-    "jobs": ("fine-tuning jobs that have not ended", _WAIT),
-    "models": ("fine-tuned models", "Delete one first."),
-    "background": ("responses in background that have not ended", _WAIT),
+    "files": _Kind(_files, "files", "file_bytes", "files", _DELETE),
+    "uploads": _Kind(holdings.uploads, "uploads", "", "uploads in progress", "Complete or cancel one first."),
+    "batches": _Kind(lambda db, key: (holdings.batches(db, key), 0), "batches", "", "batches in progress", _WAIT),
+    "jobs": _Kind(lambda db, key: (holdings.jobs(db, key), 0), "jobs", "", "unfinished fine-tuning jobs", _WAIT),
+    "job_data": _Kind(_files, "", "file_bytes", "unfinished jobs' copies of files", _WAIT),
+    "models": _Kind(_models, "models", "model_bytes", "fine-tuned models", _DELETE),
+    "evals": _Kind(holdings.evals, "evals", "eval_bytes", "evals", _DELETE),
+    "eval_runs": _Kind(_eval_runs, "eval_runs", "eval_bytes", "unfinished runs of evals", _WAIT),
+    "eval_items": _Kind(holdings.eval_runs, "", "eval_bytes", "evals and their runs", _DELETE),
+    "background": _Kind(holdings.background, "background", "responses_bytes", "unfinished responses", _WAIT),
 }
-"""By bound: what is counted, and what to do."""
-
-
-def _full(bound: str, text: str) -> ApiError:
-    return ApiError(413, f"{text} {_ASK.format(bound)}", code="limit_reached", param=bound, headers=dict(NEVER_RETRY))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import shlex
 import time
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-from appliance.controller.access.naming import is_printable
 from appliance.controller.bus.bus import Bus
 from appliance.store.database import Database
 from appliance.store.objects import jobs
@@ -16,18 +16,12 @@ from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
 
-log = logging.getLogger("appliance.controller")
-
 USAGE_EVERY_S = 5.0
 EXPIRED_TOLD_S = 90 * 86_400.0
 """How long gateways tell an expired key from one that never was."""
 ENDING_S = 7 * 86_400.0
 """How long before its end a key is spoken of."""
-_TEXT = ("key", "model", "version")
-_NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
-_MOST = 1 << 48
-"""The largest number of a row: a sum that the store cannot represent would keep everybody's from being written, again
-and again."""
+_NAMED_BY = ("key", "model", "version")
 
 
 class Spending:
@@ -46,21 +40,10 @@ class Spending:
         self._bus.keys_changed(key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
-        """Raises ValueError for rows of another shape, before any is counted; sqlite3.Error when they cannot be written
-        now; the next `write` then includes them."""
+        """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps
+        "refused". Raises sqlite3.Error when they cannot be written now; the next `write` then includes them."""
         for row in rows:
-            if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _TEXT):
-                raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
-            if not all(type(row.get(name)) is int and row[name] >= 0 for name in _NUMBERS):
-                raise ValueError(f"usage: {row!r} given, expected counts {', '.join(_NUMBERS)}")
-            refused = row.get("refused", 0)
-            if type(refused) is not int or refused < 0:
-                raise ValueError(f"usage: {row!r} given, expected a count as refused")
-        for row in rows:
-            if max(row[name] for name in _NUMBERS) > _MOST:
-                log.error("the usage of %s is not counted, it is not a number of tokens: %.200r", row["key"], row)
-                continue
-            name = tuple(row[part] for part in _TEXT)
+            name = tuple(row[part] for part in _NAMED_BY)
             self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row
         self.write()
 
@@ -129,7 +112,7 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     logins: dict[str, dict[str, Any]] = {}
     for login in page_sessions.list_live(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
-    made: dict[str, list[str]] = {}
+    made = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
     rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
     ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
     return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
@@ -145,13 +128,16 @@ def ending_soon(db: Database, now_s: float) -> list[str]:
 
 
 def _key(
-    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, made: dict[str, list[str]]
+    db: Database,
+    row: KeyRow,
+    now_s: float,
+    sessions: dict[str, Any] | None,
+    made: Callable[[str], list[str]],
 ) -> dict[str, Any]:
-    """made: by owner, the printable names of what his jobs made, once they are known: an owner may have many keys, each
-    with a list, and thousands of names."""
-    quota = quota_of(db, row, now_s)
+    """made: names of what an owner's jobs made."""
+    quota, owner = quota_of(db, row, now_s), row.owner or row.id
     limits = {
-        "models": None if row.models is None else _allowed(db, row, made),
+        "models": None if row.models is None else sorted({*row.models, *made(owner)}),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": quota.spent_until_s,
@@ -161,19 +147,4 @@ def _key(
         "sessions": sessions,
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "owner": row.owner or row.id, "scopes": row.scopes} | given
-
-
-def _allowed(db: Database, row: KeyRow, made: dict[str, list[str]]) -> list[str]:
-    owner = row.owner or row.id
-    if owner not in made:
-        made[owner] = _printable(row, jobs.names_made_by(db, owner))
-    return sorted({*_printable(row, row.models or []), *made[owner]})
-
-
-def _printable(row: KeyRow, names: list[str]) -> list[str]:
-    """Names that the gateways accept. The routes reject all others; a stored one must not block the rest."""
-    odd = [name for name in names if not is_printable(name)]
-    if odd:
-        log.error("the key %s names %r, which is not a model name: expected printable ASCII", row.name, odd[0])
-    return [name for name in names if is_printable(name)] if odd else names
+    return {"id": row.id, "owner": owner, "scopes": row.scopes} | given

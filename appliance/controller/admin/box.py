@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
@@ -17,21 +16,19 @@ from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import energy_views, lost_nodes
+from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.http.paging import MOST, RECENT, list_object, part
+from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
-from appliance.controller.http.views import job_object, metrics_object
+from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.interfaces.records import SchedulerStatus
-from appliance.controller.jobs.wanted import JOBS
 from appliance.last_backup import LastBackup
-from appliance.store.database import Database, Part
+from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
 
 
@@ -79,7 +76,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
 
     _add_handovers(context, router)
-    _add_jobs(context, router)
 
 
 def _status(
@@ -141,37 +137,6 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
                 code="handover_not_found",
             )
         return found
-
-
-def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
-    db = context.db
-
-    view = partial(job_object, organization=context.config.organization)
-
-    @router.get("/jobs")
-    def list_jobs(part: Annotated[Part, RECENT]) -> dict[str, Any]:
-        return list_object(jobs.page(db, viewer=None, **part), view)
-
-    # An operator, even with `read` alone, sees that every job exists, and its progress.
-    @router.get("/jobs/{job_id}")
-    def show_job(job_id: str) -> dict[str, Any]:
-        row = _known_job(db, job_id)
-        return view(row) | {"energy": energy_views.of_job(db, row, time.time())}
-
-    @router.get("/jobs/{job_id}/metrics")
-    def metrics(
-        job_id: str,
-        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
-        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
-    ) -> dict[str, Any]:
-        _known_job(db, job_id)
-        return metrics_object(db, job_id, after_step, limit)
-
-
-def _known_job(db: Database, job_id: str) -> JobRow:
-    if (row := jobs.find(db, job_id)) is None:
-        raise JOBS.absent(job_id)
-    return row
 
 
 def _seen_by(caller: Principal, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:

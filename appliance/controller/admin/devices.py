@@ -1,17 +1,17 @@
-"""/admin/v1/devices: list devices and their holders, take one out of use; /admin/v1/nodes: ask the nodes, forget a lost
-one."""
+"""/admin/v1/devices: list devices and their holders, take one out of use; /admin/v1/power: their energy;
+/admin/v1/nodes: ask the nodes, forget a lost one."""
 
 from __future__ import annotations
 
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.devices import cordons, energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
@@ -49,6 +49,22 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "device.undrain", device_id)
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
         return _known(context, device_id)
+
+    @router.get("/power")
+    def power(
+        readings: Readings,
+        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
+    ) -> dict[str, Any]:
+        """The power limit in force, and energy by who held the devices: a job (in all its time), a model, nobody.
+        `meters`: how many devices count energy at all."""
+        return {
+            "object": "list",
+            "limits": context.power.status(),
+            "meters": sum(one.energy_j is not None for one in readings.values()),
+            "since_s": since_s,
+            "until_s": time.time(),
+            "data": energy_views.since(db, since_s),
+        }
 
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:

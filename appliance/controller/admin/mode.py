@@ -35,7 +35,7 @@ from appliance.store.records import windows
 from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
-from scheduler.loop.mode_schedule import InForce, Window, preview
+from scheduler.loop.mode_schedule import Window, preview
 
 MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -118,19 +118,14 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        now_s, data = time.time(), []
-        for row in windows.list_all(db):
-            window = window_of(row, _floor(context))
-            data.append({**_window(window), "created_s": row.created_s, "next_s": window.next_s(now_s)})
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [_row(context, row) for row in windows.list_all(db)]}
 
     @router.post("/mode/schedule")
     async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
         _check(context, body)
-        now_s = time.time()
-        row = WindowRow(id=new_id("win_", 8), created_s=now_s, **body.model_dump())
+        row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
-            window = window_of(row, _floor(context))
+            window_of(row, _floor(context))
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
@@ -146,8 +141,7 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
         made, new = Attempt(request, caller, "windows", body.model_dump(mode="json"), known).once(make)
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
-        window = window_of(made, _floor(context))
-        return {**_window(window), "created_s": made.created_s, "next_s": window.next_s(now_s)}
+        return _row(context, made)
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
@@ -190,11 +184,11 @@ def _floor(context: ControllerContext) -> int:
 
 
 def _mode_view(context: ControllerContext) -> dict[str, Any]:
-    now, now_s = context.scheduler.status(), time.time()
-    holds, by_hand = mode_in_force(context.db, now["serving_floor"], now_s), read_mode(context.db)
+    now, by_hand = context.scheduler.status(), read_mode(context.db)
+    holds = mode_in_force(context.db, now["serving_floor"], time.time())
     return {
         **_policy(holds.policy),
-        "since_s": _since_s(context, holds, by_hand.since_s, now_s),
+        "since_s": holds.since_s,
         "until_s": holds.until_s,
         "set_by": "window" if holds.window else "hand",
         "window": holds.window and _window(holds.window),
@@ -205,18 +199,13 @@ def _mode_view(context: ControllerContext) -> dict[str, Any]:
     }
 
 
-def _since_s(context: ControllerContext, holds: InForce, set_s: float, now_s: float) -> float:
-    """A window that was added in the midst of its time has held since it was added, and one that had ended before
-    it was added has changed nothing."""
-    made = {row.id: row.created_s for row in windows.list_all(context.db)}
-    if holds.window is not None:
-        return max(holds.since_s, made.get(holds.window.id, 0.0))
-    edges = ((window.edge_s(now_s), made[window.id]) for window in mode_windows(context.db, _floor(context)))
-    return max([set_s, *(edge_s for edge_s, made_s in edges if edge_s is not None and edge_s >= made_s)])
-
-
 def _policy(policy: Policy) -> dict[str, Any]:
     return {"policy": policy.kind, **columns(policy, "train_devices serving_floor")}
+
+
+def _row(context: ControllerContext, row: WindowRow) -> dict[str, Any]:
+    window = window_of(row, _floor(context))
+    return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
 
 
 def _window(window: Window) -> dict[str, Any]:
@@ -225,20 +214,17 @@ def _window(window: Window) -> dict[str, Any]:
 
 def _check(context: ControllerContext, body: ModeSet) -> None:
     device_count = len(context.scheduler.status()["devices"])
-    if body.serving_floor is not None and body.serving_floor > device_count:
-        raise InvalidValue(
-            f"serving_floor is {body.serving_floor}, the box has {device_count} devices.", "serving_floor"
-        )
+    for name, value in (("serving_floor", body.serving_floor), ("train_devices", body.train_devices)):
+        if value is not None and value > device_count:
+            raise InvalidValue(
+                f"{name} is {value}; this box has {device_count} devices. Give 0 to {device_count}.", name
+            )
     if body.policy == "split":
         if body.train_devices is None:
             raise BadRequest(
                 "The mode 'split' needs train_devices: how many devices training may have at most.",
                 param="train_devices",
                 code="missing_required_parameter",
-            )
-        if body.train_devices > device_count:
-            raise InvalidValue(
-                f"train_devices is {body.train_devices}, the box has {device_count} devices.", "train_devices"
             )
     elif body.train_devices is not None:
         raise InvalidValue(f"train_devices belongs to the mode 'split', not to '{body.policy}'.", "train_devices")

@@ -89,7 +89,9 @@ def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: 
             add_message(
                 context.db,
                 job_id,
-                "Held by an operator; it keeps its state and waits." if held else "Released by an operator.",
+                f"Held by an operator; it keeps its state and waits. `appliance job release {job_id}` starts it."
+                if held
+                else "Released by an operator.",
             )
         record(context, caller, "job.hold" if held else "job.release", job_id)
     context.scheduler.nudge(f"{'hold' if held else 'release'} of {job_id}", name_of(context, caller))

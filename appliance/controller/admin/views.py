@@ -8,7 +8,6 @@ from appliance.controller.access.naming import aliases
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.records import SchedulerStatus
-from appliance.controller.jobs import claims
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
@@ -20,7 +19,7 @@ from scheduler.core.idle import IdleSettings
 
 def key(row: KeyRow) -> dict[str, Any]:
     limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds expires_s"
-    return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} {' '.join(claims.LIMITS)}")
+    return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
 def model(

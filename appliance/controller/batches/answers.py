@@ -8,44 +8,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from appliance.controller.batches.input_lines import digest_of
-
 
 class Answers:
-    """Call `open` and `append` on a thread. One append at a time. bytes: of both files."""
+    """Create it and call `append` on a thread. custom_ids: of the answered lines. Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
-        self.output_path = folder / f"{batch_id}.output.jsonl"
-        self.error_path = folder / f"{batch_id}.error.jsonl"
-        self._answered: set[bytes] = set()
-        self.completed = self.failed = self.bytes = 0
-        self.usage = {
-            "input_tokens": 0,
-            "output_tokens": 0,
-            "total_tokens": 0,
-            "cached_tokens": 0,
-            "reasoning_tokens": 0,
-        }
-        self._output = self._error = -1
+        self.output_path, self.error_path = (folder / f"{batch_id}.{kind}.jsonl" for kind in ("output", "error"))
+        self.custom_ids: set[str] = set()
+        self.completed = self.failed = 0
+        self._usage = Counter[str]()
         self._lock = threading.Lock()
-
-    @property
-    def opened(self) -> bool:
-        return self._output >= 0
-
-    def open(self) -> Answers:
-        """Read the answers that exist already."""
         self._output, self._error = self._opened(self.output_path), self._opened(self.error_path)
-        for path in (self.output_path, self.error_path):
-            for line in _lines(path):
-                self._count(orjson.loads(line), good=path == self.output_path)
-        return self
 
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Skips lines that exist already. Raises
@@ -53,17 +32,13 @@ class Answers:
         with self._lock:
             if self._output < 0:
                 return  # the controller is ending: these lines are asked again
-            new = {line["custom_id"]: line for line in lines if not self.has(digest_of(line["custom_id"]))}
+            new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.custom_ids}
             for handle, good in ((self._output, True), (self._error, False)):
                 mine = [line for line in new.values() if _is_good(line) is good]
                 if mine:
-                    self.bytes += _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
+                    _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
                 for line in mine:  # now: if the other file has no room, these are not written twice
-                    self._count(line, good)
-
-    def has(self, digest: bytes) -> bool:
-        """Whether the line with this digest of its custom_id is answered."""
-        return digest in self._answered
+                    self._count(line)
 
     def close(self) -> None:
         """Waits for a write in progress."""
@@ -79,7 +54,7 @@ class Answers:
 
     def usage_object(self) -> dict[str, Any]:
         """The usage object of the API, over the lines that succeeded."""
-        used = self.usage
+        used = self._usage
         return {
             "input_tokens": used["input_tokens"],
             "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
@@ -89,22 +64,23 @@ class Answers:
         }
 
     def _opened(self, path: Path) -> int:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        whole = 0
-        for line in _lines(path):
-            whole += len(line)
+        """Count the answers that exist already, and cut off a torn one."""
+        handle, whole = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), 0
+        with open(path, "rb") as source:
+            for line in source:
+                if line.endswith(b"\n"):
+                    self._count(orjson.loads(line))
+                    whole += len(line)
         os.ftruncate(handle, whole)
-        self.bytes += whole
         return handle
 
-    def _count(self, line: dict[str, Any], good: bool) -> None:
-        self._answered.add(digest_of(line["custom_id"]))
-        if not good:
+    def _count(self, line: dict[str, Any]) -> None:
+        self.custom_ids.add(line["custom_id"])
+        if not _is_good(line):
             self.failed += 1
             return
         self.completed += 1
-        for name, tokens in tokens_of(line["response"]["body"]).items():
-            self.usage[name] += tokens
+        self._usage.update(tokens_of(line["response"]["body"]))
 
 
 def tokens_of(body: Any) -> dict[str, int]:
@@ -131,16 +107,8 @@ def _is_good(line: dict[str, Any]) -> bool:
     return response is not None and response["status_code"] == 200
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as source:
-        for line in source:
-            if line.endswith(b"\n"):
-                yield line
-
-
-def _write_all(handle: int, data: bytes) -> int:
-    """Write all of it, synced, or nothing: half a line on a full disk would be joined to the next one. Returns the
-    number of bytes."""
+def _write_all(handle: int, data: bytes) -> None:
+    """Write all of it, synced, or nothing: half a line on a full disk would be joined to the next one."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:
@@ -149,4 +117,3 @@ def _write_all(handle: int, data: bytes) -> int:
     except OSError:
         os.ftruncate(handle, before)
         raise
-    return len(data)

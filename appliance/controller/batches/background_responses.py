@@ -46,7 +46,7 @@ class BackgroundResponses:
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
-            self._context.tasks.changed(RESPONSES, row.id)
+            self._context.tasks.restart(RESPONSES, row.id)
         return responses.find(self._db, row.id) or row
 
     async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:
@@ -95,7 +95,7 @@ class BackgroundResponses:
         if row.previous_id is not None:
             viewer = viewer_of(self._db, row.key_id or None)
             earlier = await self._stored.before(row.previous_id, viewer)
-            before = [item async for turn in self._stored.items(earlier, viewer) for item in turn.items]
+            before = await asyncio.to_thread(self._stored.items, earlier)
         # An older box has kept the input in the request, too.
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         with self._db.transaction():

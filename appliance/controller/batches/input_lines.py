@@ -7,12 +7,10 @@ line runs, as for any request: then one line fails and the others continue.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -37,48 +35,22 @@ _MAX_BLANK_LINES = 100_000
 _SKIPPED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Position of a request in the input file, in bytes."""
+class Line(NamedTuple):
+    """A request, and its position in the input file in bytes."""
 
+    custom_id: str
     offset: int
     size: int
 
 
-_DIGEST_BYTES = 16
-
-
-def digest_of(custom_id: str) -> bytes:
-    """What represents it in memory: 50,000 whole lines take 100 MB, and an owner may have 32 batches that wait for
-    days."""
-    return hashlib.blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
-
-
 @dataclass
 class Lines:
-    """The requests in file order, by number from 0; the one model they use; and the errors (at most 100
-    {"code", "line", "message", "param"}; lines count from 1)."""
+    """The requests in file order; the one model they use; and the errors (at most 100 {"code", "line", "message",
+    "param"}; lines count from 1)."""
 
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    sizes: array[int] = field(default_factory=lambda: array("Q"))
-    digests: bytearray = field(default_factory=bytearray)
+    requests: list[Line] = field(default_factory=list)
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, number: int) -> Line:
-        return Line(self.offsets[number], self.sizes[number])
-
-    def digest(self, number: int) -> bytes:
-        """The digest of its custom_id."""
-        return bytes(self.digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES])
-
-    def add(self, digest: bytes, line: Line) -> None:
-        self.digests += digest
-        self.offsets.append(line.offset)
-        self.sizes.append(line.size)
 
     def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
         """Short, whatever it names: errors are kept with the batch and count towards nobody's limit."""
@@ -104,7 +76,7 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
 
 
 def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: int) -> Lines:
-    lines, seen = Lines(), set[bytes]()
+    lines, seen = Lines(), set[str]()
     for number, offset, raw in _numbered(source):
         if len(lines.errors) >= _MAX_ERRORS:
             break
@@ -115,12 +87,12 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
             break
         if not raw.strip():
             continue
-        if len(lines) >= max_lines:
+        if len(lines.requests) >= max_lines:
             lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
             break
         try:
             custom_id, model = _checked(raw, endpoint, line_bytes)
-            if (digest := digest_of(custom_id)) in seen:
+            if custom_id in seen:
                 raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
             lines.model = lines.model or model
             if model != lines.model:
@@ -129,11 +101,11 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
                     f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}.",
                     "body.model",
                 )
-            seen.add(digest)
-            lines.add(digest, Line(offset, len(raw)))
+            seen.add(custom_id)
+            lines.requests.append(Line(custom_id, offset, len(raw)))
         except BadLine as error:
             lines.add_error(error.code, str(error), number, error.param)
-    if not lines and not lines.errors:
+    if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
     return lines
 

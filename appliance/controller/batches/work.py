@@ -11,20 +11,18 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import orjson
 from anyio import to_thread
 
 from appliance.controller.access.model_access import viewer_of, why_no_chat
 from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.input_lines import CONVERSING, Lines
+from appliance.controller.batches.input_lines import CONVERSING, Line, Lines
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, is_full, until_room
@@ -35,7 +33,6 @@ from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, FileRow, ModelRow, TaskRow
-from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 log = logging.getLogger("appliance.controller")
 
@@ -43,7 +40,6 @@ BATCHES = "batches"
 AT_ONCE = 256
 """Lines of a batch that are asked, or wait for a place, at once."""
 LOOK_EVERY_S = 2.0
-_EXPIRED_AT_ONCE_BYTES = 4 << 20  # on a thread
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
@@ -61,106 +57,94 @@ class Batches:
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
-        async with self._opened(task) as work:
-            try:
+        row = batches.find(self._context.db, task.id, viewer=None)
+        if row is None or row.finished:
+            return
+        try:
+            async with self._opened(row) as work:
                 await work.run()
-            except OSError as error:
-                if is_full(error):
-                    raise
-                message = f"The files of the batch could not be read or written: {error}."
-                raise TaskFailed("file_unreadable", message) from error
+        except OSError as error:
+            if is_full(error):
+                raise
+            message = f"The files of the batch could not be read or written: {error}."
+            raise TaskFailed("file_unreadable", message) from error
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
         """Fail the batch, with files of the lines that were answered."""
+        row = batches.find(self._context.db, task.id, viewer=None)
+        if row is None or row.finished:
+            return
         refused = [{"code": error.code, "line": None, "message": str(error), "param": None}]
         errors = error.errors if isinstance(error, _Refused) else refused
-        async with self._opened(task) as work:
-            try:
+        try:
+            async with self._opened(row) as work:
                 await work.end("failed", errors=errors)
-            except (OSError, ValueError) as second:  # of the files of its answers
-                if is_full(second):
-                    raise
-                log.error("the answers of %s cannot be read or kept: %s", task.id, second)
-                batches.update(self._context.db, task.id, status="failed", failed_s=time.time(), errors=errors)
+        except (OSError, ValueError) as second:  # of the files of its answers
+            if is_full(second):
+                raise
+            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
+            batches.update(self._context.db, task.id, status="failed", failed_s=time.time(), errors=errors)
 
     def progress(self, row: BatchRow) -> tuple[int, int, str | None]:
         """(completed, failed, why it makes no progress now or None)."""
         work = self._works.get(row.id)
         if row.finished or work is None:
             return row.completed, row.failed, None
-        asking, quotas = self._context.asking, self._context.quotas
-        why = quotas.no_room_for_answers(row.key_id) or asking.why(row.key_id, row.model or "")
+        context = self._context
+        why = context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "")
         return work.answers.completed, work.answers.failed, (why or None) if row.status == "in_progress" else None
 
     @contextlib.asynccontextmanager
-    async def _opened(self, task: TaskRow) -> AsyncIterator[BatchWork]:
-        work = self._works[task.id] = BatchWork(self._context, task.id)
+    async def _opened(self, row: BatchRow) -> AsyncIterator[BatchWork]:
+        answers = await to_thread.run_sync(Answers, self._context.batches_dir, row.id)
+        work = self._works[row.id] = BatchWork(self._context, row, answers)
         try:
             yield work
         finally:
-            del self._works[task.id]
-            await to_thread.run_sync(work.close)
+            del self._works[row.id]
+            await to_thread.run_sync(answers.close)
 
 
 class BatchWork:
-    """One batch. close: waits for a write in progress, so that the next one may open the files."""
-
-    def __init__(self, context: ControllerContext, batch_id: str):
-        self._context, self._db, self._id = context, context.db, batch_id
-        self.answers = Answers(context.batches_dir, batch_id)
-        self._lines = Lines()
-        self._ready: dict[str, tuple[dict[str, Any], int]] = {}  # answered lines to be stored, with bytes, by id
+    def __init__(self, context: ControllerContext, row: BatchRow, answers: Answers):
+        self._context, self._db, self._row, self.answers = context, context.db, row, answers
+        self._ready: dict[str, dict[str, Any]] = {}  # answered lines to be stored, by id
         self._storing = asyncio.Lock()
-        self._owner = ""
-        self._kept_free = 0  # bytes that its input has kept free for its answers
 
     async def run(self) -> None:
         """Raises OSError, TaskFailed."""
-        row = batches.find(self._db, self._id, viewer=None)
-        if row is None or row.finished:
-            return
+        row = self._row
         if row.status in ("finalizing", "cancelling"):
             await self.end("completed" if row.status == "finalizing" else "cancelled")
             return
         path = self._input_path(row)
-        lines = self._lines = await to_thread.run_sync(self._read, path, row, limiter=self._context.file_threads)
-        self._owner, self._kept_free = row.owner, ANSWERS_PER_INPUT * path.stat().st_size
+        lines = await to_thread.run_sync(self._read, path, row, limiter=self._context.file_threads)
         if row.status == "validating":
             self._check_model(lines, row)
-            batches.update(self._db, self._id, total=len(lines))
+            batches.update(self._db, row.id, total=len(lines.requests))
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             raise _Refused(lines.errors)
         if row.status == "validating" and not self._in_progress(lines.model):
-            await self.run()  # it was cancelled while its file was read
+            await self.end("cancelled")
             return
-        await self._open()
-        end = "completed"
-        with self._context.asking.wanted(lines.model or ""), open(path, "rb") as source:
+        end, model = "completed", lines.model or ""
+        with self._context.asking.wanted(model), open(path, "rb") as source:
             try:
                 async with asyncio.timeout(row.expires_s - time.time()):
-                    await self._answer_lines(row, source)
+                    await self._answer_lines(lines.requests, model, source)
             except TimeoutError:
                 end = "expired"
-                await self._expire(source)
+                await self._append(self._expired(lines.requests))
         await self.end(end)
 
     def _in_progress(self, model: str | None) -> bool:
-        """Whether it still was in validation, and is in progress now."""
+        """False: it was cancelled while its file was read."""
         with self._db.transaction():
-            row = batches.find(self._db, self._id, viewer=None)
+            row = batches.find(self._db, self._row.id, viewer=None)
             if row is None or row.status != "validating":
                 return False
-            batches.update(self._db, self._id, status="in_progress", in_progress_s=time.time(), model=model)
+            batches.update(self._db, row.id, status="in_progress", in_progress_s=time.time(), model=model)
             return True
-
-    def close(self) -> None:
-        self.answers.close()
-        self._context.quotas.answers_hold(self._id, self._owner, 0)
-
-    async def _open(self) -> None:
-        if not self.answers.opened:
-            await to_thread.run_sync(self.answers.open)
-            self._count_answers()
 
     # --- validating
 
@@ -189,7 +173,7 @@ class BatchWork:
             lines.add_error(
                 "model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1, "body.model"
             )
-        elif row.endpoint in input_lines.CONVERSING and (why := why_no_chat(self._db, lines.model)):
+        elif row.endpoint in CONVERSING and (why := why_no_chat(self._db, lines.model)):
             lines.add_error("model_not_supported", f"{why}.", 1, "body.model")
         elif found.pinned and found.version.version not in self._served(found.model):
             # No engine would ever serve it for a batch, which would wait until it expires.
@@ -208,10 +192,10 @@ class BatchWork:
 
     # --- in progress
 
-    async def _answer_lines(self, row: BatchRow, source: BinaryIO) -> None:
+    async def _answer_lines(self, lines: list[Line], model: str, source: BinaryIO) -> None:
         """Ask for each line without an answer until all have one. What has an answer when this ends early is stored."""
-        numbers = iter(self._unanswered())
-        asking = [asyncio.create_task(self._ask_lines(row, numbers, source)) for _ in range(AT_ONCE)]
+        left = iter([line for line in lines if line.custom_id not in self.answers.custom_ids])
+        asking = [asyncio.create_task(self._ask_lines(left, model, source)) for _ in range(AT_ONCE)]
         try:
             await asyncio.gather(*asking)
         finally:
@@ -220,78 +204,62 @@ class BatchWork:
             await asyncio.gather(*asking, return_exceptions=True)
             if self._ready:
                 with contextlib.suppress(OSError):
-                    await to_thread.run_sync(self.answers.append, self._ready_lines())
+                    await to_thread.run_sync(self.answers.append, list(self._ready.values()))
 
-    def _unanswered(self) -> list[int]:
-        return [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
+    async def _ask_lines(self, lines: Iterator[Line], model: str, source: BinaryIO) -> None:
+        """lines: shared with others who ask."""
+        asker, url = Asker(self._row.key_id, self._row.owner), self._row.endpoint
+        for line in lines:
+            request_id = new_id("req_")
 
-    async def _ask_lines(self, row: BatchRow, numbers: Iterator[int], source: BinaryIO) -> None:
-        """numbers: shared with others who ask."""
-        asker, url = Asker(row.key_id, row.owner), row.endpoint
-        for number in numbers:
-            line, request_id = dict[str, Any](), new_id("req_")
-
-            async def body(line: dict[str, Any] = line, number: int = number) -> dict[str, Any]:
-                if self._no_room(row.key_id):
+            async def body(line: Line = line) -> dict[str, Any]:
+                if self._context.quotas.disk.why_short():
                     raise _NoRoom  # others may have its place
-                line.update(self._request(source, number))
+                source.seek(line.offset)
+                asked = input_lines.parse(source.read(line.size))["body"]
                 # Nobody could look for what was stored of it.
-                return {**line["body"], "store": False} if url in CONVERSING else line["body"]
+                return {**asked, "store": False} if url in CONVERSING else asked
 
             while True:
                 with contextlib.suppress(_NoRoom):
-                    answer = await self._context.asking.ask(asker, self._lines.model or "", url, body, request_id)
+                    answer = await self._context.asking.ask(asker, model, url, body, request_id)
                     if answer.status != 401:  # a gateway does not know its key yet, or the key has just ended
                         break
                 await asyncio.sleep(LOOK_EVERY_S)
             response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
-            answered = {"id": new_id("batch_req_"), "custom_id": line["custom_id"], "error": None, "response": response}
-            await self._store(answered)
-
-    def _no_room(self, key_id: str | None) -> str:
-        self._count_answers()  # those that a thread has just written are not counted yet
-        return self._context.quotas.no_room_for_answers(key_id)
+            await self._store({**_line(line.custom_id), "error": None, "response": response})
 
     async def _store(self, answered: dict[str, Any]) -> None:
         """Returns once it is on disk, synced together with all that came meanwhile."""
-        self._ready[answered["id"]] = answered, len(orjson.dumps(answered))
+        self._ready[answered["id"]] = answered
         async with self._storing:
             if answered["id"] in self._ready:
-                await self._append(self._ready_lines())
-
-    def _ready_lines(self) -> list[dict[str, Any]]:
-        return [line for line, _ in self._ready.values()]
+                await self._append(list(self._ready.values()))
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
         await until_room(partial(to_thread.run_sync, self.answers.append, lines))
         for line in lines:
             self._ready.pop(line["id"], None)
-        self._count_answers()
 
-    def _count_answers(self) -> None:
-        held = self.answers.bytes + sum(size for _, size in self._ready.values())
-        beyond = max(0, held - self._kept_free)
-        self._context.quotas.answers_hold(self._id, self._owner, beyond)
-
-    def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
-        line = self._lines[number]
-        source.seek(line.offset)
-        return input_lines.parse(source.read(line.size))
+    def _expired(self, lines: list[Line]) -> list[dict[str, Any]]:
+        """An error for each line that has no answer."""
+        left = [line.custom_id for line in lines if line.custom_id not in self.answers.custom_ids]
+        return [{**_line(custom_id), "response": None, "error": _EXPIRED} for custom_id in left]
 
     # --- finalizing
 
     async def end(self, status: str, **changes: Any) -> None:
         """Make files of the answers and end the batch, unless it has ended. Raises OSError."""
-        row = batches.find(self._db, self._id, viewer=None)
+        row = batches.find(self._db, self._row.id, viewer=None)
+        answers = self.answers
         if row is None or row.finished:
+            answers.remove()
             return
         if status == "completed" and row.status == "cancelling":
             status = "cancelled"  # cancellation arrived together with the last answer
         if status == "completed":
-            batches.update(self._db, self._id, status="finalizing", finalizing_s=row.finalizing_s or time.time())
-        await self._open()
-        answers = self.answers
+            batches.update(self._db, row.id, status="finalizing", finalizing_s=row.finalizing_s or time.time())
         answers.close()
         paths = {"output": answers.output_path, "error": answers.error_path}
         files = {
@@ -308,7 +276,7 @@ class BatchWork:
                     storage.keep(self._context, file, place)
                 batches.update(
                     self._db,
-                    self._id,
+                    row.id,
                     status=status,
                     completed=answers.completed,
                     failed=answers.failed,
@@ -319,18 +287,9 @@ class BatchWork:
                 )
         answers.remove()
 
-    async def _expire(self, source: BinaryIO) -> None:
-        """Store an error for each line that has no answer. Their custom_ids are read some at a time."""
-        unanswered = deque(self._unanswered())
-        while unanswered:
-            some, size = [], 0
-            while unanswered and size < _EXPIRED_AT_ONCE_BYTES:
-                some.append(unanswered.popleft())
-                size += self._lines[some[-1]].size
-            ids = await to_thread.run_sync(lambda some=some: [self._request(source, n)["custom_id"] for n in some])
-            await self._append(
-                [{"id": new_id("batch_req_"), "custom_id": one, "response": None, "error": _EXPIRED} for one in ids]
-            )
+
+def _line(custom_id: str) -> dict[str, Any]:
+    return {"id": new_id("batch_req_"), "custom_id": custom_id}
 
 
 def _file_row(path: Path, filename: str, row: BatchRow) -> FileRow:

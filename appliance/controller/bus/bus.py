@@ -16,14 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from appliance.controller.bus.arrivals import Arrivals
-from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.controller.bus.load import Arrivals, Load, Report, parse_report, total
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
@@ -46,8 +45,7 @@ def first_generation(db: Database) -> int:
 
 
 class _Gateway:
-    """One connection. `report` is its last load report, None before the first. `is_late`: a change was
-    answered without it, and it has not reported since."""
+    """One connection. `report` is its last load report, None before the first."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
@@ -56,7 +54,6 @@ class _Gateway:
         self.sent_degraded: list[str] = []
         self.wake = asyncio.Event()
         self.lost_at_s: float | None = None
-        self.is_late = False
 
     @property
     def name(self) -> str:
@@ -88,8 +85,6 @@ class Bus:
         self.on_usage: list[Callable[[list[dict[str, Any]]], Any]] = []
         self._generation = first_generation
         self._models: dict[str, Any] = {}
-        self._models_sent: dict[str, Any] = {}
-        self.table_bytes, self.is_table_too_long = 0, False
         self._keys: dict[str, Any] = {}
         self._degraded: list[str] = []
         self._line = b""
@@ -98,7 +93,7 @@ class Bus:
         self._server: asyncio.Server | None = None
         self._opened_s = 0.0
         self._ever_reported = False
-        self._arrivals = Arrivals(time.time())
+        self.arrivals = Arrivals(time.time())
         self._total: Load | None = None  # of the reports, until one of them changes
         self._encode()
 
@@ -139,22 +134,10 @@ class Bus:
         """Publish the table's models (appliance.gateway.routing.table). Returns the generation that carries them."""
         if models != self._models:
             self._models = models
-            self._arrivals.keep(models)
-            self._total = None
             self._next_generation()
             for told in self.on_table:
                 told()
         return self._generation
-
-    def bytes_of(self, owner: str, names: Collection[str]) -> int:
-        """How much of the table an owner takes by these names of models and checkpoints: their rows, those of their
-        versions, whom they are shared with, and the lists of the owner's keys."""
-        mine = set(names)
-        rows = {name: row for name, row in self._models.items() if name in mine or name.partition("@")[0] in mine}
-        audiences = {tuple(row.get("owners") or ()) for row in rows.values()}
-        lists = [key.get("models") for key in self._keys.values() if key.get("owner") == owner]
-        alone = {name: row | {"owners": None} for name, row in rows.items()}
-        return len(orjson.dumps([alone, list(audiences), lists]))
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
@@ -176,8 +159,7 @@ class Bus:
         until the next report, since a round of the scheduler asks it of every name that can be called."""
         self._forget_gone()
         if self._total is None:
-            reports = [gateway.report for gateway in self._gateways if gateway.report]
-            self._total = total(reports, self._arrivals.totals)
+            self._total = total([gateway.report for gateway in self._gateways if gateway.report])
         return self._total
 
     def connected(self) -> list[str]:
@@ -192,17 +174,13 @@ class Bus:
         await self._wait(lambda: self._behind(generation), f"to apply table {generation}", timeout_s)
 
     async def caught_up(self) -> None:
-        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest. One that
-        has just been waited for in vain is not waited for again until it reports: it holds up one change, not all."""
-        generation = self._generation
-        if all(gateway.lost_at_s is not None or gateway.is_late for gateway in self._gateways):
+        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
+        if not self.connected():
             return
         try:
-            await self._wait(lambda: self._behind(generation, late=False), f"to apply table {generation}", CATCH_UP_S)
+            await self.wait_applied(self._generation, CATCH_UP_S)
         except BusTimeout as error:
             log.warning("a change is answered before every gateway knows it: %s", error)
-            for gateway in self._those_behind(generation):
-                gateway.is_late = True
 
     async def wait_drained(self, replica_id: str, timeout_s: float | None = None) -> None:
         """Returns when no gateway has a request at this replica and none can start one.
@@ -212,19 +190,12 @@ class Bus:
         """
         await self._wait(lambda: self._undrained(replica_id), f"to drain {replica_id}", timeout_s)
 
-    def _behind(self, generation: int, *, late: bool = True) -> list[str]:
-        """Gateways not yet at this generation, as text; empty if there are none. late: those that are late count."""
+    def _behind(self, generation: int) -> list[str]:
+        """Gateways not yet at this generation, as text; empty if there are none."""
         if self._too_early():
             return ["gateways that have not yet connected"]
         return [
             f"{gateway.name} (at {gateway.report.generation if gateway.report else 'no table yet'})"
-            for gateway in self._those_behind(generation)
-            if late or not gateway.is_late
-        ]
-
-    def _those_behind(self, generation: int) -> list[_Gateway]:
-        return [
-            gateway
             for gateway in self._gateways
             # A lost gateway can neither apply anything nor start a request.
             if gateway.lost_at_s is None and (gateway.report is None or gateway.report.generation < generation)
@@ -320,9 +291,8 @@ class Bus:
             # The same gateway on a new connection: this replaces the lost one's last report.
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
-        self._arrivals.heard(report)
+        self.arrivals.add(report)
         gateway.report, self._total = report, None
-        gateway.is_late = False
         self._ever_reported = True
         self._changed.set()
         for told in self.on_load:
@@ -376,29 +346,13 @@ class Bus:
             gateway.wake.set()
 
     def _encode(self) -> None:
-        line = self._encoded(self._models)
-        self.table_bytes = len(line)
-        self.is_table_too_long = len(line) > self._config.bus_line_bytes
-        if self.is_table_too_long:
-            # A gateway reads no longer line. Keys that were revoked must reach it all the same.
-            log.error(
-                "bus: the table has %d bytes, a line at most %d: gateways keep the models they know; delete some",
-                len(line),
-                self._config.bus_line_bytes,
-            )
-            line = self._encoded(self._models_sent)
-        else:
-            self._models_sent = self._models
-        self._line = line
-
-    def _encoded(self, models: dict[str, Any]) -> bytes:
-        """Many names have the owners of one model, which stand in the line once: `owners` is a place in `audiences`."""
+        """Many names have the owners of one model, which are in the line once: `owners` is an index of `audiences`."""
         places: dict[tuple[str, ...], int] = {}
         rows = {
             name: row
             if row.get("owners") is None
             else row | {"owners": places.setdefault(tuple(row["owners"]), len(places))}
-            for name, row in models.items()
+            for name, row in self._models.items()
         }
         table = {
             "type": "table",
@@ -407,7 +361,7 @@ class Bus:
             "models": rows,
             "keys": self._keys,
         }
-        return orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
+        self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

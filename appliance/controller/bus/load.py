@@ -56,8 +56,8 @@ class Arrived:
     def since(self, before: Arrived) -> Arrived:
         """What came after `before`, an earlier count of the same process."""
         return Arrived(
-            self.requests - before.requests,
-            self.prompt_tokens - before.prompt_tokens,
+            max(self.requests - before.requests, 0),
+            max(self.prompt_tokens - before.prompt_tokens, 0),
             Counter(self.prompts) - Counter(before.prompts),
             Counter(self.first_tokens) - Counter(before.first_tokens),
         )
@@ -92,14 +92,12 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """replicas: requests at each. canaries: by model and start time of its canary, then by version. arrived: by model,
-    since the bus was opened (`appliance.controller.bus.arrivals`). notes: gateways' notes for users.
-    certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
+    """replicas: requests at each. canaries: by model and start time of its canary, then by version. notes: gateways'
+    notes for users. certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
 
     replicas: Mapping[str, int] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
-    arrived: Mapping[str, Arrived] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     certificate_expires_s: float | None = None
 
@@ -157,7 +155,7 @@ def _buckets(counts: Mapping[str, Any]) -> dict[int, int]:
     return {int(bucket): int(number) for bucket, number in counts.items()}
 
 
-def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -> Load:
+def total(reports: list[Report]) -> Load:
     replicas = Counter[str]()
     rows: dict[str, list[Mapping[str, float]]] = {}
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
@@ -173,7 +171,6 @@ def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -
         replicas,
         {name: of_model(those) for name, those in rows.items()},
         canaries,
-        dict(arrived or {}),
         tuple(dict.fromkeys(text for report in reports for text in report.notes)),
         min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
     )
@@ -183,3 +180,31 @@ def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
     """rows: what each gateway reports of one model."""
     values = {name: [row[name] for row in rows if name in row] for name in _COMBINED}
     return ModelLoad(**{name: _COMBINED[name](those) for name, those in values.items() if those})  # type: ignore[arg-type]
+
+
+class Arrivals:
+    """Requests that arrived since they were last taken, from reports that count since their gateway's start.
+
+    A gateway that was there before `since_s` (Unix time) counts from its first report: a restarted controller would
+    take days of traffic for one burst. A name that a report lacks left the table, and counts from nothing later.
+    """
+
+    def __init__(self, since_s: float):
+        self._since_s = since_s
+        self._reported: dict[str, tuple[float, Mapping[str, Arrived]]] = {}  # by gateway: its start, and its counts
+        self._new: dict[str, Arrived] = {}
+
+    def add(self, report: Report) -> None:
+        started_s, before = self._reported.get(report.gateway, (0.0, {}))
+        if report.started_s < started_s:
+            return  # of a process that has been replaced
+        if report.started_s > started_s:
+            before = report.arrived if report.started_s < self._since_s else {}
+        self._reported[report.gateway] = report.started_s, report.arrived
+        for name, counts in report.arrived.items():
+            self._new[name] = self._new.get(name, Arrived()).plus(counts.since(before.get(name, Arrived())))
+
+    def take(self) -> dict[str, Arrived]:
+        """By model."""
+        new, self._new = self._new, {}
+        return new

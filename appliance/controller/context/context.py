@@ -77,6 +77,3 @@ class ControllerContext:
     wandb_mode: Literal["offline", "online"] | None = None
     started_s: float = field(default_factory=time.time)
     file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(FILE_THREADS))
-
-    def publish_keys(self) -> None:
-        self.spending.publish_keys()

@@ -22,31 +22,26 @@ class Doctor:
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
         self._command, self._clock = command, clock
         self._looking = asyncio.Lock()
-        self._found: dict[str, Any] | OperationFailed | None = None
+        self._result: dict[str, Any] | OperationFailed | None = None
         self._at_s = 0.0
 
     async def look(self) -> dict[str, Any]:
         """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
         OperationFailed."""
         async with self._looking:
-            if self._found is None or not 0 <= self._clock() - self._at_s < KEPT_S:
-                try:
-                    found = await self._run()
-                except OperationFailed as error:
-                    self._found, self._at_s = error, self._clock()
-                else:
-                    self._at_s = self._clock()
-                    self._found = {**found, "at_s": self._at_s}
-            if isinstance(self._found, OperationFailed):
-                raise self._found.with_traceback(None)
-            return self._found
+            if self._result is None or not 0 <= self._clock() - self._at_s < KEPT_S:
+                self._result = await self._run()
+                self._at_s = self._clock()
+            if isinstance(self._result, OperationFailed):
+                raise self._result.with_traceback(None)
+            return {**self._result, "at_s": self._at_s}
 
-    async def _run(self) -> dict[str, Any]:
+    async def _run(self) -> dict[str, Any] | OperationFailed:
         try:
-            status, said, complained = await heard_out(*self._command, within_s=LIMIT_S)
-        except TimeoutError as error:
-            raise OperationFailed(f"The checks did not end within {LIMIT_S:.0f} s.", code="doctor_failed") from error
+            status, out, err = await heard_out(*self._command, within_s=LIMIT_S)
+        except TimeoutError:
+            return OperationFailed(f"The checks did not end within {LIMIT_S:.0f} s.", code="doctor_failed")
         if status != 0:
-            why = (complained.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
-            raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
-        return json.loads(said)
+            why = (err.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
+            return OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
+        return json.loads(out)

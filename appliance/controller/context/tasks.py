@@ -1,20 +1,18 @@
 """Work that outlives its request: a row of the table `tasks` and a coroutine on the controller's loop.
 
 A kind's `run` continues its object from whatever state rows and files have. So kill -9 may come at any point (the next
-start runs it again), and to cancel or delete an object is to change its row and call `changed`. `run` returns once the
+start runs it again), and to cancel or delete an object is to change its row and call `restart`. `run` returns once the
 object has ended; an exception, and the end of the object's key, end the object by the kind's `fail`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -85,20 +83,20 @@ def is_full(error: Exception) -> bool:
 
 
 class Tasks:
-    """Starts, resumes and ends tasks. `start`, `changed` and `end_key` may be called from any thread."""
+    """Starts, resumes and ends tasks. `start`, `restart` and `end_key` may be called from any thread."""
 
     def __init__(self, db: Database):
         self._db = db
         self._kinds: dict[str, Kind] = {}
-        self._places: dict[str, asyncio.Semaphore] = {}  # by kind
-        self._places_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by kind
+        self._slots_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
         self._waiting: set[tuple[str, str]] = set()
         self._live: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._again: set[tuple[str, str]] = set()  # live ones that were cancelled to begin again
+        self._restarting: set[tuple[str, str]] = set()  # live ones that were cancelled to begin again
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add(self, kind: Kind) -> None:
-        self._kinds[kind.name], self._places[kind.name] = kind, asyncio.Semaphore(kind.at_once)
+        self._kinds[kind.name], self._slots[kind.name] = kind, asyncio.Semaphore(kind.at_once)
 
     def resume(self) -> None:
         """Run what earlier processes have left, and from now on what is started."""
@@ -106,14 +104,14 @@ class Tasks:
         for row in tasks.list_all(self._db):
             self._begin(row.kind, row.id)
 
-    def start(self, kind: str, object_id: str, key_id: str | None, **cursor: Any) -> None:
-        """Call it in the transaction that makes the object. cursor: what the object's row does not say. A task that is
-        there already stays as it is."""
-        tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), cursor))
+    def start(self, kind: str, object_id: str, key_id: str | None, **arguments: Any) -> None:
+        """Call it in the transaction that makes the object. arguments: what the object's row does not say. A task that
+        is there already stays as it is."""
+        tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), arguments))
         self._soon(self._begin, kind, object_id, False)
 
-    def changed(self, kind: str, object_id: str) -> None:
-        """The object was cancelled, deleted or failed: stop what is done for it and look at its row."""
+    def restart(self, kind: str, object_id: str) -> None:
+        """The object was cancelled, deleted or failed: stop what is done for it and read its row again."""
         self._soon(self._begin, kind, object_id)
 
     def of_key(self, key_id: str) -> dict[str, list[str]]:
@@ -125,19 +123,11 @@ class Tasks:
         """The key was revoked or has expired: fail its unfinished objects."""
         for kind, ids in self.of_key(key_id).items():
             for object_id in ids:
-                self.changed(kind, object_id)
+                self.restart(kind, object_id)
 
     def waits(self, kind: str, object_id: str) -> bool:
         """Whether the task waits for its turn."""
         return (kind, object_id) in self._waiting
-
-    async def ended(self, kind: str, object_id: str, within_s: float | None = None) -> None:
-        """Returns when nothing is done for the object any more, or after this time."""
-        await asyncio.sleep(0)  # it may have been started just now
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while (running := self._live.get((kind, object_id))) is not None:  # a cancelled one begins again
-                    await asyncio.wait([running])
 
     async def idle(self, *kinds: str) -> None:
         """Returns when no task of these kinds runs."""
@@ -156,20 +146,20 @@ class Tasks:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call, *given)
 
-    def _begin(self, kind: str, object_id: str, again: bool = True) -> None:
-        """again: a live one is cancelled and begins anew."""
+    def _begin(self, kind: str, object_id: str, restart: bool = True) -> None:
+        """restart: a live one is cancelled and begins again."""
         name = kind, object_id
         if name not in self._live:
             task = self._live[name] = asyncio.create_task(self._run(kind, object_id), name=f"{kind} {object_id}")
             task.add_done_callback(lambda _: self._ended(name))
-        elif again and name not in self._again:
-            self._again.add(name)
+        elif restart and name not in self._restarting:
+            self._restarting.add(name)
             self._live[name].cancel()
 
     def _ended(self, name: tuple[str, str]) -> None:
         del self._live[name]
-        if name in self._again:
-            self._again.discard(name)
+        if name in self._restarting:
+            self._restarting.discard(name)
             if self._loop is not None:
                 self._begin(*name)
 
@@ -184,18 +174,12 @@ class Tasks:
 
     async def _work(self, kind: Kind, row: TaskRow) -> None:
         failed = self._ended_key(kind, row)
-        while failed is None:
+        if failed is None:
             try:
-                async with self._turn(kind, row):
-                    await kind.run(row)
-                break
+                await until_room(partial(self._run_in_turn, kind, row))
             except TaskFailed as error:
                 failed = error
             except Exception as error:  # noqa: BLE001 - logged, and its object says so
-                if is_full(error):
-                    log.warning("%s waits for room on the disk: %s", row.id, error)
-                    await asyncio.sleep(ROOM_EVERY_S)
-                    continue
                 log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
                 failed = TaskFailed(INTERNAL_ERROR, first_words(error))
         if failed is not None:
@@ -206,16 +190,15 @@ class Tasks:
 
         await until_room(delete)
 
-    @asynccontextmanager
-    async def _turn(self, kind: Kind, row: TaskRow) -> AsyncIterator[None]:
-        """An owner waits for a place among all with `per_owner` tasks at most, so owners take turns."""
+    async def _run_in_turn(self, kind: Kind, row: TaskRow) -> None:
+        """An owner waits for a slot among all with `per_owner` tasks at most, so owners take turns."""
         owner, name = keys.owner_of(self._db, row.key_id or ""), (row.kind, row.id)
-        own = self._places_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
+        own = self._slots_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
         self._waiting.add(name)
         try:
-            async with own, self._places[kind.name]:
+            async with own, self._slots[kind.name]:
                 self._waiting.discard(name)
-                yield
+                await kind.run(row)
         finally:
             self._waiting.discard(name)
 

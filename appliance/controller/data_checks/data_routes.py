@@ -6,6 +6,7 @@ A request waits for its answer, as an upload does; the work is done in a process
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.audited import unaudited
-from appliance.controller.http.idempotency import Carried, Deed
+from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked
 from appliance.controller.interfaces.principal import Caller, Principal, check_stands
@@ -83,24 +84,22 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
 
     @router.post("/{file_id}/prepare")
     async def prepare(file_id: str, body: PrepareRequest, request: Request, caller: Caller) -> dict[str, Any]:
-        carried = Carried(request, caller, ROUTE, [file_id, body.model_dump()])
-        if (done := carried.done()) is not None:
-            return _earlier(context, done["ids"], caller)
-        source = FILES.known(context.db, file_id, caller)
+        known = partial(files.find, db, viewer=caller.viewer)
+        attempt = Attempt(request, caller, ROUTE, [file_id, body.model_dump()], known)
+        if (earlier := attempt.earlier()) is not None:
+            return earlier.lineage or {}
+        source = FILES.known(db, file_id, caller)
         ids = [new_id("file-") for _ in range(1 if body.split is None else 2)]
-        if (earlier := carried.before(lambda: Deed.of(ids=ids))) is not None:
-            return _earlier(context, earlier["ids"], caller)
-        try:
-            context.quotas.disk.check(source.bytes)
-            context.quotas.check_file(caller, source.bytes)
-            with storage.growing(context, *ids) as places:
-                rows = await _prepared(context, work, source, body, ids, places, caller)
-                with context.db.transaction():
-                    keep(context, caller, rows, places)
-            return rows[0].lineage or {}
-        except BaseException:
-            carried.came_to_nothing()
-            raise
+        context.quotas.check(caller, "files", source.bytes)
+        with storage.growing(context, *ids) as places:
+            rows = await _prepared(context, work, source, body, ids, places, caller)
+
+            def make() -> FileRow:
+                keep(context, caller, rows, places)
+                return rows[0]
+
+            made, _ = attempt.once(make)
+        return made.lineage or {}
 
     return router
 
@@ -168,10 +167,3 @@ async def _run(
         raise BadRequest(f"{error}.", code="invalid_value") from error
     except CheckFailed as error:
         raise BadRequest(f"{error}.", code="invalid_training_file") from error
-
-
-def _earlier(context: ControllerContext, ids: list[str], caller: Principal) -> dict[str, Any]:
-    row = files.find(context.db, ids[0], viewer=caller.viewer)
-    if row is None or row.lineage is None:
-        raise Conflict("The same request is being carried out, or its file is gone.", code="already_asked")
-    return row.lineage

@@ -19,14 +19,12 @@ IDENTITIES = "device_identities"
 
 
 class Cordon(TypedDict):
-    """drain: {"reason", "by", "since_s"} by a person. fault: why the box cordoned the device; "" if it did not, or if
-    it tries it again now. times: how often in a row it failed. retry_s: when the box tries it, or has tried it; None:
-    it waits for a person. uuid: "" of a device that has none."""
+    """drain: {"reason", "by", "since_s"} by a person. fault: why the box cordoned the device; "" if it did not.
+    retry_s: when the box tries it again; None: it waits for a person. uuid: "" of a device that has none."""
 
     uuid: str
     drain: dict[str, Any] | None
     fault: str
-    times: int
     retry_s: float | None
 
 
@@ -58,7 +56,7 @@ def drained(db: Database) -> frozenset[str]:
 
 
 def new_row(db: Database, device_id: str) -> Cordon:
-    return Cordon(uuid=box.get(db, IDENTITIES, {}).get(device_id, ""), drain=None, fault="", times=0, retry_s=None)
+    return Cordon(uuid=box.get(db, IDENTITIES, {}).get(device_id, ""), drain=None, fault="", retry_s=None)
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:

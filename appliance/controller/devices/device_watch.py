@@ -18,7 +18,6 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import Cordon
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
@@ -26,7 +25,7 @@ from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, Fault, failing, trial_after_s
+from scheduler.devices.health import Death, failing
 
 log = logging.getLogger(__name__)
 
@@ -125,33 +124,25 @@ class DeviceWatch:
     def judge(self) -> None:
         """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
         use."""
-        now_s, config = self._clock(), self._config
+        now_s = self._clock()
+        readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
         with self._db.transaction():
             before = cordons.read(self._db)
             for device_id in self._ours - cordons.faulty(before):
                 self._forget(device_id)
-            rows = {
-                device_id: row
-                for device_id, row in before.items()  # what is tried again has worked long enough in the end
-                if cordons.is_cordoned(row) or now_s - (row["retry_s"] or 0.0) <= config.death_window_s
-            }
-            readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
-            found = failing(readings, self._deaths, now_s, config, {name for name, row in rows.items() if row["times"]})
+            rows = dict(before)
+            found, lifted = failing(readings, self._deaths, now_s, self._config), []
             for device_id, fault in found.items():
                 if not cordons.is_cordoned(rows.get(device_id)):
-                    rows[device_id] = self._failed(rows.get(device_id), device_id, fault, now_s)
+                    retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
+                    row = rows.get(device_id) or cordons.new_row(self._db, device_id)
+                    rows[device_id] = {**row, "fault": fault.reason, "retry_s": retry_s}
                     self._tell("device.cordon", device_id, {"reason": fault.reason})
-            newest = {device_id: told[-1:] for device_id, told in readings.items()}
-            bad = failing(newest, (), now_s, config.model_copy(update={"hot_for_s": 0.0}))
-            lifted = []
-            for device_id, row in rows.items():
-                # Of those that are there: another is kept by its UUID.
+            for device_id, row in before.items():
                 due = row["fault"] and row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
-                if due and device_id in bad:
-                    rows[device_id] = self._failed(row, device_id, Fault(row["fault"], may_pass=True), now_s)
-                elif due and "/" in device_id:
+                if due and device_id not in found and "/" in device_id:  # an absent one is kept by its UUID
                     self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {row['fault']}"})
-                    rows[device_id] = {**row, "fault": ""}
+                    del rows[device_id]
                     lifted.append(device_id)
             if rows != before:
                 cordons.write(self._db, rows)
@@ -161,14 +152,6 @@ class DeviceWatch:
             self._forget(device_id)
         if self._ours != cordons.faulty(before):
             self._nudge()
-
-    def _failed(self, row: Cordon | None, device_id: str, fault: Fault, now_s: float) -> Cordon:
-        row = row or cordons.new_row(self._db, device_id)
-        if not fault.may_pass:
-            return {**row, "fault": fault.reason, "times": 0, "retry_s": None}
-        times = row["times"] + 1
-        retry_s = now_s + trial_after_s(times, self._config)
-        return {**row, "fault": fault.reason, "times": times, "retry_s": retry_s}
 
     def _forget(self, device_id: str) -> None:
         self._readings.pop(device_id, None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.access.naming import CHALLENGER, CHAMPION, has_aliases, is_printable, resolve
+from appliance.controller.access.naming import CHALLENGER, CHAMPION, has_aliases, resolve
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import Traffic
@@ -20,8 +19,6 @@ from appliance.store.records import canaries, deployments, model_settings, sessi
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
-
-log = logging.getLogger(__name__)
 
 HOLD_BEFORE_S = 10.0
 """Requests for a model whose engine failed are held if its next try is at most this far away; otherwise they are
@@ -65,15 +62,13 @@ class BusRouting:
         self,
         bus: Bus,
         db: Database,
-        hold_s: float,
         sizes: EngineSizes,
         spending: Spending,
     ):
-        self._bus, self._db, self._hold_s, self._sizes, self._spending = bus, db, hold_s, sizes, spending
+        self._bus, self._db, self._sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Trouble] = {}
         self._replicas: dict[str, _Served] = {}
         self._kv_tokens: dict[str, int | None] = {}
-        self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
         self._host_of: dict[str, str] = {}  # adapter name -> host name
@@ -196,12 +191,12 @@ class BusRouting:
         )
 
     def traffic(self, model: str) -> Traffic:
-        """Arrivals for the same names, and how fast a replica computes their prompts."""
-        load = self._bus.load()
-        rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
-        arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
+        """The same names, and how fast a replica computes their prompts."""
+        rows, names = self._rows(self._bus.load(), model), self._served_by(model)
+        rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
         awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        return Traffic(arrived, min(rates, default=None), awake, self._kv_tokens.get(model))
+        tokens = sum(row.prompt_tokens for row in rows)
+        return Traffic(names, min(rates, default=None), awake, self._kv_tokens.get(model), tokens)
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]
@@ -237,7 +232,7 @@ class BusRouting:
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
         self._add_aliases(found, [rows[name] for name in deployed])
-        return self._printable(found)
+        return found
 
     def _add_aliases(self, found: dict[str, _Callable], deployed: list[ModelRow]) -> None:
         """Add the names that lead to the engines of another name: the model's own, its canary's or a checkpoint's."""
@@ -252,14 +247,6 @@ class BusRouting:
             if pins is not None:
                 found.setdefault(f"{name}@{CHALLENGER}", replace(found[pins], pins=found[pins].pins or pins))
 
-    def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
-        """Names that the gateways accept. The routes reject all others; a row with one must not block the rest."""
-        odd = {name for name, row in found.items() if not (is_printable(name) and is_printable(row.version))}
-        for name in odd - self._said:
-            log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
-        self._said = odd
-        return {name: row for name, row in found.items() if name not in odd} if odd else found
-
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
         replicas = [
             {
@@ -272,7 +259,7 @@ class BusRouting:
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        table_row = {"version": row.version, "replicas": replicas, "task": row.task, "hold_s": self._hold_s}
+        table_row = {"version": row.version, "replicas": replicas, "task": row.task}
         is_open = any(replica["state"] == "open" for replica in replicas)
         if not is_open and (trouble := self._trouble_of(name, row)) is not None:
             table_row["trouble"] = {
@@ -287,7 +274,6 @@ class BusRouting:
         if row.canary:
             table_row["canary"] = {
                 "name": row.canary.name,
-                "version": row.canary.version,
                 "share": row.canary.share,
                 "since_s": row.canary.created_s,
             }

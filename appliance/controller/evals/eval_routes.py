@@ -118,7 +118,7 @@ def _insert_eval(
 ) -> EvalRow:
     source, now_s = body.data_source_config, time.time()
     size = len(orjson.dumps([source.item_schema, criteria]))
-    context.quotas.check_eval(caller, size)
+    context.quotas.check(caller, "evals", size)
     row = EvalRow(
         id=new_id("eval_"),
         name=body.name or "",
@@ -155,7 +155,7 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
         if model is not None:
             check_may_ask(db, caller, model, param="data_source.model")
         check_judges(context, of, caller)
-        await check_new_run(context, hosts, of, body.data_source, model, caller)
+        await check_new_run(context, hosts, of, body.data_source, caller)
         data_source = checked_source(body.data_source)
 
         def make() -> EvalRunRow:
@@ -246,7 +246,7 @@ async def _criteria(
                 param=f"testing_criteria.{place}.name",
                 code="invalid_grader",
             )
-        kept[grader.name] = grader.model_dump(mode="json", exclude_unset=True)
+        kept[grader.name] = grader.as_given()
         if grader.type == "text_similarity":
             kept[grader.name].setdefault("pass_threshold", grader.default_threshold)
     return list(kept.values())

@@ -4,7 +4,6 @@ item."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -13,7 +12,7 @@ from pydantic import Field
 from appliance.controller.http.strict_body import StrictBody
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parse, parts_of, texts
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parts_of, texts
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -206,23 +205,6 @@ _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf
 """With these a schema may say more of an object's properties than `properties` does."""
 
 
-def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled, param: str) -> dict[str, str]:
-    """The fields of an item that an eval's stored graders and the questions to a model read: the first step below
-    `item`, with the place of the first text that names it. param: the source's place. Raises InvalidGrader if the box
-    has become stricter since."""
-    found = [
-        (f"testing_criteria.{at}.{path}", text) for at, one in enumerate(criteria) for path, text in texts(parse(one))
-    ]
-    if isinstance(source, Sampled) and source.input_messages is not None:
-        found += _asked(source.input_messages, f"{param}.input_messages")
-    names: dict[str, str] = {}
-    for path, text in found:
-        for namespace, *steps in templates.variables(text):
-            if namespace == "item" and steps:
-                names.setdefault(steps[0], path)
-    return names
-
-
 def _asked(messages: Template | ItemReference, param: str) -> list[tuple[str, str]]:
     """(path, text) of the messages to a model; a reference to an item appears as the variable that it is."""
     if isinstance(messages, ItemReference):
@@ -232,23 +214,6 @@ def _asked(messages: Template | ItemReference, param: str) -> list[tuple[str, st
         for place, message in enumerate(messages.template)
         for found in parts_of(message.content, f"{param}.template.{place}.content")
     ]
-
-
-def check_items(names: dict[str, str], items: Iterable[dict[str, Any]]) -> None:
-    """names: from `names_of`. Raises InvalidGrader for one that no item has."""
-    left, known = dict(names), set[str]()
-    for item in items:
-        left = {name: path for name, path in left.items() if name not in item}
-        if not left:
-            return
-        if len(known) < _NAMES_SHOWN:
-            known.update(item)
-    name, path = next(iter(left.items()))
-    has = ", ".join(sorted(known)[:_NAMES_SHOWN])
-    raise InvalidGrader(path, f"names 'item.{name}', which no item of the run has; they have {has or 'nothing'}"[:1000])
-
-
-_NAMES_SHOWN = 12
 
 
 def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:

@@ -10,21 +10,21 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
-import orjson
 from pydantic import TypeAdapter
 
-from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.model_access import caller_of, viewer_of
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed
+from appliance.controller.context.tasks import Kind, TaskFailed, until_room
 from appliance.controller.evals import requests
 from appliance.controller.evals.new_run import EVAL_RUNS
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.evals.run_items import Chunks, in_chunks, read_file, read_request
+from appliance.controller.evals.run_items import entries
 from appliance.controller.evals.views import judges_sample
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
@@ -36,19 +36,15 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import ForkBroke, GraderHost, WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
-DELETE_WITHIN_S = 5.0
 AT_ONCE = 32
-_CHECK_S = 60.0
+_CHUNK = 200
+"""Items that are checked and stored at once."""
 _ERROR_CHARACTERS = 2000
-_KEPT_BYTES = 256 << 10
-"""How much is stored of the messages to a model for an item's sample, and of those for all its graders together: a
-mebibyte of characters, up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item
-itself is stored whole."""
+Entries = Iterator[tuple[dict[str, Any], int]]
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
@@ -67,24 +63,17 @@ class EvalRunner:
     def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
         self._context, self._db, self._hosts, self._answers = context, context.db, hosts, answers
         context.tasks.add(Kind(EVAL_RUNS, self.run, self.fail, "run", per_owner=1))
-        context.tasks.add(Kind(evals.DELETIONS, self._delete, _stays, at_once=1))
 
-    async def delete(self, object_id: str, within_s: float | None = DELETE_WITHIN_S) -> None:
-        """Delete an eval, with its runs, or a run. No list has it from now on; then the disk is freed. Returns when
-        that is done, or after this time, while it goes on."""
-        tasks, unfinished = self._context.tasks, evals.unfinished_ids(self._db, object_id)
-        tasks.start(evals.DELETIONS, object_id, None)
-        for run_id in unfinished:
-            tasks.changed(EVAL_RUNS, run_id)
-        await tasks.ended(evals.DELETIONS, object_id, within_s)
-
-    async def _delete(self, task: TaskRow) -> None:
-        await asyncio.to_thread(evals.delete, self._db, task.id)
+    async def delete(self, object_id: str) -> None:
+        """Delete an eval, with its runs, or a run."""
+        for run_id in evals.unfinished_ids(self._db, object_id):
+            self.cancel(run_id)
+        await asyncio.to_thread(evals.delete, self._db, object_id)
 
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
         self._end(run_id, "canceled", None)
-        self._context.tasks.changed(EVAL_RUNS, run_id)
+        self._context.tasks.restart(EVAL_RUNS, run_id)
 
     def waits_for(self, row: EvalRunRow) -> str:
         """Why a run does not proceed at the moment, "" if it does."""
@@ -122,7 +111,8 @@ class EvalRunner:
                 if not judging:
                     break
                 done, _ = await asyncio.wait(judging, return_when=asyncio.FIRST_COMPLETED)
-                if not self._store(row.id, [(judging.pop(task), task.result()) for task in done]):
+                judged = [(judging.pop(task), task.result()) for task in done]
+                if not await until_room(partial(asyncio.to_thread, self._store, row.id, judged)):
                     return  # it was cancelled or deleted meanwhile
         finally:
             for item_task in judging:
@@ -135,7 +125,7 @@ class EvalRunner:
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
         try:
-            self._context.quotas.check_eval_goes_on(row.key_id)
+            self._context.quotas.check(caller_of(self._db, row.key_id), "eval_items")
         except ApiError as error:
             raise TaskFailed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
@@ -164,31 +154,25 @@ class EvalRunner:
         clear = partial(asyncio.to_thread, evals.delete_items, self._db, row.id)
         await clear()  # what a preparation that was cut short has left
         try:
-            chunks = self._chunks(row, source)
-            async with self._hosts.of(row.owner) as host:
-                return await self._take(row, of.item_schema, chunks, host)
+            return await self._take(row, of.item_schema, self._entries(row, source))
         except TaskFailed:
             await clear()
             raise
 
-    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: Chunks, host: GraderHost) -> bool:
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], entries: Entries) -> bool:
         """False: the run has ended or was deleted meanwhile. Raises TaskFailed."""
         kept = requests.without_items(row.data_source)
-        place, size, checked_s = 0, requests.own_bytes(kept), 0.0
-        while chunk := await asyncio.to_thread(next, chunks, None):
+        place, size = 0, requests.own_bytes(kept)
+        while chunk := await asyncio.to_thread(lambda: list(islice(entries, _CHUNK))):
             self._check_may_go_on(row)
-            began_s = time.monotonic()
             try:
-                if checked_s > _CHECK_S:
-                    raise ForkBroke(f"checking took longer than {_CHECK_S:.0f} s")
-                refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
+                refused = await self._hosts.refused_items(row.owner, schema, [entry["item"] for entry, _ in chunk])
             except WorkerBroke as error:
                 whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
                 raise TaskFailed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
             if refused:
                 faults = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
                 raise TaskFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
-            checked_s += time.monotonic() - began_s
             now_s = time.time()
             rows = [
                 EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
@@ -210,10 +194,10 @@ class EvalRunner:
         now = evals.run_in_short(self._db, run_id)
         return now is None or now.finished
 
-    def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> Chunks:
+    def _entries(self, row: EvalRunRow, source: Jsonl | Sampled) -> Entries:
         """Raises TaskFailed, also while they are read."""
         if source.source.type == "file_content":
-            return in_chunks(read_request(source.source))
+            return entries(source.source)
         file_id = source.source.id
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -223,7 +207,7 @@ class EvalRunner:
             raise TaskFailed(
                 "file_too_large", f"The file has {file.bytes} bytes; a run reads {requests.MAX_DATA_BYTES} at most."
             )
-        return in_chunks(read_file(self._context.files_dir / file_id))
+        return entries(self._context.files_dir / file_id)
 
     # --- an item
 
@@ -235,28 +219,21 @@ class EvalRunner:
         usage: list[ModelAnswer] = []
         sample, made = sample_of(item.sample), dict[str, Any]()
         if isinstance(source, Sampled) and source.model is not None:
-            answer, messages = await self._sample(row, source, item.item)
-            made = {"sample": {"input": messages, "answer": asdict(answer)}}
+            try:
+                body = await asyncio.to_thread(body_of, source, item.item)
+            except GradingFailed as error:
+                body, answer = {"messages": []}, ModelAnswer(model=source.model, error=str(error))
+            else:
+                answer = await self._ask(row, body)
+            made = {"sample": {"input": body["messages"], "answer": asdict(answer)}}
             if answer.error:
                 return {"status": "error", **made, "results": [], "usage": usage}
             usage.append(answer)
             sample = Sample(answer.text, answer.tools)
-        results = []
-        for grader in graders:
-            results.append(await self._result(row, grader, sample, item.item, usage, _KEPT_BYTES // len(graders)))
+        results = [await self._result(row, grader, sample, item.item, usage) for grader in graders]
         bad = any("error" in result for result in results)
         status = "error" if bad else "pass" if all(result["passed"] for result in results) else "fail"
         return {"status": status, **made, "results": results, "usage": usage}
-
-    async def _sample(
-        self, row: EvalRunRow, source: Sampled, item: dict[str, Any]
-    ) -> tuple[ModelAnswer, list[dict[str, Any]]]:
-        """With what is kept of what was asked."""
-        try:
-            body, kept = await asyncio.to_thread(_asked, source, item)
-        except GradingFailed as error:
-            return ModelAnswer(model=str(source.model), error=str(error)), []
-        return await self._ask(row, body), kept
 
     async def _ask(self, row: EvalRunRow, body: dict[str, Any]) -> ModelAnswer:
         return await self._answers.ask(row.key_id, body, max(1.0, row.created_s + WINDOW_S - time.time()))
@@ -268,9 +245,8 @@ class EvalRunner:
         sample: Sample,
         item: dict[str, Any],
         usage: list[ModelAnswer],
-        kept_bytes: int,
     ) -> dict[str, Any]:
-        """kept_bytes: of what a model was asked. Raises TaskFailed: the run may not go on."""
+        """Raises TaskFailed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
         bodies = list[dict[str, Any]]()
 
@@ -285,8 +261,7 @@ class EvalRunner:
         usage += [answer for answer in judged if not answer.error]
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
         if judged:
-            first = {**bodies[0], "messages": _begin_of(bodies[0]["messages"], kept_bytes)}
-            result["sample"] = judges_sample(first, judged)
+            result["sample"] = judges_sample(bodies[0], judged)
         if graded.errors:
             field = "reason" if graded.errors.of_the_answer else "error"
             result[field] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
@@ -302,7 +277,7 @@ class EvalRunner:
             usage = {model: Counter(of) for model, of in row.usage.items()}
             counts, size = Counter(row.counts), row.bytes
             for item, one in judged:
-                for answer in one.pop("usage"):
+                for answer in one["usage"]:
                     usage.setdefault(answer.model, Counter()).update(
                         invocation_count=1,
                         prompt_tokens=answer.prompt_tokens,
@@ -319,7 +294,7 @@ class EvalRunner:
                     )
                 counts[one["status"]] += 1
                 size += len(json.dumps([one.get("sample"), one["results"]]))
-                evals.update_item(self._db, item.id, **one)
+                evals.update_item(self._db, item.id, **{name: value for name, value in one.items() if name != "usage"})
             evals.update_run(
                 self._db,
                 row.id,
@@ -331,30 +306,6 @@ class EvalRunner:
         return True
 
 
-async def _stays(task: TaskRow, error: TaskFailed) -> None:
-    """Its row stays, or what was deleted would be seen again; the next start tries again."""
-    raise error
-
-
 def _add(sums: dict[str, float], **more: float) -> None:
     for name, value in more.items():
         sums[name] = sums.get(name, 0) + value
-
-
-def _asked(source: Sampled, item: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The body of the request for an item's sample, and what is kept of its messages. Raises GradingFailed."""
-    body = body_of(source, item)
-    return body, _begin_of(body["messages"], _KEPT_BYTES)
-
-
-def _begin_of(messages: Iterable[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    left, kept = most_bytes, list[dict[str, Any]]()
-    for message in messages:
-        if (size := len(orjson.dumps(message))) > left:
-            text = message.get("content")
-            begins = text[: left // 4] if isinstance(text, str) else ""  # a character has up to four bytes
-            kept.append({"role": str(message.get("role", ""))[:64], "content": f"{begins}… (the rest is not kept)"})
-            break
-        kept.append(message)
-        left -= size
-    return kept

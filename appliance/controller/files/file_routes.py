@@ -14,7 +14,7 @@ from appliance.controller.files.storage import FILES
 from appliance.controller.http import views
 from appliance.controller.http.idempotency import may_have_come
 from appliance.controller.http.paging import part
-from appliance.controller.http.strict_json import FORM_BYTES
+from appliance.controller.http.routers import FORM_BYTES
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.ids import new_id
@@ -72,7 +72,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     file_id, announced = new_id("file-"), max(0, int(request.headers.get("content-length", 0)) - FORM_BYTES)
     context.quotas.disk.check(announced)
     if not may_have_come(request):
-        context.quotas.check_file(caller, announced)  # before all of it has arrived
+        context.quotas.check(caller, "files", announced)  # before all of it has arrived
     with storage.growing(context, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
         row = await storage.described(
@@ -87,7 +87,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
         )
 
         def make() -> FileRow:
-            context.quotas.check_file(caller, row.bytes)
+            context.quotas.check(caller, "files", row.bytes)
             storage.keep(context, row, incoming)
             return row
 

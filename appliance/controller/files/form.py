@@ -7,7 +7,6 @@ crash leaves.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -18,7 +17,7 @@ from anyio import to_thread
 from fastapi import Request
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from appliance.controller.access.disk import insufficient_storage
+from appliance.controller.access.disk import disk_may_be_full
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, shown
 
 INCOMING_PREFIX = ".incoming-"
@@ -84,7 +83,7 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
         )
     parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES)
     try:
-        with _Hashed(target, limit_bytes) as parser.target:
+        with disk_may_be_full(), _Hashed(target, limit_bytes) as parser.target:
             form = await parser.parse()
             await to_thread.run_sync(parser.target.finish)
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
@@ -93,16 +92,10 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
             raise BadRequest(f"Missing required parameter: '{part}'.", param=part, code="missing_required_parameter")
         filename = checked_filename(files[part].filename or "", part)
         return Upload(filename, parser.target.size, parser.target.sha256.hexdigest(), fields)
-    except MultiPartException as error:
+    except BaseException as error:
         target.unlink(missing_ok=True)
-        raise BadRequest(f"The multipart body is malformed: {error.message}", code="invalid_multipart") from error
-    except OSError as error:
-        target.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise insufficient_storage("The disk of the box is full") from error
-        raise
-    except BaseException:
-        target.unlink(missing_ok=True)
+        if isinstance(error, MultiPartException):
+            raise BadRequest(f"The multipart body is malformed: {error.message}", code="invalid_multipart") from error
         raise
 
 

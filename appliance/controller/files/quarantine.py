@@ -24,16 +24,36 @@ log = logging.getLogger(__name__)
 
 def sweep(context: ControllerContext) -> None:
     """Call at start, before anything is written."""
-    aside = Quarantine(context.files_dir.parent)
-    _files(context, aside)
-    _uploads(context, aside)
-    _batches(context, aside)
+    db, aside = context.db, Quarantine(context.files_dir.parent)
+    known, pending = files.ids(db), uploads.pending_ids(db)
+    unfinished = {row.id for row in batches.list_unfinished(db)}
+    for mark in list(context.files_dir.glob(f"{LEAVING_PREFIX}*")):
+        if (name := mark.name.removeprefix(LEAVING_PREFIX)) not in known:
+            (context.files_dir / name).unlink(missing_ok=True)
+        mark.unlink()
+    aside.sort(context.files_dir, known.__contains__)
+    aside.sort(context.uploads_dir, pending.__contains__, lambda name: uploads.find(db, name, viewer=None) is not None)
+    for upload_id in pending:
+        aside.sort(context.uploads_dir / upload_id, uploads.sizes(db, upload_id).__contains__)
+    aside.sort(
+        context.batches_dir,
+        lambda name: _batch_of(name) in unfinished,
+        lambda name: batches.find(db, _batch_of(name), viewer=None) is not None,
+    )
     if aside.moved:
         log.warning(
             "%d files or uploads are in no row of the database and were moved to %s: `appliance doctor` has what to do",
             aside.moved,
             aside.today,
         )
+
+
+def _batch_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _nothing(name: str) -> bool:
+    return False
 
 
 class Quarantine:
@@ -65,51 +85,17 @@ class Quarantine:
                 path.rename(folder / path.name)
                 log.info("%s is named by a row again, and is back in %s", path.name, folder)
 
-
-def _files(context: ControllerContext, aside: Quarantine) -> None:
-    folder, known = context.files_dir, files.ids(context.db)
-    aside.give_back(folder, known.__contains__)
-    for mark in list(folder.glob(f"{LEAVING_PREFIX}*")):
-        if (name := mark.name.removeprefix(LEAVING_PREFIX)) not in known:
-            (folder / name).unlink(missing_ok=True)
-        mark.unlink()
-    for entry in list(folder.iterdir()):
-        if entry.name.startswith(INCOMING_PREFIX):
-            entry.unlink()
-        elif entry.name not in known:
-            aside.take(entry)
-
-
-def _uploads(context: ControllerContext, aside: Quarantine) -> None:
-    folder, pending = context.uploads_dir, uploads.pending_ids(context.db)
-    aside.give_back(folder, pending.__contains__)
-    for upload in list(folder.iterdir()):
-        if upload.name in pending:
-            parts = uploads.sizes(context.db, upload.name)
-            aside.give_back(upload, parts.__contains__)
-            for part in list(upload.iterdir()):
-                if part.name.startswith(INCOMING_PREFIX):
-                    part.unlink()
-                elif part.name not in parts:
-                    aside.take(part)
-        elif uploads.find(context.db, upload.name, viewer=None) is not None:  # it has ended
-            shutil.rmtree(upload)
-        else:
-            aside.take(upload)
-
-
-def _batches(context: ControllerContext, aside: Quarantine) -> None:
-    folder, unfinished = context.batches_dir, {row.id for row in batches.list_unfinished(context.db)}
-    aside.give_back(folder, lambda name: _batch_of(name) in unfinished)
-    for entry in list(folder.iterdir()):
-        batch_id = _batch_of(entry.name)
-        if batch_id in unfinished:
-            continue
-        if batches.find(context.db, batch_id, viewer=None) is not None:  # it has ended, and its answers are in files
-            entry.unlink()
-        else:
-            aside.take(entry)
-
-
-def _batch_of(name: str) -> str:
-    return name.partition(".")[0]
+    def sort(self, folder: Path, is_named: Callable[[str], bool], has_ended: Callable[[str], bool] = _nothing) -> None:
+        """Bring back and keep what a row names, delete what was half written or has ended, take the rest aside."""
+        if not folder.is_dir():
+            return
+        self.give_back(folder, is_named)
+        for entry in list(folder.iterdir()):
+            name = entry.name
+            if name.startswith(INCOMING_PREFIX) or (not is_named(name) and has_ended(name)):
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+            elif not is_named(name):
+                self.take(entry)

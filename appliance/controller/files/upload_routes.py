@@ -7,7 +7,6 @@ which then behaves like one of `/v1/files`; until then the disk holds both.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -22,7 +21,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
-from appliance.controller.access.disk import insufficient_storage
+from appliance.controller.access.disk import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form
 from appliance.controller.files import storage as files
@@ -239,19 +238,15 @@ def _check_chosen(row: UploadRow, body: UploadComplete, known: dict[str, int]) -
 def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
     """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return."""
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    try:
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as out:
-            for part_id in part_ids:
-                with open(folder / part_id, "rb", buffering=0) as part:
-                    while piece := part.read(_COPY_BYTES):
-                        sha256.update(piece)
-                        md5.update(piece)
-                        out.write(piece)
-            os.fsync(out.fileno())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise insufficient_storage("The disk of the box is full") from error
-        raise
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
+        for part_id in part_ids:
+            with open(folder / part_id, "rb", buffering=0) as part:
+                while piece := part.read(_COPY_BYTES):
+                    sha256.update(piece)
+                    md5.update(piece)
+                    out.write(piece)
+        os.fsync(out.fileno())
     return sha256.hexdigest(), md5.hexdigest()
 
 

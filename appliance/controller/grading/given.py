@@ -17,11 +17,10 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 from serve.forms.keywords import unenforced_in_tools
-from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
-from train.graders.host import ForkBroke, WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
+from train.graders.worker import refusal
 
 MAX_DEPTH = 128
 """Levels of nesting in an item: it is written and read by recursion."""
@@ -45,7 +44,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
     models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
-        if isinstance(leaf, Python) and (why := sandbox.refusal()):
+        if isinstance(leaf, Python) and (why := refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
             if leaf.model not in models:

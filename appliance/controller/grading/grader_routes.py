@@ -22,8 +22,7 @@ from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
-from train.graders.host import WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
 from weights.format.foreign_json import is_deeper
 
@@ -49,7 +48,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         await check_code(hosts, grader, caller, "grader")
-        return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
+        return {"grader": grader.as_given()}
 
     @router.post("/run")
     async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:

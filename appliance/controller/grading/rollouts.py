@@ -13,8 +13,7 @@ from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from train.graders.graders import parse
 from train.graders.grading import Graded, ModelAnswer
-from train.graders.host import WorkerBroke
-from train.graders.hosts import GraderHosts
+from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 
 MOST_REWARD = 1e9

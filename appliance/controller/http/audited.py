@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -23,9 +24,7 @@ from appliance.store.errors import UnknownCursor
 # Errors of a request that has changed nothing; so has a client that disconnects during its body.
 _REFUSALS = (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PARSED_BYTES = 256 * 1024
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
-_UNAUDITED = set[Any]()
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
@@ -49,12 +48,12 @@ class Audit:
 
 def unaudited(endpoint: Endpoint) -> Endpoint:
     """A route that leaves no audit row. Say why."""
-    _UNAUDITED.add(endpoint)
+    endpoint.unaudited = True  # type: ignore[attr-defined]
     return endpoint
 
 
 def is_unaudited(endpoint: Callable[..., Any]) -> bool:
-    return endpoint in _UNAUDITED
+    return hasattr(endpoint, "unaudited")
 
 
 def audited(
@@ -97,11 +96,6 @@ def _record(request: Request, action: str, answer: dict[str, Any], **detail: Any
 
 def _answer(response: Response) -> dict[str, Any]:
     """A JSON object; empty for other answers."""
-    body = getattr(response, "body", b"")
-    if not body or len(body) > _PARSED_BYTES:
-        return {}
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
+    is_json = response.headers.get("content-type") == "application/json" and not isinstance(response, StreamingResponse)
+    found = orjson.loads(response.body) if is_json else None
     return found if isinstance(found, dict) else {}

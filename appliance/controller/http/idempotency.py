@@ -5,8 +5,7 @@ an Idempotency-Key decides if there is one; otherwise a retry finds the newest r
 same body within a time window, and a first attempt always makes a new one.
 
 Every POST that makes something goes through `once`, and so does every POST that would change something a second time
-(a model goes back one version): what the latter makes is a Deed. A test lists the POSTs that need neither, with the
-reason; a route that nobody has judged fails it.
+(a model goes back one version): what the latter makes is a Deed.
 """
 
 from __future__ import annotations
@@ -146,11 +145,6 @@ class Carried(Attempt[Deed]):
     def __init__(self, request: Request, caller: Principal, route: str, body: Any) -> None:
         super().__init__(request, caller, route, body, Deed)
         self._deed: Deed | None = None
-
-    def done(self) -> dict[str, Any] | None:
-        """What an earlier attempt has changed, as `earlier` says."""
-        deed = self.earlier()
-        return None if deed is None else deed.told
 
     def before(self, make: Callable[[], Deed]) -> dict[str, Any] | None:
         """What an earlier attempt has changed. None: there was none, and this one is to do what `make` says. Ask while

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.errors import Unauthorized
-from appliance.controller.interfaces.identity import BOX, Identity
+from appliance.controller.interfaces.principal import BOX, Identity
 from runtime.logs import REQUEST_ID
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"

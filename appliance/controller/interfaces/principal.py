@@ -1,22 +1,37 @@
-"""The caller of a request, as identified by the listener that accepted it (peers.py)."""
+"""The sender and the caller of a request, as identified by the listener that accepted it (peers.py)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from appliance.controller.interfaces.errors import Forbidden, KeyRevoked, SessionEnded, Unauthorized
-from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from appliance.store.database import Database
 from appliance.store.records import keys, page_sessions
 
+ADMIN, GATEWAY = "admin", "gateway"
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
 _SCRAPE, _USAGE, _ME, _PLAN = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me", "/admin/v1/plan"
 SESSIONS = "/admin/v1/sessions"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """key_id None: the box itself. A gateway acting for itself has GATEWAY as its key's id and as its only scope.
+    session: the login of the page by which the key's owner came, None: by the key. secret: SHA-256 of that, as the
+    gateway knew it; None: it was not said."""
+
+    key_id: str | None
+    scopes: frozenset[str]
+    session: str | None = None
+    secret: str | None = None
+
+
+BOX = Identity(None, frozenset({ADMIN}))
 
 
 def allow(scopes: Collection[str], *needed: str) -> bool:
@@ -49,6 +64,10 @@ class Principal:
     def viewer(self) -> str | None:
         """For the store's `viewer`: the request sees only this owner's objects; None for an admin, who sees all."""
         return None if self.is_admin else self.owner
+
+    def seeing_all(self) -> Principal:
+        """For objects of which every operator sees that they exist."""
+        return replace(self, scopes=frozenset({ADMIN}))
 
     @property
     def is_gateway(self) -> bool:

@@ -43,7 +43,7 @@ def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
 
     held = sum(copied(context, other, bytes_of) for other in jobs.data_of_unfinished(context.db, row.owner))
     own = JobData(row.id, row.phase, row.training_file, row.validation_file)
-    context.quotas.check_job_data(caller, held, copied(context, own, bytes_of))
+    context.quotas.check(caller, "job_data", copied(context, own, bytes_of), used=(0, held))
 
 
 def copied(context: ControllerContext, row: JobData, bytes_of: Callable[[str], int]) -> int:
@@ -91,7 +91,7 @@ class EqualRows(NamedTuple):
         return found
 
 
-def compare_rows(training: Path, validation: Path | None) -> EqualRows:
+def compare_rows(training: Path, validation: Path | None = None) -> EqualRows:
     """Read both files. Raises OSError."""
     hashes = list(_hashes(training))
     trained = set(hashes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.models.node_sizes import NodeSizes
@@ -10,15 +11,13 @@ from appliance.store.rows import JobRow
 from train.plan import auto
 
 
-class Wished(Protocol):
-    """What was asked of devices: a JobRow, or a plan for one."""
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The devices that a request asks for, as a JobRow has them."""
 
-    @property
-    def min_devices(self) -> int | None: ...
-    @property
-    def max_devices(self) -> int | None: ...
-    @property
-    def asked_sizes(self) -> list[int] | None: ...
+    min_devices: int | None = None
+    max_devices: int | None = None
+    asked_sizes: list[int] | None = None
 
 
 def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
@@ -55,7 +54,7 @@ def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: No
         )
 
 
-def sizes(row: Wished, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
+def sizes(row: Wish | JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
     """(sizes that divide the work of a step, the requested ones among them; [] if there is none)."""
     least = row.min_devices or 1
     most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
@@ -65,7 +64,7 @@ def sizes(row: Wished, resolved: dict[str, Any], device_count: int) -> tuple[lis
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
 
 
-def check_sizes(row: Wished, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
+def check_sizes(row: Wish | JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
     """The requested sizes that divide the work of a step, including those that only a node yet to join could provide.
     Raises BadRequest when there is none, or none for the known nodes."""
     by_batch, fitting = sizes(row, resolved, nodes.largest)

@@ -13,7 +13,6 @@ import io
 import logging
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from train.plan.verdict import Verdict
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
+_OF_STEP = ("epoch", "loss", "grad_norm", "learning_rate", "tokens_per_s", "devices", "rank_seconds")
 _OF_TRAINING = ("loss", "mean_token_accuracy")
 """Called "train_…" in a step's event, as OpenAI does."""
 _OF_VALIDATION = ("loss", "mean_token_accuracy", "mean_reward")
@@ -42,9 +42,16 @@ EQUAL_STEPS = 8
 
 
 def add_message(
-    db: Database, job_id: str, text: str, *, level: Level = "info", data: dict[str, Any] | None = None
+    db: Database,
+    job_id: str,
+    text: str,
+    *,
+    level: Level = "info",
+    data: dict[str, Any] | None = None,
+    kind: Literal["message", "metrics"] = "message",
 ) -> None:
-    _add_event(db, job_id, "message", text, level, data)
+    row = JobEventRow(new_id("ftevent-"), job_id, level, kind, text, time.time(), data)
+    job_records.insert_event(db, row)
 
 
 def fail(db: Database, job_id: str, code: str, message: str, param: str | None = None) -> None:
@@ -54,17 +61,17 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
 
 
-def activate(db: Database, row: JobRow, version: str) -> bool:
+def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
     """Let a job's version answer, and have its model served, if the job may do that (`stable_names.answers_at_once`).
     Returns whether it did."""
     if not stable_names.answers_at_once(db, row, version):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
-    answer_with(db, row.output_model, version)
+    serve_version(db, row.output_model, version)
     return True
 
 
-def answer_with(db: Database, model: str, version: str) -> None:
+def serve_version(db: Database, model: str, version: str) -> None:
     """Let a version answer, and have its model served."""
     models.activate(db, model, version)
     if deployments.find(db, model) is None:
@@ -76,13 +83,10 @@ class JobEvents:
 
     def __init__(self, db: Database, files_dir: Path, organization: str):
         self._db, self._files_dir, self._organization = db, files_dir, organization
-        self._tables: dict[str, results.Result] = {}  # of jobs about to succeed
-        self._verdicts: dict[str, Verdict] = {}
+        self._ends: dict[str, tuple[results.Result, Verdict]] = {}  # of jobs about to succeed
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
-            "anomaly": self._anomaly,
-            "straggler": self._straggler,
             "published": self._published,
             "profiled": self._profiled,
             "snapshot": self._snapshot,
@@ -91,9 +95,8 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" |
-        "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an
-        unknown job; logs and skips events of other kinds."""
+        """One event of `train.control.group`, of a kind that has a handler. Raises RowNotFound for an unknown job; logs
+        and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -145,12 +148,11 @@ class JobEvents:
         judged = await asyncio.to_thread(_judge, self._db, row)
         made = await asyncio.to_thread(results.write, self._files_dir, table)
         self._forget_end(job_id)
-        self._tables[job_id], self._verdicts[job_id] = made, judged
+        self._ends[job_id] = made, judged
 
     def _forget_end(self, job_id: str) -> None:
-        self._verdicts.pop(job_id, None)
-        if (made := self._tables.pop(job_id, None)) is not None:
-            made.forget()
+        if job_id in self._ends:
+            self._ends.pop(job_id)[0].forget()
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model; the step metrics become a result file."""
@@ -169,7 +171,7 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            judged = self._verdicts.get(job_id) or _judge(db, row)
+            judged = self._ends[job_id][1] if job_id in self._ends else _judge(db, row)
             jobs.update(db, job_id, verdict=judged._asdict())
             if judged.code == "no_signal":
                 jobs.update(db, job_id, result_files=self._result_files(row))
@@ -194,7 +196,8 @@ class JobEvents:
         reach the scheduler's loop, which would end the job again in each round and plan nothing."""
         db = self._db
         try:
-            table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row))
+            known = self._ends.get(row.id)
+            table = known[0] if known else results.write(self._files_dir, _metrics_table(db, row))
             return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
@@ -206,7 +209,7 @@ class JobEvents:
         """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
         db, name = self._db, row.output_model
         before = model.active_version if (model := models.find(db, name)) is not None else None
-        activated = activate(db, row, version)
+        activated = serve_if_allowed(db, row, version)
         if not row.stable_name:
             return f"New fine-tuned model created: {name}"
         if row.gate is not None:
@@ -247,14 +250,8 @@ class JobEvents:
                 # Not when it is read: steps of a time without a controller are read all at once, and a job then said
                 # that it has 90 ms left. Ranks of an older release do not tell.
                 created_s=time.time() if at_s is None else float(at_s),
-                epoch=event.get("epoch"),
-                loss=event.get("loss"),
-                grad_norm=event.get("grad_norm"),
-                learning_rate=event.get("learning_rate"),
-                tokens_per_s=event.get("tokens_per_s"),
-                devices=event.get("devices"),
-                rank_seconds=event.get("rank_seconds"),
                 measured=_measured(row, event, "train_"),
+                **{name: event.get(name) for name in _OF_STEP},
             ),
         )
         total = event.get("total_steps") or row.total_steps
@@ -274,7 +271,7 @@ class JobEvents:
         text = f"Step {step}/{total}: {measured}"
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
-        _add_event(db, row.id, "metrics", text, "info", data)
+        add_message(db, row.id, text, data=data, kind="metrics")
         self._warn_of_equal_rewards(row)
 
     def _warn_of_equal_rewards(self, row: JobRow) -> None:
@@ -306,49 +303,12 @@ class JobEvents:
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
-        _add_event(db, row.id, "metrics", text, "info", data)
-
-    def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Reports a loss that jumped or is no number, and does or remembers what the job chose for that. A lower rate
-        holds from here on in every world; a job that goes back uses it from the snapshot."""
-        action, text = str(event["action"]), str(event["text"])
-        cuts = [int(step) for step in event.get("cuts") or ()]
-        if action == "rollback":
-            if event.get("back_to") is not None:  # not the newest, which is broken too
-                jobs.update(self._db, row.id, snapshot=(snapshot := {**(row.snapshot or {}), **event["back_to"]}))
-                row = replace(row, snapshot=snapshot)
-            cuts.append((row.snapshot or {}).get("step", 0))
-        if action in ("rollback", "lower_rate") and row.resolved is not None:
-            jobs.update(self._db, row.id, resolved={**row.resolved, "rate_cuts": cuts})
-        if action == "pause" and row.wanted == "run":
-            jobs.set_wanted(self._db, row.id, "pause")
-            jobs.update(self._db, row.id, reason=f"{text}; `appliance job resume` goes on from the last snapshot.")
-        known = ("event", "text", "job")
-        data = {"anomaly": {key: value for key, value in event.items() if key not in known} | {"cuts": cuts}}
-        add_message(self._db, row.id, f"{text[0].upper()}{text[1:]}.", level="warn", data=data)
-
-    def _straggler(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Names the device that the others wait for. Ranks are in the order of the job's devices."""
-        rank, seconds, usual_s = int(event["rank"]), float(event["seconds"]), float(event["usual_s"])
-        device = row.devices[rank] if rank < len(row.devices) else None
-        who = f"Rank {rank} on {device}" if device else f"Rank {rank}"
-        text = (
-            f"{who} holds up the others: it computes {seconds:.3g} s of a step by itself, they {usual_s:.3g} s. "
-            "`appliance gpu list` and `appliance doctor` say what is known of its device"
-        )
-        straggler = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
-        add_message(self._db, row.id, text, level="warn", data={"straggler": straggler})
+        add_message(db, row.id, text, data=data, kind="metrics")
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {
-            "step": step,
-            "epoch": event.get("epoch"),
-            "job_id": row.id,
-            "seconds": event.get("seconds"),
-            "stall_s": event.get("stall_s"),
-        }
+        meta = {"step": step, "job_id": row.id, **{name: event.get(name) for name in ("epoch", "seconds")}}
         publish = (row.resolved or {}).get("publish")
         if publish == "checkpoints":
             meta["of_epoch"] = True  # until it is the job's result
@@ -359,18 +319,9 @@ class JobEvents:
         if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
             meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
         if models.find_version(db, row.output_model, version) is None:
-            models.insert_version(
-                db,
-                VersionRow(
-                    model=row.output_model,
-                    version=version,
-                    source=f"job {row.id}",
-                    bytes=int(event["bytes"]),
-                    shm_path=str(event["path"]),
-                    created_s=time.time(),
-                    meta=meta,
-                ),
-            )
+            source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
+            new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
+            models.insert_version(db, new)
             if publish != "epoch" or not stable_names.answers_at_once(db, row, version):
                 # Also epochs before the last, and those of a job that does not reach its end.
                 models.update_version(db, row.output_model, version, held_back=1)
@@ -384,19 +335,10 @@ class JobEvents:
                 )
         name = checkpoint_name(row, step)
         if job_records.find_checkpoint(db, name) is None:
-            job_records.insert_checkpoint(
-                db,
-                CheckpointRow(
-                    id=new_id("ftckpt_"),
-                    job_id=row.id,
-                    name=name,
-                    model=row.output_model,
-                    version=version,
-                    step=step,
-                    metrics=self._measured_at(row.id, step),
-                    created_s=time.time(),
-                ),
-            )
+            metrics = self._measured_at(row.id, step)
+            checkpoint_id, now_s = new_id("ftckpt_"), time.time()
+            checkpoint = CheckpointRow(checkpoint_id, row.id, name, row.output_model, version, step, now_s, metrics)
+            job_records.insert_checkpoint(db, checkpoint)
             add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
@@ -457,13 +399,12 @@ class JobEvents:
             "step": step,
             "path": str(event["path"]),
             "written": written,
-            "stall_s": before.get("stall_s", 0.0) + (float(event.get("stall_s") or 0.0) if new else 0.0),
             "told_s": now_s if tells else told_s,
             "told": written if tells else before.get("told", 0),
         }
         jobs.update(self._db, row.id, snapshot=snapshot)
         if tells:
-            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")} | {"written": written}
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds")} | {"written": written}
             others = written - before.get("told", 0) - 1
             more = f" ({others} other{'s' if others > 1 else ''} since the last one shown)" if others else ""
             add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}{more}", data=data)
@@ -493,32 +434,13 @@ class JobEvents:
 
 
 def _written(event: dict[str, Any]) -> str:
-    """Cost of the write: bytes, seconds from begin to commit, and how long training was blocked."""
-    nbytes, seconds, stall_s = (event.get(key) for key in ("bytes", "seconds", "stall_s"))
-    if None in (nbytes, seconds, stall_s):
-        return ""
-    return f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s, training stood still for {1000 * stall_s:.0f} ms of them"
+    """Cost of the write: bytes, and the seconds that training stood still for it."""
+    nbytes, seconds = event.get("bytes"), event.get("seconds")
+    return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
 def _shown(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"
-
-
-def _add_event(
-    db: Database, job_id: str, kind: Literal["message", "metrics"], text: str, level: Level, data: dict[str, Any] | None
-) -> None:
-    job_records.insert_event(
-        db,
-        JobEventRow(
-            id=new_id("ftevent-"),
-            job_id=job_id,
-            level=level,
-            type=kind,
-            message=text,
-            created_s=time.time(),
-            data=data,
-        ),
-    )
 
 
 def _step(row: JobMetricRow) -> verdict.Step:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import absent_model, base_for
+from appliance.controller.access.model_access import unknown_model, usable_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
@@ -20,10 +20,10 @@ from appliance.controller.http.audited import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
-from appliance.controller.jobs import settings
-from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.jobs import devices, settings
 from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
+from appliance.controller.jobs.settings import box_facts, shape_of
 from appliance.controller.models import capacity
 from appliance.store.objects import job_records
 from runtime.devices.published import accelerator_called
@@ -77,7 +77,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     base = resolve(context.db, body.model)
     if base is None:
-        raise absent_model(body.model)
+        raise unknown_model(body.model)
     size = partial(context.sizes.size, base.model, base.version)
     verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
     return {
@@ -91,12 +91,12 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base = base_for(context.db, caller, body.model)
+    base = usable_model(context.db, caller, body.model)
     method = METHODS[body.method]
     dataset = typical(body.examples, method)
     if body.training_file is not None:
         dataset = await _counted(context, base, body.training_file, method, caller)
-    wish = settings.Wish(max_devices=body.devices)
+    wish = devices.Wish(max_devices=body.devices)
     try:
         chosen = settings.choose_on_box(context, base, method, body.hyperparameters, dataset, wish)
     except InvalidHyperparameter as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.devices.energy_views import J_PER_KWH
+from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import settings
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
@@ -226,7 +227,7 @@ def plan_imagined(
     how = method_of(method)
     dataset = typical(examples, how)
     try:
-        chosen = settings.choose(how, given, dataset, stats, settings.Wish(), devices)
+        chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), devices)
     except InvalidHyperparameter as error:
         raise BadShape(str(error)) from error
     verdict = settings.verdict(imagined.shape, chosen, box, how)

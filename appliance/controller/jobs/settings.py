@@ -13,11 +13,12 @@ from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import devices
-from appliance.controller.jobs.fit import box_facts, shape_of
 from appliance.controller.models import capacity, node_sizes
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import models
+from appliance.store.rows import JobRow
 from runtime.devices.kinds import HOST, kind_of
+from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
 from train.methods.method import Method
 from train.plan import auto
@@ -25,6 +26,7 @@ from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 from weights.checkpoint.errors import CheckpointRefused
 from weights.format.errors import VersionNotFound
+from weights.format.foreign_json import config_in
 
 DEFAULT_CONTEXT_TOKENS = 2048
 TOKENIZER = "tokenizer.json"
@@ -45,13 +47,30 @@ class Settings:
     sizes: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """The devices that a request asks for, as a JobRow has them."""
+def box_facts(context: ControllerContext) -> BoxFacts:
+    now = context.scheduler.status()
+    # Home's devices come first; an engine or a job is on devices of home's kind.
+    devices = [device for device in now["devices"] if device["kind"] == now["devices"][0]["kind"]]
+    nodes = node_sizes.known(context)
+    budget = now["memory"]["budget_bytes"]
+    room = now["memory"].get("room_bytes")
+    return BoxFacts(
+        devices=max(1, len(devices)),
+        node_devices=max(1, nodes.largest),
+        device_kind=devices[0]["kind"] if devices else HOST.name,
+        device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
+        store_budget_bytes=budget,
+        host_memory_bytes=now["memory"].get("host_bytes"),
+        reserve_bytes=now["memory"].get("reserve_bytes"),
+        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
+        store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
+    )
 
-    min_devices: int | None = None
-    max_devices: int | None = None
-    asked_sizes: list[int] | None = None
+
+def shape_of(base: Resolved) -> ModelShape:
+    """From the version's config.json; if the model's files are not available, only the number of parameters counts."""
+    config = config_in(base.version.disk_path, base.version.shm_path)
+    return ModelShape(base.model.params) if config is None else ModelShape.from_config(config, base.model.params)
 
 
 def of_model(context: ControllerContext, base: Resolved) -> auto.ModelStats:
@@ -96,7 +115,7 @@ def choose(
     given: dict[str, Any],
     dataset: auto.DatasetStats,
     model: auto.ModelStats,
-    wish: devices.Wished,
+    wish: devices.Wish | JobRow,
     device_count: int,
 ) -> Settings:
     """device_count: of the largest node. Raises train.plan.errors.InvalidHyperparameter."""
@@ -158,7 +177,7 @@ def choose_on_box(
     method: Method,
     given: dict[str, Any],
     dataset: auto.DatasetStats,
-    wish: devices.Wished,
+    wish: devices.Wish | JobRow,
 ) -> Settings:
     """As `choose`, on this box."""
     device_count = max(1, node_sizes.known(context).largest)

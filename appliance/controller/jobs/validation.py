@@ -33,8 +33,6 @@ from train.plan.errors import InvalidHyperparameter
 from weights.checkpoint.errors import CheckpointRefused
 
 TELL_EVERY_S = 30.0
-
-
 VALIDATIONS = "validations"
 
 
@@ -66,9 +64,7 @@ class JobValidation:
         if row is None or row.phase != "validating":
             return
         try:
-            report, messages = await self._validate(row)
-            if self._still_validating(row.id):
-                self._queue(row, report, messages)
+            await self._validate(row)
         except InvalidHyperparameter as error:
             raise TaskFailed("invalid_hyperparameter", str(error), error.param) from error
         except CheckpointRefused as error:
@@ -100,70 +96,72 @@ class JobValidation:
         row = jobs.find(self._context.db, job_id)
         return row is not None and row.phase == "validating"
 
-    async def _validate(self, row: JobRow) -> tuple[DataReport, list[tuple[str, str]]]:
-        """What is in the training file, and (level, message) of events about the files."""
-        context = self._context
-        base = base_of(context.db, row)
-        if base is None:
-            raise _gone(row)
-        if method_of(row.method).judged_by == "teacher":
+    async def _validate(self, row: JobRow) -> None:
+        """Check everything and queue the job. Raises TaskFailed, InvalidHyperparameter, CheckpointRefused, OSError."""
+        context, method = self._context, method_of(row.method)
+        base = self._base(row)
+        if method.judged_by == "teacher":
             await self._check_teacher(row, base)
         await settings.check_opening(context, base)
-        training = self._file(row.training_file)
-        folder = context.jobs_dir / row.id
+        folder, tokenizer = context.jobs_dir / row.id, settings.tokenizer_of(context, base)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tokenizer = settings.tokenizer_of(context, base)
-        report = await self._convert(row, "training_file", training, folder / "train.jsonl", tokenizer)
-        messages = _told(training, report)
-        held_out_report = None
-        if row.validation_file is not None:
-            held_out = self._file(row.validation_file)
-            held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
-            messages += _told(held_out, held_out_report)
-        valid_path = folder / "valid.jsonl" if held_out_report else None
-        compare = partial(data.compare_rows, folder / "train.jsonl", valid_path)
+        messages: list[tuple[str, str]] = []
+        reports: dict[str, DataReport] = {}
+        paths = {"training_file": folder / "train.jsonl", "validation_file": folder / "valid.jsonl"}
+        for param, path in paths.items():
+            if (file_id := getattr(row, param)) is not None:
+                file = self._file(file_id)
+                report = reports[param] = await self._convert(row, param, file, path, tokenizer)
+                for level, texts in (("warn", report.warnings), ("info", report.notes)):
+                    messages += [(level, f"{file.filename}: {text}") for text in texts]
+        compare = partial(data.compare_rows, *(paths[param] for param in reports))
         found = await to_thread.run_sync(compare, limiter=context.file_threads)
         if found.same_files:
             raise TaskFailed("invalid_validation_file", data.SAME_FILES, "validation_file")
         messages += [("warn", text) for text in found.warnings()]
-        await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
-        return report, messages
+        row, training = jobs.get(context.db, row.id), reports["training_file"]  # an operator may have changed the row
+        dataset = settings.dataset_of(training)
+        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, dataset, row)
+        if tokenizer is not None and method.cut_refuses:
+            most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
+            await self._check_cut(row, tokenizer, most, reports)
+        if self._still_validating(row.id):
+            self._queue(row, self._base(row), chosen, training, messages)
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
         context, judge = self._context, job_records.find_judge(self._context.db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(context.db, name)
+        ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))
         if teacher is None:
-            raise _cannot_teach(row, f"the teacher {name} was deleted")
-        ours, theirs = (settings.tokenizer_of(context, one) for one in (student, teacher))
-        if ours is None or theirs is None:
-            why = "the files of one of them are neither on disk nor in shared memory any more"
+            why = f"the teacher {name} was deleted"
+        elif ours is None or theirs is None:
+            why = f"the files of {name} or {student.name} are neither on disk nor in shared memory any more"
         else:
             compare = partial(differ_apart, ours / settings.TOKENIZER, theirs / settings.TOKENIZER)
             why = await to_thread.run_sync(compare, limiter=context.file_threads)
+            why = why and f"{name} cannot teach {student.name}: {why}"
         if why:
-            raise _cannot_teach(row, f"{name} cannot teach {student.name}: {why}")
+            raise TaskFailed("invalid_teacher", why, f"method.{row.method}.teacher")
 
-    async def _check_cut(
-        self, row: JobRow, base: Resolved, tokenizer: Path | None, reports: dict[str, DataReport | None]
-    ) -> None:
-        """Refuse, by line, what the ranks would refuse only once they held devices. Raises InvalidData,
-        InvalidHyperparameter."""
-        context, method, training = self._context, method_of(row.method), reports["training_file"]
-        if tokenizer is None or training is None or not method.cut_refuses:
-            return
-        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(training), row)
-        most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
+    async def _check_cut(self, row: JobRow, tokenizer: Path, most: int, reports: dict[str, DataReport]) -> None:
+        """Refuse, by line, what ranks would refuse only once they held devices. most: tokens. Raises InvalidData."""
         for param, report in reports.items():
-            if report is None or (report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES):
+            if report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES:
                 continue
             file = self._file(getattr(row, param))
-            cut = await self._check(
-                row, file, context.files_dir / file.id, method=method, tokenizer=tokenizer, cut_at=most
-            )
+            cut = await self._check(row, file, method=method_of(row.method), tokenizer=tokenizer, cut_at=most)
             if not cut.ok:
                 raise InvalidData(param, file.id, cut, row.id)
+
+    def _base(self, row: JobRow) -> Resolved:
+        """Raises TaskFailed."""
+        base = base_of(self._context.db, row)
+        if base is None:
+            why = f"the model {row.model} was deleted, or is not shared with the job's owner any more"
+            raise _unreadable(why)
+        return base
 
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
@@ -176,15 +174,14 @@ class JobValidation:
         self, row: JobRow, param: str, file: FileRow, target: Path, tokenizer: Path | None
     ) -> DataReport:
         method = method_of(row.method)
-        source = self._context.files_dir / file.id
-        report = await self._check(row, file, source, chat_path=target, method=method, tokenizer=tokenizer)
+        report = await self._check(row, file, chat_path=target, method=method, tokenizer=tokenizer)
         if report.ok and (reason := method.refuses(report.shape)) is not None:
             report.add_error(1, reason)
         if not report.ok:
             raise InvalidData(param, file.id, report, row.id)
         return report
 
-    async def _check(self, row: JobRow, file: FileRow, source: Path, **how: Any) -> DataReport:
+    async def _check(self, row: JobRow, file: FileRow, **how: Any) -> DataReport:
         """`storage.checked`, which meanwhile reports its progress in the job's events."""
         far = ""
 
@@ -192,6 +189,7 @@ class JobValidation:
             nonlocal far
             far = f": {examples:,} examples so far, {100 * share:.0f} % of the file"
 
+        source = self._context.files_dir / file.id
         checking = asyncio.ensure_future(storage.checked(self._context, source, heard=heard, **how))
         try:
             while not (await asyncio.wait([checking], timeout=TELL_EVERY_S))[0]:
@@ -201,14 +199,16 @@ class JobValidation:
         finally:
             checking.cancel()
 
-    def _queue(self, row: JobRow, report: DataReport, messages: list[tuple[str, str]]) -> None:
+    def _queue(
+        self,
+        row: JobRow,
+        base: Resolved,
+        chosen: settings.Settings,
+        report: DataReport,
+        messages: list[tuple[str, str]],
+    ) -> None:
         """Raises TaskFailed."""
-        context, db = self._context, self._context.db
-        row, method = jobs.get(db, row.id), method_of(row.method)  # a user may have changed it in the meantime
-        base = base_of(context.db, row)
-        if base is None:
-            raise _gone(row)
-        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(report), row)
+        context, db, method = self._context, self._context.db, method_of(row.method)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
@@ -218,32 +218,18 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
         dataset = settings.dataset_of(report)
-        odd = settings.cut_examples(method, dataset, chosen.resolved)
-        odd += settings.high_rate(context, base, method, row.hyperparameters, dataset, chosen.resolved)
-        sizes, messages = list(verdict.sizes), [*messages, *(("warn", text) for text in (*verdict.warnings, *odd))]
+        warnings = [*verdict.warnings, *settings.cut_examples(method, dataset, chosen.resolved)]
+        warnings += settings.high_rate(context, base, method, row.hyperparameters, dataset, chosen.resolved)
         with db.transaction():
-            for level, text in messages:
+            for level, text in [*messages, *(("warn", text) for text in warnings)]:
                 add_message(db, row.id, text, level=level)
             examples = report.n_examples
             add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")
-            jobs.update(db, row.id, resolved=resolved, allowed_sizes=sizes)
+            # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
+            jobs.update(db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes))
             jobs.set_phase(db, row.id, "queued", reason="waiting for devices")
-
-
-def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
-    by_level = (("warn", report.warnings), ("info", report.notes))
-    return [(level, f"{file.filename}: {text}") for level, texts in by_level for text in texts]
 
 
 def _unreadable(why: object) -> TaskFailed:
     return TaskFailed("file_unreadable", f"The data of the job could not be read: {why}", "training_file")
-
-
-def _gone(row: JobRow) -> TaskFailed:
-    return _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
-
-
-def _cannot_teach(row: JobRow, why: str) -> TaskFailed:
-    return TaskFailed("invalid_teacher", why, f"method.{row.method}.teacher")

@@ -9,6 +9,7 @@ from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.controller.jobs import claims
 from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.errors import IllegalTransition
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, JobWanted
@@ -70,5 +71,7 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
             param="fine_tune_id",
             code="invalid_job_state",
         ) from error
+    if wanted == "cancel":
+        context.tasks.restart(VALIDATIONS, job_id)  # frees its slot
     context.scheduler.nudge(f"{verb} of {job_id}")
     return after

@@ -16,7 +16,6 @@ from appliance.controller.access.model_access import caller_of, no_version, stor
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models.activation import Activations
@@ -110,89 +109,38 @@ class Canaries:
         record(self._context, caller, "model.canary", row.model, **settings)
 
     async def promote(
-        self,
-        model: str,
-        caller: Principal,
-        reason: str = "asked for",
-        *,
-        carried: Carried | None = None,
-        judged: CanaryRow | None = None,
+        self, model: str, caller: Principal, reason: str = "asked for", *, judged: CanaryRow | None = None
     ) -> dict[str, Any]:
-        """Make the canary the active version. carried: the request, which may have come before. judged: the canary that
-        is meant, if only that: another may have begun by the time that this has its turn. Raises Conflict if there is
-        none, or if the swap failed; it then stays a canary."""
+        """Make the canary the active version. A request that comes again is told what the first has changed. judged:
+        the canary that is meant, if only that: another may have begun by the time that this has its turn. Raises
+        Conflict if there is none, or if the swap failed; it then stays a canary."""
         async with self._activations.lock(model):
-            before = self._active(model)
-            if carried is not None and (deed := carried.before(lambda: self._promotion(model))) is not None:
-                record(self._context, caller, "model.promote", model, before=deed["from"], to=deed["to"], repeated=True)
-                return deed
+            found, last = stored_model(self._context.db, model), canaries.find(self._context.db, model)
+            if last is not None and last.state == "promoted" and last.version == found.active_version:
+                return {"model": model, "from": last.before, "to": last.version, "swap": {}}
             row = self._running(model, judged)
-            found = replace(stored_model(self._context.db, model), active_version=before)
             compared = self.compared(row)
-            undone = carried.came_to_nothing if carried is not None else None
             try:
-                why = f"{row.name} is promoted: {reason}"
-                measured = await self._activations.switch(found, row.version, why, undone)
+                measured = await self._activations.switch(found, row.version, f"{row.name} is promoted: {reason}")
             except SwapFailed as error:
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
                 )
                 raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
             self._end(row, "promoted", reason, compared)
-            record(
-                self._context,
-                caller,
-                "model.promote",
-                model,
-                before=found.active_version,
-                to=row.version,
-                reason=reason,
-            )
-            return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
-
-    def _active(self, model: str) -> str | None:
-        found = models.find(self._context.db, model)
-        return found.active_version if found is not None else None
-
-    def _promotion(self, model: str) -> Deed:
-        """Activates the version with the deed: a crash between the two would tell the next attempt that it was done."""
-        row, before = self._running(model), stored_model(self._context.db, model).active_version
-        models.activate(self._context.db, model, row.version)
-        return Deed.of(model=model, **{"from": before, "to": row.version, "swap": {}})
-
-    def _return(self, model: str) -> Deed:
-        row, to = self._running(model), stored_model(self._context.db, model).active_version
-        return Deed.of(model=model, **{"from": row.version, "to": to, "swap": {}})
+            record(self._context, caller, "model.promote", model, before=row.before, to=row.version, reason=reason)
+            return {"model": model, "from": row.before, "to": row.version, "swap": measured}
 
     async def roll_back(
-        self,
-        model: str,
-        caller: Principal,
-        reason: str = "asked for",
-        *,
-        carried: Carried | None = None,
-        judged: CanaryRow | None = None,
+        self, model: str, caller: Principal, reason: str = "asked for", *, judged: CanaryRow | None = None
     ) -> dict[str, Any]:
-        """Send all requests to the previous version again. carried, judged: as `promote` has them. Raises Conflict:
-        there is no canary."""
+        """Send all requests to the previous version again. judged: as `promote` has it. Raises Conflict: there is no
+        canary."""
         async with self._activations.lock(model):
-            if carried is not None and (deed := carried.before(lambda: self._return(model))) is not None:
-                record(
-                    self._context, caller, "model.rollback", model, before=deed["from"], to=deed["to"], repeated=True
-                )
-                return deed
-            row, found = self._running(model, judged), stored_model(self._context.db, model)
+            row, to = self._running(model, judged), stored_model(self._context.db, model).active_version
             self._end(row, "rolled_back", reason, self.compared(row))
-            record(
-                self._context,
-                caller,
-                "model.rollback",
-                model,
-                before=row.version,
-                to=found.active_version,
-                reason=reason,
-            )
-            return {"model": model, "from": row.version, "to": found.active_version, "swap": {}}
+            record(self._context, caller, "model.rollback", model, before=row.version, to=to, reason=reason)
+            return {"model": model, "from": row.version, "to": to, "swap": {}}
 
     async def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
         """`message`: what the canary does now, or why it ended, as a sentence."""

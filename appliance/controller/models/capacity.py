@@ -116,15 +116,16 @@ def job(
     problems += _over_budget("The result takes", stored.version, box)
     shown = fitting[-1] if fitting else sizes[-1]
     ranks_bytes = box.ranks_bytes(memory[shown], shown)
-    offload = _Offload(shown * memory[shown].host_bytes, stored.needed, box)
-    problems += offload.problems()
+    offloaded = shown * memory[shown].host_bytes
+    beyond_host = _offload_problems(offloaded, stored.needed, box)
+    problems += beyond_host
     waits = "" if problems else stored.waits()
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
         "devices": shown,
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
-        "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
+        "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
         "host_memory": {
             "ranks_bytes": ranks_bytes,
             "job_bytes": ranks_bytes + stored.needed,
@@ -132,11 +133,10 @@ def job(
         },
         "host": stored.numbers(),
     }
-    instead = tuple(_Milder(shape, fields, sizes, box, method).jobs()) if not fitting or offload.problems() else ()
+    instead = tuple(_Milder(shape, fields, sizes, box, method).jobs()) if not fitting or beyond_host else ()
     if not fitting and not instead:
         problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
-    warnings = (*stored.warnings(), *offload.warnings())
-    return Verdict(not problems, tuple(problems), instead, numbers, waits, warnings, fitting)
+    return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(stored.warnings()), fitting)
 
 
 def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
@@ -195,38 +195,16 @@ class _Stored:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Offload:
-    """Host memory that all ranks of a job offload to, besides the job's `stored_bytes` in the store, which is also host
+def _offload_problems(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[str]:
+    """host_bytes: that all ranks of a job offload to, besides the job's `stored_bytes` in the store, which is also host
     memory. On logical CPU devices, device memory is host memory and counts there."""
-
-    bytes: int
-    stored_bytes: int
-    box: BoxFacts
-
-    def problems(self) -> list[str]:
-        left = self._left(self.stored_bytes)
-        if left is None or self.bytes <= left:
-            return []
-        return [
-            f"Offloading takes {gb(self.bytes)} of host memory; the host has {gb(self.box.host_memory_bytes or 0)}, of "
-            f"which the job's own result and snapshot take {gb(self.stored_bytes)}."
-        ]
-
-    def warnings(self) -> list[str]:
-        left = self._left(self.box.store_budget_bytes or 0)
-        if left is None or self.bytes <= left or self.problems():
-            return []
-        return [
-            f"Offloading takes {gb(self.bytes)} of host memory; {gb(max(0, left))} are left when shared memory is full "
-            f"(weights.budget_bytes, {gb(self.box.store_budget_bytes or 0)}): ranks may then die for lack of memory. "
-            "Lower that budget, or keep other models out of it while the job runs."
-        ]
-
-    def _left(self, stored_bytes: int) -> int | None:
-        """Host memory left besides this much in the store; None if the sizes are unknown."""
-        host = self.box.host_memory_bytes
-        return None if not self.bytes or host is None or self.box.on_host else host - stored_bytes
+    host = box.host_memory_bytes
+    if not host_bytes or host is None or box.on_host or host_bytes <= host - stored_bytes:
+        return []
+    return [
+        f"Offloading takes {gb(host_bytes)} of host memory; the host has {gb(host)}, of which the job's own result and "
+        f"snapshot take {gb(stored_bytes)}."
+    ]
 
 
 def serve(
@@ -300,14 +278,14 @@ def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[
 
 
 def _engine_parts(memory: EngineMemory) -> str:
-    parts = [
-        f"weights {gb(memory.weights_bytes)}",
-        f"KV cache {gb(memory.kv_cache_bytes)}",
-        *([f"adapters {gb(memory.adapters_bytes)}"] if memory.adapters_bytes else []),
-        *([f"activations {gb(memory.activations_bytes)}"] if memory.activations_bytes else []),
-        f"the engine itself {gb(memory.engine_bytes)}",
-    ]
-    return ", ".join(parts)
+    parts = {
+        "weights": memory.weights_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        "adapters": memory.adapters_bytes,
+        "activations": memory.activations_bytes,
+        "the engine itself": memory.engine_bytes,
+    }
+    return ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +348,7 @@ class _Milder:
         stored = estimate.version_bytes(self.shape, fields)
         for size in reversed(self.sizes):
             needs = self.method.rank_memory(self.shape, fields, size)
-            if self.box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, self.box).problems():
+            if self.box.holds(needs, size) and not _offload_problems(size * needs.host_bytes, stored, self.box):
                 return f"{name} on {_devices(size)}: {gb(self.box.takes(needs))} each"
         return ""
 

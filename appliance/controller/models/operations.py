@@ -53,7 +53,7 @@ class Operations:
 
     async def _result(self, row: OperationRow, task: TaskRow, report: Report) -> dict[str, Any]:
         """Raises OperationFailed."""
-        context, ops, given = self._context, self._context.model_ops, task.cursor
+        context, ops, given = self._context, self._context.model_ops, task.arguments
         caller = caller_of(self._db, task.key_id)
         if row.kind == "verify":
             if row.target == TIERS:

@@ -175,7 +175,7 @@ def refuse_if_in_use(
         if job.phase == "running" or (
             base_of(db, job) is not None
             if job in trained
-            else not all(why_not_asked(db, job.key_id, name, chats=False) for name in names)
+            else not all(why_not_asked(db, job.key_id, name) for name in names)
         ):
             own = caller.viewer in (None, job.owner)
             raise Conflict(

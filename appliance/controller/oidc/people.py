@@ -34,7 +34,7 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
         left = keys.of_subject(db, subject)
         if left is not None and page_sessions.end_of_key(db, left.id) + len(left.scopes):
             keys.update(db, left.id, scopes=[])
-            context.publish_keys()
+            context.spending.publish_keys()
         raise refused("none of your groups may do anything on this box")
     with db.transaction():
         row = keys.of_subject(db, subject)

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import httpx2
 from authlib.integrations.base_client.errors import OAuthError
 from authlib.integrations.starlette_client import StarletteOAuth2App
 from joserfc.errors import JoseError
-from joserfc.jwk import JWKRegistry
 
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError
@@ -47,27 +45,10 @@ class _Client(StarletteOAuth2App):  # type: ignore[misc]
         if found.get("issuer") != issuer:
             self.server_metadata = {}
             raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
-        for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
-            if urlsplit(str(found.get(name, ""))).scheme not in ("https", urlsplit(issuer).scheme):
-                self.server_metadata = {}
-                raise away(f"its {name} is not an https URL")
         found["id_token_signing_alg_values_supported"] = ALGORITHMS
         if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
             found["token_endpoint_auth_method"] = "client_secret_post"
         return found
-
-    async def fetch_jwk_set(self, force: bool = False) -> dict[str, Any]:
-        """Without keys that nobody here can read: tokens that the other keys have signed are still taken."""
-        found: dict[str, Any] = await super().fetch_jwk_set(force)
-        return {"keys": [row for row in found.get("keys", []) if _is_readable(row)]}
-
-
-def _is_readable(row: dict[str, Any]) -> bool:
-    try:
-        JWKRegistry.import_key(row)
-    except (JoseError, KeyError, TypeError, ValueError):
-        return False
-    return row.get("use", "sig") == "sig"
 
 
 class Provider:

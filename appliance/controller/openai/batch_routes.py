@@ -95,7 +95,7 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
         row = BATCHES.known(db, batch_id, caller)
         if row.status in ("validating", "in_progress"):
             batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
-            context.tasks.changed(KIND, row.id)
+            context.tasks.restart(KIND, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(
                 f"Cannot cancel a batch with status '{row.status}'.", param="batch_id", code="batch_not_cancellable"

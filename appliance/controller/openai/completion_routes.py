@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.paging import list_object, listed, part
+from appliance.controller.http.paging import list_object, metadata_of, part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.controller.jobs.requests import check_metadata
 from appliance.controller.responses.completions import asked_messages, completion_object, stored_messages
@@ -22,10 +20,6 @@ from appliance.controller.responses.stored import StoredResponses
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
-from appliance.store.rows import ResponseRow
-
-_METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
-_MOST_ASKED = 16
 
 
 class CompletionUpdate(StrictBody):
@@ -45,8 +39,10 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
+        metadata = metadata_of(request)
+        check_metadata(metadata)
         page = responses.page_completions(
-            db, viewer=caller.viewer, model=model, metadata=_metadata(request), messages=messages, **part
+            db, viewer=caller.viewer, model=model, metadata=metadata, messages=messages, **part
         )
         return list_object(
             page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
@@ -76,28 +72,6 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         completion_id: str, caller: Caller, part: Annotated[Part, part(20, most=100, order="asc")]
     ) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: _messages(row, **part))
+        return await answer(db, lambda: sliced(stored_messages(row), "message", **part))
 
     return router
-
-
-def _metadata(request: Request) -> dict[str, str]:
-    """Of `metadata[key]=value`, each of them. Raises BadRequest."""
-    found = {}
-    for name, value in request.query_params.multi_items():
-        if (key := _METADATA.fullmatch(name)) is not None:
-            found[key[1]] = value
-    if len(found) > _MOST_ASKED:
-        raise BadRequest(f"{len(found)} keys of metadata given; at most {_MOST_ASKED} are taken.", param="metadata")
-    return found
-
-
-def _messages(row: ResponseRow, after: str | None, limit: int, descending: bool) -> dict[str, Any]:
-    """A page of what it was asked with. Raises BadRequest."""
-    found = stored_messages(row)[:: -1 if descending else 1]
-    if after is not None:
-        place = next((place for place, message in enumerate(found) if message["id"] == after), None)
-        if place is None:
-            raise BadRequest(f"No message with id {shown(after)}.", param="after", code="invalid_cursor")
-        found = found[place + 1 :]
-    return listed(found[:limit], len(found) > limit)

@@ -6,6 +6,8 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -14,9 +16,10 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
-from appliance.controller.http.paging import MOST, list_object, part
+from appliance.controller.http.paging import MOST, list_object, metadata_of, part
+from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
-from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
@@ -33,12 +36,41 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
-    router, db, organization = JOBS.router(), context.db, context.config.organization
+def reading_routes(context: ControllerContext) -> APIRouter:
+    """The list and the view of jobs. A key of the scope `read` sees that every job exists, and its progress."""
+    router = make_router(JOBS.prefix, FINE_TUNING, READ)
+    db = context.db
 
-    def view(row: JobRow) -> dict[str, Any]:
-        judge = job_records.find_judge(db, row.id) if row.method in _JUDGED else None
-        return views.job_object(row, organization, judge)
+    def known(job_id: str, caller: Principal) -> JobRow:
+        return JOBS.known(db, job_id, caller.seeing_all() if caller.may(READ) else caller)
+
+    @router.get("")
+    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+        viewer = None if caller.may(READ) else caller.viewer
+        page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
+        return list_object(page, lambda row: _view(context, row))
+
+    @router.get("/{job_id}")
+    def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
+        row = known(job_id, caller)
+        return _view(context, row) | {"energy": energy_views.of_job(db, row, time.time())}
+
+    @router.get("/{job_id}/metrics")
+    def metrics(
+        job_id: str,
+        caller: Caller,
+        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
+        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
+    ) -> dict[str, Any]:
+        """Steps behind `after_step`, oldest first."""
+        known(job_id, caller)
+        return views.metrics_object(db, job_id, after_step, limit)
+
+    return router
+
+
+def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
+    router, db, view = JOBS.router(), context.db, partial(_view, context)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -54,17 +86,6 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
 
         row, _ = attempt.once(make)
         return view(row)
-
-    @router.get("")
-    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
-        page = jobs.page(db, viewer=caller.viewer, **_metadata_filter(request), **part)
-        page, judges = job_records.page_with_judges(db, page, _JUDGED)
-        return list_object(page, lambda row: views.job_object(row, organization, judges.get(row.id)))
-
-    @router.get("/{job_id}")
-    def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
-        row = JOBS.known(db, job_id, caller)
-        return view(row) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -95,34 +116,42 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
         JOBS.known(db, job_id, caller)
         return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
 
-    @router.get("/{job_id}/metrics")
-    def metrics(
-        job_id: str,
-        caller: Caller,
-        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
-        limit: Annotated[int, Query(ge=1, le=MOST)] = 1000,
-    ) -> dict[str, Any]:
-        """Steps behind `after_step`, oldest first."""
-        JOBS.known(db, job_id, caller)
-        return views.metrics_object(db, job_id, after_step, limit)
-
     return router
+
+
+def _view(context: ControllerContext, row: JobRow) -> dict[str, Any]:
+    judge = job_records.find_judge(context.db, row.id) if row.method in _JUDGED else None
+    return views.job_object(row, context.config.organization, judge)
 
 
 def _metadata_filter(request: Request) -> dict[str, Any]:
     """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
-    pairs: dict[str, str] = {}
-    null = False
-    for name, value in request.query_params.multi_items():
-        if name == "metadata":
-            if value != "null":
-                raise InvalidValue(
-                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.", "metadata"
-                )
-            null = True
-        elif name.startswith("metadata[") and name.endswith("]"):
-            pairs[name[len("metadata[") : -1]] = value
-    if pairs and null:
+    pairs, whole = metadata_of(request), request.query_params.get("metadata")
+    if whole not in (None, "null"):
+        raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
+    if pairs and whole:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
-    return {"metadata": pairs, "null_metadata": null}
+    return {"metadata": pairs, "null_metadata": whole is not None}
+
+
+def method_routes() -> APIRouter:
+    """/v1/fine_tuning/methods: the methods of training that this box has, and what each takes."""
+    router = make_router("/v1/fine_tuning/methods", FINE_TUNING)
+
+    @router.get("")
+    def list_methods() -> dict[str, Any]:
+        """`takes`: what a request says beside hyperparameters; `options`: hyperparameters of this method alone."""
+        methods = [
+            {
+                "object": "fine_tuning.method",
+                "name": method.name,
+                "summary": method.summary,
+                "takes": list(method.takes),
+                "options": [asdict(option) for option in method.options],
+            }
+            for method in METHODS.values()
+        ]
+        return {"object": "list", "data": methods, "has_more": False}
+
+    return router

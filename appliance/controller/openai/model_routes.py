@@ -34,10 +34,6 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow
 
-# Each name of a model repeats its sharing list in the gateways' table: without a limit the table would eventually be
-# too long for the gateways, and then no revocation would reach them any more.
-MAX_SHARED_WITH = 100
-
 
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/models")
@@ -99,19 +95,10 @@ def _share(context: ControllerContext, name: str, body: Share, caller: Principal
     _refuse_unless_own(model, caller, "share")
     if not body.owners and not body.everybody:
         raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-    if not body.stop:
-        context.quotas.check_names(caller)
     change = models.unshare if body.stop else models.share
     with db.transaction():
         for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
             change(db, model.id, owner)
-        if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
-            raise BadRequest(
-                f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
-                "with everybody, or with fewer.",
-                param="owners",
-                code="too_many_owners",
-            )
         paused = pause_jobs_without_model(context) if body.stop else []
         record(
             context,

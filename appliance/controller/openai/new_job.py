@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from appliance.controller.access.model_access import base_for
+from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
@@ -79,7 +79,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     """With its settings as far as they are known. Raises BadRequest and NotFound for all errors detectable before the
     data is converted."""
     requests.check(body)
-    base = base_for(context.db, caller, body.model)
+    base = usable_model(context.db, caller, body.model)
     if base.model.task != "generate":
         raise BadRequest(
             f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
@@ -101,7 +101,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     nodes = node_sizes.known(context)
     devices.check_room(body.min_devices, body.allowed_sizes, nodes)
     asked_sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    wish = settings.Wish(body.min_devices, body.max_devices, asked_sizes)
+    wish = devices.Wish(body.min_devices, body.max_devices, asked_sizes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)
@@ -169,7 +169,7 @@ def _judge(
     given, param = _who_judges(body)
     options, where = requests.beside_hyperparameters(body), f"method.{method.name}"
     if method.judged_by == "grader":
-        grader = grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)
+        grader = grader_of(context, given, caller, param).as_given()
         form = form_of(options.get("response_format"), f"{where}.response_format")
         if form and resolved["options"]["rollouts"] == "engine":
             raise BadRequest(
@@ -179,7 +179,7 @@ def _judge(
                 code="unsupported_value",
             )
         return {"grader": grader, **({"response_format": form} if form else {})}
-    student = base_for(context.db, caller, body.model)
+    student = usable_model(context.db, caller, body.model)
     return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
 
 

@@ -18,13 +18,12 @@ from fastapi.responses import StreamingResponse
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.batches.background_responses import RESPONSES, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http import paging
 from appliance.controller.http.audited import unaudited
 from appliance.controller.http.idempotency import Attempt
-from appliance.controller.http.paging import part
+from appliance.controller.http.paging import part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, KeyRevoked, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, KeyRevoked
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed
@@ -69,7 +68,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
-            context.quotas.check_background(caller, row.bytes)
+            context.quotas.check(caller, "background", row.bytes)
             responses.insert(context.db, row)
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row
@@ -97,7 +96,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.viewer)
         stored.delete(row.id)
-        context.tasks.changed(RESPONSES, row.id)
+        context.tasks.restart(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")
@@ -110,28 +109,15 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     @router.get("/{response_id}/input_items", response_model=dict[str, Any])
     async def input_items(response_id: str, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
-        return await answer(context.db, partial(_input_items, stored, response_id, caller.viewer, **part))
+
+        def found() -> dict[str, Any]:
+            rows = stored.turns(response_id, caller.viewer)
+            items = [item for row in rows for item in listed(row, answered=row.id != response_id)]
+            return sliced(items, "input item", **part)
+
+        return await answer(context.db, found)
 
     return router
-
-
-def _input_items(
-    stored: StoredResponses, response_id: str, viewer: str | None, after: str | None, limit: int, *, descending: bool
-) -> dict[str, Any]:
-    """A page of them, within a reading. Raises BadRequest."""
-    found: list[dict[str, Any]] = []
-    before_it = after is not None
-    for row in stored.turns(response_id, viewer, newest_first=descending):
-        for item in listed(row, answered=row.id != response_id)[:: -1 if descending else 1]:
-            if not before_it:
-                found.append(item)
-            elif item["id"] == after:
-                before_it = False
-        if len(found) > limit:
-            break
-    if before_it:
-        raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
-    return paging.listed(found[:limit], len(found) > limit)
 
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
@@ -150,8 +136,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
         ids = await stored.before(id, caller.viewer)
-        turns = [turn.text[1:-1] async for turn in stored.items(ids, caller.viewer)]
-        return _json(b"[%b]" % b",".join(items for items in turns if items))
+        return _json(await asyncio.to_thread(lambda: orjson.dumps(stored.items(ids))))
 
     return router
 

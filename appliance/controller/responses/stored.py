@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 import orjson
 
@@ -33,13 +33,6 @@ CONVERSATION_BYTES = 64 << 20
 _TOUCH_EVERY_S = 3600.0
 _COMPLETION_ID_CHARS = 128
 _STATUSES = frozenset(get_args(ResponseStatus))
-
-
-class Turn(NamedTuple):
-    """items: of one response. text: the same, a JSON array."""
-
-    items: list[Item]
-    text: bytes
 
 
 class StoredResponses:
@@ -101,15 +94,14 @@ class StoredResponses:
             raise _not_found(response_id, kind)
         return row
 
-    def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> Iterator[ResponseRow]:
-        """The stored turns of the conversation up to this response, one by one, for it may be 64 MiB: within a reading.
-        Raises BadRequest if it has too many turns."""
+    def turns(self, response_id: str, viewer: str | None) -> Iterator[ResponseRow]:
+        """The stored turns of the conversation up to this response, oldest first: within a reading. Raises BadRequest
+        if it has too many."""
         ids = responses.chain_ids(self._db, response_id, viewer, max_turns=MAX_TURNS)
         if len(ids) >= MAX_TURNS:
             raise _too_long(response_id)
-        for turn in reversed(ids) if newest_first else ids:
-            found = responses.find(self._db, turn)
-            if found is not None:  # else it was deleted in the meantime
+        for turn in ids:
+            if (found := responses.find(self._db, turn)) is not None:  # else it was deleted in the meantime
                 yield found
 
     async def before(self, previous_id: str, viewer: str | None) -> list[str]:
@@ -140,25 +132,17 @@ class StoredResponses:
             raise previous_not_found(first.previous_id)
         return ids
 
-    async def items(self, ids: list[str], viewer: str | None) -> AsyncIterator[Turn]:
-        """What a later response continues from, for each of these responses. One at a time, so that other readings come
-        in between: a request of a hundred bytes can name a conversation of 64 MiB. Raises BadRequest, also when the
-        total exceeds what one request may hold: continuing must not allow more than a single request."""
-        left = self._config.json_body_bytes
+    def items(self, ids: list[str]) -> list[Item]:
+        """What a later response continues from, of all these responses. On a thread: it may be megabytes. Raises
+        BadRequest, also when the total exceeds what one request may hold."""
+        found = list[Item]()
         for response_id in ids:
-            turn = await asyncio.to_thread(self._turn, response_id)
-            left -= len(turn.text)
-            if left < 0:
-                raise _too_long(ids[-1], self._config.json_body_bytes)
-            yield turn
-
-    def _turn(self, response_id: str) -> Turn:
-        """Within a reading. Raises BadRequest."""
-        row = responses.find(self._db, response_id)
-        if row is None:
-            raise previous_not_found(response_id)  # deleted in the meantime
-        items = turn_items(row)
-        return Turn(items, orjson.dumps(items))
+            if (row := responses.find(self._db, response_id)) is None:
+                raise previous_not_found(response_id)  # deleted in the meantime
+            found += turn_items(row)
+        if len(orjson.dumps(found)) > self._config.json_body_bytes:
+            raise _too_long(ids[-1], self._config.json_body_bytes)
+        return found
 
     def describe(self, completion_id: str, metadata: dict[str, str] | None) -> None:
         """Raises NotFound as `delete` does."""

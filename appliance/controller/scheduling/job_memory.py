@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 from appliance.controller.access.naming import resolve
 from appliance.controller.jobs import devices as job_devices
-from appliance.controller.jobs.fit import shape_of
+from appliance.controller.jobs.settings import shape_of
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.database import Database

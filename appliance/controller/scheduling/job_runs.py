@@ -14,7 +14,7 @@ from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.controller.scheduling.policies import Policies, Unload
 from appliance.models.opening import Opening
@@ -22,12 +22,12 @@ from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
-from appliance.tiers.job_snapshots import JobSnapshots
+from appliance.tiers.job_snapshots import newest_snapshot
 from appliance.tiers.tiers import Tiers
 from scheduler.loop.inbox import Inbox
 from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
-from train.run.event_log import read_events
+from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
@@ -73,38 +73,26 @@ class JobRuns:
         self._gone: list[VersionRow] = []
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
-        self._snapshots = JobSnapshots(db, tiers)
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
         left = await asyncio.to_thread(self._missed, job_id)
         for first in range(0, len(left), _EVENTS_AT_ONCE):
             await asyncio.to_thread(self._ingest_some, job_id, left[first : first + _EVENTS_AT_ONCE])
-        await self._snapshots.removed(job_id)
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
-        """The events that the store may lack: steps, and what is told once. Call it within a reading, because a job may
-        have 100,000 steps."""
+        """The steps that the store may lack. Call it within a reading, because a job may have 100,000 steps."""
         known = job_records.steps_of(self._db, job_id)
         return [
             event
             for event in read_events(self._jobs_dir / job_id)
-            if event["event"] == "anomaly" or (event["event"] == "metrics" and event["step"] not in known)
+            if event["event"] == "metrics" and event["step"] not in known
         ]
 
     def _ingest_some(self, job_id: str, events: list[dict[str, Any]]) -> None:
         with self._db.transaction():
             for event in events:
-                if self._is_new(job_id, event):
-                    self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
-
-    def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
-        """Whether an event that `_missed` found was not ingested since."""
-        if event["event"] == "anomaly":  # ranks start with the learning rate that these tell
-            known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
-            cuts = len(event["cuts"]) + (event["action"] == "rollback")
-            return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
-        return True
+                self._events.ingest(job_id, event)
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a job's ranks, which ask for samples and for their rewards."""
@@ -141,7 +129,7 @@ class JobRuns:
                 raise LookupError(str(error)) from error
 
     def _bring_reference(self, job_id: str, others: list[str]) -> None:
-        """Put what the starting model has said of data to these jobs (train.run.reference) beside this one's, whose
+        """Put what the starting model has said of data to these jobs (train.trainer.reference) beside this one's, whose
         ranks need not compute it again: the names say what it follows from, so that no rank takes another's. A link is
         enough, since a file that is written anew gets the name of the old one, and not its place."""
         folder = self._jobs_dir / job_id / "reference"
@@ -192,8 +180,6 @@ class JobRuns:
                 "output_model": row.output_model,
                 "version_prefix": version_prefix(row),
                 "seed": row.seed,
-                # Only a job that has gone back to an older snapshot needs them; others need not wait for the listing.
-                "older_snapshots": self._snapshots.older(job_id) if row.resolved.get("rate_cuts") else 0,
             }
         )
         (folder / "spec.json").write_text(spec.to_json())
@@ -267,23 +253,17 @@ class JobRuns:
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
         Callable from any thread."""
-        while (found := self._snapshots.newest(job_id)) is not None:
+        while (found := newest_snapshot(self._tiers, job_id)) is not None:
             if self._hold(job_id, found):
                 return found.path
         return None
-
-    def may_continue(self, job_id: str) -> bool:
-        row = jobs.find(self._db, job_id)
-        return row is not None and not row.finished and row.wanted != "cancel"
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Record the event; the tiers copy snapshots and published versions in the background."""
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
-        self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
-        if event["event"] == "anomaly" and event["action"] == "pause":
-            self._changed()
+        self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
         elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
@@ -298,7 +278,7 @@ class JobRuns:
             self._gone += removal.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
-            activate(self._db, row, version)
+            serve_if_allowed(self._db, row, version)
         self._changed()
 
     def _changed(self) -> None:
@@ -324,7 +304,6 @@ class JobRuns:
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
-                self._snapshots.forget(row.id)
                 self._tiers.nudge()
         await self.policies.tidy(unload)
         while self._gone:

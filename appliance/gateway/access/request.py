@@ -20,16 +20,16 @@ _USAGE: Final = re.compile(rb'"usage": ?\{')
 _COUNTS: Final = re.compile(
     rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
 )
-_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 _MINUTE_S: Final = 60.0
+_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 
 
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. found: tokens of the prompt that a cache of prefixes had."""
+    last. cached: tokens of the prompt that a cache of prefixes had."""
 
     prompt: int = 0
-    found: int = 0
+    cached: int = 0
     completion: int = 0
 
     def read(self, body: bytes) -> None:
@@ -40,15 +40,11 @@ class Tokens:
         counts: dict[bytes, int] = {}
         for name, digits in _COUNTS.findall(body, starts[-1].end()):
             counts.setdefault(_NAMES.get(name, name), int(digits))  # the first of each is the engine's own
-        self.found = counts.get(b"cached", self.found)
+        self.cached = counts.get(b"cached", self.cached)
         if b"prompt" in counts:
             # Anthropic's `input_tokens` are those that no cache had.
             self.prompt = sum(counts.get(name, 0) for name in (b"prompt", b"cache_read_input", b"cache_creation_input"))
         self.completion = counts.get(b"completion", self.completion)
-
-    @property
-    def total(self) -> int:
-        return self.prompt + self.completion
 
 
 class Bucket:
@@ -77,8 +73,9 @@ class OwnerUse:
 
 
 class KeyUse:
-    """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and the
-    tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects them later."""
+    """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
+    under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
+    them later."""
 
     def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
         self.owner, self.batch = owner, batch
@@ -92,29 +89,29 @@ class KeyUse:
         if limits != self._limits:
             self._limits = limits
             named = zip(("requests", "tokens"), limits, strict=True)
-            self.buckets = {what: Bucket(limit, now_s) for what, limit in named if limit is not None}
+            self.buckets = {name: Bucket(limit, now_s) for name, limit in named if limit is not None}
 
     def take(self, requests: int, tokens: int, now_s: float) -> tuple[str, int, float] | None:
         """Spend this, or nothing at all. Returns the exhausted bucket's name, limit and seconds to wait; a bucket in
         debt refuses whatever is taken."""
-        for what, bucket in self.buckets.items():
-            if wait_s := bucket.wait_s(requests if what == "requests" else tokens, now_s):
-                return what, bucket.limit, wait_s
+        for name, bucket in self.buckets.items():
+            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, now_s):
+                return name, bucket.limit, wait_s
         self.spend(requests, tokens)
         return None
 
     def spend(self, requests: int, tokens: int) -> None:
         """Spend this even if it is not available; a negative number is a refund."""
-        for what, bucket in self.buckets.items():
-            bucket.level = min(bucket.limit, bucket.level - (requests if what == "requests" else tokens))
+        for name, bucket in self.buckets.items():
+            bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
     def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
         """Headers of https://platform.openai.com/docs/guides/rate-limits."""
         fields = []
-        for what, bucket in self.buckets.items():
+        for name, bucket in self.buckets.items():
             reset = duration(bucket.wait_s(bucket.limit, now_s))
             values = {"limit": b"%d" % bucket.limit, "remaining": b"%d" % max(0, int(bucket.level)), "reset": reset}
-            fields += [(f"x-ratelimit-{name}-{what}".encode(), value) for name, value in values.items()]
+            fields += [(f"x-ratelimit-{field}-{name}".encode(), value) for field, value in values.items()]
         return fields
 
 
@@ -126,53 +123,44 @@ def duration(seconds: float) -> bytes:
     return b"%dm%ds" % (minutes, rest) if minutes else f"{round(rest, 2):g}s".encode()
 
 
-_NOBODYS = KeyUse(OwnerUse())
+_NO_USE: Final = KeyUse(OwnerUse())
 
 
 class Request:
     """One request. Times by the monotonic clock.
 
-    received_s: when its head came, of inference its body (complete_s). sent_s: when an engine got it last. row: of the
-    table, by which it was placed. replica, model_version: where it is or was last; the version as the engine names it,
-    once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. prompt_tokens:
-    estimated; charged: tokens taken from its key's allowance and counted against its quota while it is open; tokens:
-    its cost as the engine reported it. counted: as open, streams: as a stream. rate_headers: about
-    its key's allowance; more_headers: of its API; ignored: name the parts of it that an engine does not get. head_only:
-    its answer has no body. refused_model: the model it named, once known to exist. session: the login of the page that
-    it came by, empty for a key. broke_off: an error followed its answer's head. span: OpenTelemetry's, if traces are
-    exported.
+    received_s: when its head came, of inference its body. sent_s: when an engine got it last. routed_model: name in
+    the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
+    version as the engine names it, once it answers. stream_events: events relayed. trace: its W3C traceparent, empty
+    without one. prompt_tokens: estimated; charged: tokens taken from its key's allowance and counted against its quota
+    while it is open; tokens: its cost as the engine reported it. counted: as open, streams: as a stream. rate_headers:
+    about its key's allowance; more_headers: of its API; ignored: name the parts of it that an engine does not get.
+    head_only: its answer has no body. refused_model: the model it named, once known to exist. session: the login
+    of the page that it came by, empty for a key. broke_off: an error followed its answer's head. span: OpenTelemetry's,
+    if traces are exported.
     """
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None) -> None:
-        self.method, self.headers = method, headers or {}
-        self.set_target(target)
+        """target: path and query."""
+        self.method, self.target, self.headers = method, target, headers or {}
+        self.path = target.partition(b"?")[0]
         length = self.headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
         self.chunked = b"transfer-encoding" in self.headers
         self.route: Route = UNKNOWN
         self.caller: Caller = NOBODY
-        self.use: KeyUse = _NOBODYS
+        self.use: KeyUse = _NO_USE
         self.request_id = self.trace = b""
-        self.received_s = self.complete_s = self.sent_s = self.first_byte_s = 0.0
+        self.received_s = self.sent_s = self.first_byte_s = 0.0
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.status = self.prompt_tokens = self.charged = 0
-        self.model = self.row = self.model_version = self.replica = self.refused_model = self.session = ""
+        self.model = self.routed_model = self.model_version = self.replica = self.refused_model = self.session = ""
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
         self.head_only = self.counted = self.streams = self.broke_off = False
         self.tokens = Tokens()
         self.span: Any = None
-
-    def set_target(self, target: bytes) -> None:
-        """target: path and query."""
-        self.target = target
-        self.path = target.partition(b"?")[0]
-
-    @property
-    def answer_headers(self) -> Pairs:
-        """Headers of any answer to it, refused or not."""
-        return [*self.rate_headers, *self.more_headers, *self.ignored]
 
     @property
     def trace_id(self) -> str:

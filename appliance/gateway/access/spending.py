@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from appliance.gateway.access.request import KeyUse, OwnerUse, Request
 from appliance.gateway.core import errors
@@ -15,15 +15,16 @@ from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.routing.table import NOBODY, Caller
 from runtime.moments import minute
 
-_SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
+class UsageLimits:
+    """What all keys spend and may spend at one gateway process.
 
-class Spending:
-    """Spending of all keys at one gateway process. events: counters, by name. workers: how many processes share the
-    port. tell_others: sends them what a key has spent here (`heard`). callers: by the id of the key."""
+    events: counters, by name. workers: how many processes share the port; report_spent: reports to the others what a
+    key has spent here. callers: by the id of the key.
+    """
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
-        self.tell_others: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
+        self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
         self._events = events
         self._workers = workers
         self.callers: dict[str, Caller] = {}
@@ -47,8 +48,6 @@ class Spending:
         use.limit(caller.requests_per_minute, caller.tokens_per_minute, time.monotonic())
         return use
 
-    # -- before the body is read
-
     def admit(self, request: Request) -> None:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
         requests per minute."""
@@ -60,8 +59,6 @@ class Spending:
             message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
             raise HttpError(429, message, kind=code, code=code, should_retry=False)
         self._take(request, 1, 0)
-
-    # -- once its content is known
 
     def opened(self, request: Request, checked: Checked, limits: Limits) -> None:
         """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
@@ -76,28 +73,29 @@ class Spending:
         if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
             self._events["concurrency_limited"] += 1
             message = (
-                f"Requests of this API key that are under way may take {use.under_way} tokens, and this one "
-                f"{checked.tokens}; together it may be {quota} at once, by its quota. Please retry when one has ended."
+                f"Open requests of this API key may take {use.under_way} tokens, and this one {checked.tokens}; its "
+                f"quota allows {quota} at once. Please retry when one has ended."
             )
             raise errors.over_limit(message, "tokens", 1)
         self._take(request, 0, checked.tokens)
         request.counted, request.streams = True, checked.stream
         request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
-        use.under_way += checked.tokens
-        use.owner.requests += 1
-        use.owner.streams += checked.stream
+        self._count(request, 1)
 
     def closed(self, request: Request) -> None:
-        use = request.use
         request.counted = False
-        use.owner.requests -= 1
-        use.owner.streams -= request.streams
-        use.under_way -= request.charged
+        self._count(request, -1)
 
-    def too_many_at_once(self, what: str, limit: int) -> HttpError:
+    def _count(self, request: Request, sign: int) -> None:
+        use = request.use
+        use.under_way += sign * request.charged
+        use.owner.requests += sign
+        use.owner.streams += sign * request.streams
+
+    def too_many_at_once(self, things: str, limit: int) -> HttpError:
         self._events["concurrency_limited"] += 1
         return errors.over_limit(
-            f"Your API keys have {limit} {what} open, the most at once. Please retry.", "requests", 1
+            f"Your API keys have {limit} {things} open, the most at once. Please retry.", "requests", 1
         )
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
@@ -109,21 +107,15 @@ class Spending:
         request.rate_headers = request.use.headers(now_s)
         if refused is not None:
             self._events["rate_limited"] += 1
-            what, limit, wait_s = refused
-            message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
-            raise errors.over_limit(message, what, wait_s)
-        self._tell(request, requests, tokens)
+            name, limit, wait_s = refused
+            message = f"Rate limit reached: {limit} {name} per minute. Please try again in {wait_s:.3g}s."
+            raise errors.over_limit(message, name, wait_s)
+        self.report_spent(request.caller.id, request.use.batch, requests, tokens)
 
-    def _tell(self, request: Request, requests: int, tokens: int) -> None:
-        if request.use.buckets:
-            self.tell_others(request.caller.id, request.use.batch, requests, tokens)
-
-    def heard(self, key: str, batch: bool, requests: int, tokens: int) -> None:
+    def spent_elsewhere(self, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Another process of this port reports what a key has spent there."""
         if key in self.callers:
             self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
-
-    # -- when it is over
 
     def account(self, request: Request) -> None:
         """Charge an inference request's cost to its key's limits and to the sums for the controller."""
@@ -132,18 +124,19 @@ class Spending:
             # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
             tokens.prompt = tokens.prompt or request.prompt_tokens
             tokens.completion = request.stream_events
-        self._correct(request, 0, tokens.total - request.charged)
+        self._correct(request, 0, tokens.prompt + tokens.completion - request.charged)
         used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
         sums = self._sums[caller.id, request.model, request.model_version]
         sums.update(requests=1, errors=int(request.status >= 500 or request.broke_off), **used)
 
-    def gave_way(self, request: Request) -> None:
-        """Give back what a request of class batch has spent that comes again."""
+    def refund(self, request: Request) -> None:
+        """Give back what a request of class batch has spent that gives way and is sent again."""
         self._correct(request, -1, -request.charged)
 
     def _correct(self, request: Request, requests: int, tokens: int) -> None:
-        request.use.spend(requests, tokens)
-        self._tell(request, requests, tokens)
+        if request.use.buckets:
+            request.use.spend(requests, tokens)
+            self.report_spent(request.caller.id, request.use.batch, requests, tokens)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""
@@ -153,7 +146,8 @@ class Spending:
     def take_sums(self) -> list[dict[str, Any]]:
         """The sums since the last call, as rows of the bus's "usage" message."""
         sums, self._sums = self._sums, defaultdict(Counter)
+        names = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
         return [
-            {"key": key, "model": model, "version": version, **{name: row[name] for name in _SUMS}}
+            {"key": key, "model": model, "version": version, **{name: row[name] for name in names}}
             for (key, model, version), row in sums.items()
         ]

@@ -19,8 +19,6 @@ import orjson
 
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
-# Added to a checked body in place of its last brace.
-ASK_FOR_TOKEN_IDS = b',"return_token_ids":true'
 
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})

@@ -192,10 +192,9 @@ def of_completion(data: dict[str, Any]) -> CompletionTranscript | None:
     return None
 
 
-def joined(body: bytes, earlier: bytes) -> bytes:
+def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
     """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
-    data = orjson.loads(body)
     own = data["input"]
     if isinstance(own, str):
         own = [{"type": "message", "role": "user", "content": own}]
-    return orjson.dumps({**data, "input": orjson.loads(earlier) + own, "previous_response_id": None})
+    return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}

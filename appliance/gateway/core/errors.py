@@ -170,12 +170,17 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     return HttpError(status, _VALUES.sub("", message), kind=kind, param=param, code=code)
 
 
-def event_code(data: Any) -> int | None:
-    """HTTP-like status inside an error event of vLLM's stream, or None if `data` is not an error event."""
-    if not isinstance(data, dict) or not isinstance(data.get("error"), dict):
+def from_event(line: bytes) -> HttpError | None:
+    """The error in an event of an engine's stream; None if it is no error event. line: its JSON. Of a failure of its
+    own an engine says nothing that a client could use."""
+    try:
+        error = orjson.loads(line).get("error")
+    except (orjson.JSONDecodeError, AttributeError):
         return None
-    code = data["error"].get("code")
-    return code if isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599 else 500
+    if not isinstance(error, dict):
+        return None
+    code = error.get("code")
+    return from_upstream(code, line) if isinstance(code, int) and 400 <= code <= 499 else engine_failed()
 
 
 # What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.

@@ -111,6 +111,7 @@ ROUTES: tuple[Route, ...] = (
     _control("POST", "/v1/responses/*/cancel", _INF, "stored responses"),
     _control("GET POST DELETE", "/v1/files/**", _TUNE, upload=True),
     _control("GET POST DELETE", "/v1/uploads/**", _TUNE, upload=True),
+    _control("GET", "/v1/fine_tuning/jobs/**", frozenset({FINE_TUNING, READ}), "fine_tuning"),
     _control("GET POST DELETE", "/v1/fine_tuning/**", _TUNE),
     _control("GET POST", "/v1/batches/**", _INF),
     _control("GET POST DELETE", "/v1/evals/**", _TUNE),

@@ -70,7 +70,7 @@ async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     return body
 
 
-class Failure(enum.Enum):
+class EngineFailure(enum.Enum):
     """Why an engine gave no answer; the text is what the log says."""
 
     UNREACHED = "cannot reach the engine"
@@ -84,9 +84,9 @@ class Failure(enum.Enum):
 class AttemptFailed(Exception):
     """error: what the client gets if the request is not sent again."""
 
-    def __init__(self, why: Failure, error: HttpError | None = None) -> None:
-        super().__init__(why.value)
-        self.why, self.error = why, error or errors.engine_failed()
+    def __init__(self, reason: EngineFailure, error: HttpError | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason, self.error = reason, error or errors.engine_failed()
 
 
 @asynccontextmanager
@@ -102,13 +102,13 @@ async def answer_of(
         async with session.post(path, data=body, headers=headers, timeout=timeout) as response:
             yield response
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise AttemptFailed(Failure.UNREACHED) from error
+        raise AttemptFailed(EngineFailure.UNREACHED) from error
     except aiohttp.SocketTimeoutError as error:
         raise errors.engine_failed(504) from error  # the request itself asks for too much
     except aiohttp.ClientResponseError as error:
-        raise AttemptFailed(Failure.BROKEN) from error
+        raise AttemptFailed(EngineFailure.BROKEN) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise AttemptFailed(Failure.DIED) from error
+        raise AttemptFailed(EngineFailure.DIED) from error
 
 
 async def is_alive(session: aiohttp.ClientSession) -> bool:

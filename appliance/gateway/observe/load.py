@@ -1,5 +1,5 @@
-"""Collects what the load report says of a row of the routing table, and of the versions of a model with a canary. Pure:
-the caller passes the time.
+"""Collects what the load report says of a model, and of the versions of a model with a canary. Pure: the caller passes
+the time.
 
 Times are counted in buckets a quarter of a power of two wide, so that a 95th percentile of all gateways together is
 known to 19 %: the bounds that the controller compares with are far wider (1.5 x).
@@ -30,8 +30,8 @@ _TELLING: Final = 1.2
 """Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
 
 
-class RowLoad:
-    """Counts and recent times of one row since it is in the table. Times in seconds by the monotonic clock."""
+class ModelLoad:
+    """Counts and recent times of one model since it is in the table. Times in seconds by the monotonic clock."""
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
@@ -40,7 +40,6 @@ class RowLoad:
         self._first_tokens: Counter[int] = Counter()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
         self._estimated = self._computed = 0.0
-        self._ttft: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
         self._tpot: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
@@ -58,23 +57,20 @@ class RowLoad:
         """Record the time to the first byte of a stream that was alone on its replica."""
         self._prefills.append((prompt_tokens, seconds))
 
-    def first_byte(self, seconds: float, now_s: float) -> None:
-        self._ttft.append((now_s, seconds))
-
     def finished(self, request: Request, token_s: float | None, now_s: float) -> None:
         """Count a finished request. token_s: mean time from one token to the next, of a stream."""
         prompt = request.tokens.prompt
         if prompt and request.prompt_tokens:
             fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
             self._estimated = self._estimated * fade + request.prompt_tokens
-            self._computed = self._computed * fade + max(prompt - request.tokens.found, 0)
+            self._computed = self._computed * fade + max(prompt - request.tokens.cached, 0)
         if token_s is not None:
             self._tpot.append((now_s, token_s))
 
     def report(self, now_s: float, unix_s: float) -> dict[str, Any]:
-        """This row's part of the load report.
+        """This model's part of the load report.
 
-        ttft_p95_s, tpot_p95_s: of the last minute, None without requests or streams. computed_part: prompt tokens that
+        tpot_p95_s: of streams of the last minute, None without any. computed_part: prompt tokens that
         engines computed for an estimated one (fewer where prompts share a cached prefix), None without answers that
         told. prefill_tokens_per_s: of one replica, None if the streams so far do not determine it. arrived_prompts,
         first_tokens: requests by bucket (`bucket`) of their prompt tokens (from 1), and streams of
@@ -84,11 +80,10 @@ class RowLoad:
             now_s: the monotonic clock.
             unix_s: Unix time, at the same moment.
         """
-        last_s = self._last_request_s
+        last_s, recent = self._last_request_s, sorted(s for at_s, s in self._tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": None if last_s is None else unix_s - now_s + last_s,
-            "ttft_p95_s": _p95(self._ttft, now_s),
-            "tpot_p95_s": _p95(self._tpot, now_s),
+            "tpot_p95_s": recent[min(len(recent) - 1, int(len(recent) * 0.95))] if recent else None,
             "computed_part": self._computed / self._estimated if self._estimated else None,
             "prefill_tokens_per_s": prefill_tokens_per_s(self._prefills),
             "arrived_requests": self._requests,
@@ -96,11 +91,6 @@ class RowLoad:
             "arrived_prompts": self._prompts,
             "first_tokens": self._first_tokens,
         }
-
-
-def _p95(recent: deque[tuple[float, float]], now_s: float) -> float | None:
-    values = sorted(seconds for at_s, seconds in recent if at_s >= now_s - RECENT_S)
-    return values[min(len(values) - 1, int(len(values) * 0.95))] if values else None
 
 
 def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:

@@ -95,7 +95,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "gen_ai.request.model": request.model,
         "gen_ai.response.model": f"{request.model}@{version}" if version else request.model,
         "gen_ai.usage.input_tokens": tokens.prompt,
-        "gen_ai.usage.cache_read.input_tokens": tokens.found,
+        "gen_ai.usage.cache_read.input_tokens": tokens.cached,
         "gen_ai.usage.output_tokens": tokens.completion,
     }
     if request.route.name in _OPERATIONS:

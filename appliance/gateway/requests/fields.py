@@ -1,6 +1,7 @@
 """The fields that inference requests may have, by route: type and bounds of each, declared once. Pure.
 
-Nulls are no fields: meant.py has left them out.
+Nulls are no fields: they are left out before. Forms that only clients know are here too (`GUIDED`, `functions`);
+normalize.py rewrites them.
 
 An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. A test compares the
 tables with vLLM's request models and with OpenAI's SDK.
@@ -47,18 +48,16 @@ _PARTS: Final = _array(_Part, _MESSAGES)
 
 
 _CONTENT: Final = str | _PARTS
-_SAID: Final[list[Any]] = [("content", _CONTENT), ("name", str | None, None)]
-_CALLED: Final[list[Any]] = [
-    ("content", _CONTENT | None, None),
-    ("name", str | None, None),
-    ("tool_calls", list[dict[str, Any]] | None, None),
-]
+_CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
+_NAME: Final = ("name", str | None, None)
+_CALLS: Final = ("tool_calls", list[dict[str, Any]] | None, None)
+_ROLES: Final[dict[str, list[Any]]] = {
+    **dict.fromkeys(("system", "developer", "user"), [("content", _CHAT_CONTENT), _NAME]),
+    **dict.fromkeys(("assistant", "function"), [("content", _CHAT_CONTENT | None, None), _NAME, _CALLS]),
+    "tool": [("content", Any, None), _NAME],
+}
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple
-    tuple(
-        defstruct(role, fields, tag_field="role", tag=role)
-        for fields, roles in ((_SAID, "system developer user tool"), (_CALLED, "assistant function"))
-        for role in roles.split()
-    )
+    tuple(defstruct(role, fields, tag_field="role", tag=role) for role, fields in _ROLES.items())
 ]
 
 
@@ -68,6 +67,8 @@ class _AnthropicMessage(Struct):
 
 
 class _Item(Struct):
+    type: str | None = None
+    role: str | None = None
     content: _CONTENT | None = None  # type: ignore[valid-type]
 
 
@@ -134,11 +135,11 @@ _SAMPLING: Final = (
 _TOKENWISE: Final = f"""{_SAMPLING} {_OPENAI}
     max_tokens n best_of logprobs length_penalty min_tokens spaces_between_special_tokens truncate_prompt_tokens
     truncation_side prompt_logprobs add_special_tokens echo response_format return_tokens_as_token_ids return_token_ids
-    thinking_token_budget allowed_token_ids logprob_token_ids bad_words"""
+    thinking_token_budget allowed_token_ids logprob_token_ids bad_words guided_json guided_regex guided_choice"""
 _RESPONSES: Final = f"""{_SAMPLING} {_OPENAI}
     chat_template_kwargs input instructions background prompt previous_response_id max_output_tokens max_tool_calls
     tools parallel_tool_calls reasoning include_reasoning text tool_choice top_logprobs truncation context_management
-    access_programs personality image verbosity logprobs include"""
+    access_programs personality image verbosity logprobs include client_metadata"""
 _COUNTED: Final = """
     model messages output_config thinking system temperature tools tool_choice top_k top_p cache_salt cache_control
     context_management inference_geo output_format service_tier speed betas user_profile_id metadata stop_sequences

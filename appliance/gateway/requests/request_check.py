@@ -1,12 +1,12 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. meant.py makes of it what the client means; where that is another body, the engine gets that one, and else the
-client's bytes.
+UTF-8. normalize.py makes of it what engines read.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,10 +18,9 @@ from appliance.gateway.answers.transcript import Transcript, of_completion, of_r
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.requests.content import check_depth, check_structure, media_in
 from appliance.gateway.requests.fields import check_fields, prompts_in
-from appliance.gateway.requests.meant import as_meant
-from appliance.gateway.requests.media import media_in
-from appliance.gateway.requests.structure import check_depth, check_structure
+from appliance.gateway.requests.normalize import normalize
 
 Pairs = Sequence[tuple[bytes, bytes]]
 
@@ -39,49 +38,41 @@ _BYTES_OF_A_KEPT_TOKEN: Final = 256
 class Checked:
     """What a checked request asks for.
 
-    prompt: its messages, items or prompts. prompt_tokens: estimated; tokens: with the completion. sequences: an
-    engine's slots that it takes. asks_usage: the client wants its stream's usage as an event. rewritten: the body as an
-    engine reads it, if that is another one; ignored: headers that name what is left out of it. text_length: of its
-    longest prompt, in characters, bytes or tokens. cut: an engine shortens a prompt that is too long. named: what the
-    client calls the person or conversation that it serves.
+    prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
+    form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
+    prompt_tokens: estimated; tokens: with the completion. sequences: an engine's slots that it takes. asks_usage: the
+    client wants its stream's usage as an event. data: the body as an engine reads it; ignored: headers that name what
+    is left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut: an engine shortens a
+    prompt that is too long.
     """
 
     model: str
+    data: dict[str, Any]
     stream: bool
-    prompt: Any
+    prefix: int
+    conversation: int
     prompt_tokens: int
     tokens: int
     sequences: int
     asks_usage: bool
     text_length: int
     cut: bool
-    cache_salt: str
-    named: str
     ignored: Pairs
     continuation: Continuation | None
     transcript: Transcript | None
-    rewritten: bytes = b""
 
-    def forget_prompt(self) -> None:
-        """Drop the parsed prompt: it may be large, and the request may wait for long."""
-        self.prompt = ""
 
-    def prefix(self) -> bytes:
-        """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
-        texts = "\n".join(_text(message.get("content")) for message in self._opening())[:PREFIX_CHARS]
-        return texts.encode("utf-8", "replace")
+def _opening(prompt: Any) -> list[str]:
+    """The texts of the messages up to the first question, which is the last of them."""
+    messages = prompt if isinstance(prompt, list) and prompt else [prompt]
+    if not isinstance(messages[0], dict):
+        return [_text(prompt if isinstance(prompt, str) else prompt[:PREFIX_CHARS])]
+    first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
+    return [_text(message.get("content")) for message in messages[: first + 1]]
 
-    def conversation(self) -> bytes:
-        """Equal for all turns of a conversation, and for no two that differ in their first question."""
-        return f"{self.named}\n{_text(self._opening()[-1].get('content'))}".encode("utf-8", "replace")
 
-    def _opening(self) -> list[dict[str, Any]]:
-        """The messages up to the first question, which is the last of them."""
-        messages = self.prompt if isinstance(self.prompt, list) and self.prompt else [self.prompt]
-        if not isinstance(messages[0], dict):
-            return [{"content": self.prompt if isinstance(self.prompt, str) else self.prompt[:PREFIX_CHARS]}]
-        first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
-        return list(messages[: first + 1])
+def _hash(*texts: str) -> int:
+    return zlib.crc32("\n".join(texts).encode("utf-8", "replace"))
 
 
 def _text(content: Any) -> str:
@@ -124,8 +115,9 @@ def parsed_body(body: bytes) -> dict[str, Any]:
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
     check_depth(given, limits.json_depth)
-    data, ignored = as_meant(route.name, given)
-    check_fields(route.name, data)
+    fields = {name: value for name, value in given.items() if value is not None}
+    check_fields(route.name, fields)
+    data, ignored = normalize(route.name, fields)
     check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
@@ -150,22 +142,24 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
+    opening = _opening(prompt)
+    # What the client calls the person or conversation that it serves.
+    named = [str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")]
     return Checked(
         model=data["model"],
+        data=data,
         stream=stream,
-        prompt=prompt,
+        prefix=_hash("\n".join(opening)[:PREFIX_CHARS]),
+        conversation=_hash(*named, opening[-1]),
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or DEFAULT_COMPLETION_TOKENS, 4096) * sequences,
         sequences=sequences,
         asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
         text_length=text_length,
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
-        cache_salt=data.get("cache_salt", ""),
-        named="\n".join(str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")),
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
-        rewritten=b"" if data is given else orjson.dumps(data),
     )
 
 
@@ -192,12 +186,6 @@ def check_length(checked: Checked, context: int) -> None:
         )
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """A checked body with `model` as its model. It appends a second key: both parsers take the last, and the client's
-    other bytes stay unchanged."""
-    return b'%b,"model":%b}' % (body.rstrip()[:-1], orjson.dumps(model))
-
-
-def with_fields(body: bytes, fields: bytes) -> bytes:
-    """A checked body with more fields, each as `,"name":value`; of equal names the engine takes the last."""
-    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
+def with_fields(body: bytes, **fields: Any) -> bytes:
+    """A JSON object with more fields; of equal names engines take the last."""
+    return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:])

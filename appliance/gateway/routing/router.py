@@ -1,4 +1,5 @@
-"""Chooses the replica that answers a request. Pure state: no sockets, no clock of its own, no asyncio.
+"""Chooses the replica that answers a request, and holds requests that no replica can take. Pure state: no sockets, no
+clock of its own; whoever waits awaits its ticket's future.
 
 A replica's load is the work that stands before a new request's first token: the prompts that have none yet, and a
 little for all other tokens, which slow a step down. (Counting tokens to be generated like prompts sent long prompts to
@@ -13,11 +14,13 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 from __future__ import annotations
 
 import zlib
-from collections import Counter
+from asyncio import Future
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from appliance.gateway.routing.fair_queue import FairQueue
 from appliance.gateway.routing.table import OPEN, Model, Replica
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
 
@@ -48,7 +51,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
     sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner. failures: in a row;
@@ -82,7 +85,7 @@ class Load:
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once.
 
-    model: the row it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
+    model: the name it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
     where the smallest is next: a request stands there as if it had come a millisecond later for each token that its
     owner already has on the replica, so that one owner's many do not keep others from an engine whose memory is full.
     pending: its prompt tokens until its first token.
@@ -91,7 +94,7 @@ class Choice:
     model: str
     replica: Replica
     work: Work
-    load: Load
+    load: ReplicaLoad
     priority: int
     pending: int
 
@@ -107,7 +110,7 @@ class Router:
         """max_inflight: sequences on a replica whose number of slots is unknown."""
         self.max_inflight = max_inflight
         self.models: dict[str, Model] = {}
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, ReplicaLoad] = {}
         self._open: set[str] = set()
 
     def apply(self, models: Iterable[Model]) -> None:
@@ -116,13 +119,13 @@ class Router:
         replicas = [replica for model in self.models.values() for replica in model.replicas]
         self._open = {replica.id for replica in replicas if replica.state == OPEN}
         kept = {name: load for name, load in self.loads.items() if load.inflight}
-        self.loads = kept | {replica.id: self.loads.get(replica.id) or Load() for replica in replicas}
+        self.loads = kept | {replica.id: self.loads.get(replica.id) or ReplicaLoad() for replica in replicas}
 
-    def choose(self, rows: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
-        """Place a request on a replica of the first of these rows that has room; None if none can take it now.
+    def choose(self, names: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
+        """Place a request on a replica of the first of these models that has room; None if none can take it now.
 
         avoid: replicas that take it only if no other can."""
-        for model in (self.models[row] for row in rows if row in self.models):
+        for model in (self.models[name] for name in names if name in self.models):
             usable = [
                 (replica.avoid or replica.id in avoid, replica, load)
                 for replica in model.replicas
@@ -135,7 +138,7 @@ class Router:
                 return self._place(model, [(r, load) for avoided, r, load in usable if avoided == least], work, now_s)
         return None
 
-    def _place(self, model: Model, usable: list[tuple[Replica, Load]], work: Work, now_s: float) -> Choice:
+    def _place(self, model: Model, usable: list[tuple[Replica, ReplicaLoad]], work: Work, now_s: float) -> Choice:
         replica, load = min(usable, key=lambda pair: pair[1].weight)
         preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
         if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
@@ -145,7 +148,7 @@ class Router:
         load.pending += work.prompt_tokens
         return Choice(model.name, replica, work, load, priority, work.prompt_tokens)
 
-    def _has_room(self, model: Model, load: Load, work: Work) -> bool:
+    def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
         """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
         Class batch has half of the slots, and none of what is beyond them."""
         slots = model.slots or self.max_inflight
@@ -156,7 +159,7 @@ class Router:
         return load.sequences < (slots if model.slots is None else slots + slots // 4)
 
     def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
-        """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
+        """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
 
         It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
         canary = self.models[name].canary
@@ -188,6 +191,88 @@ class Router:
     def succeed(self, choice: Choice) -> None:
         """The replica answered: forget earlier failures."""
         choice.load.failures = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
+    """A request that waits. host: the model whose engines it waits for; names: of models in the table that may take
+    it, in its order of preference. avoided: replicas that take it only if no other can. place: its replica, or why it
+    gets none.
+    """
+
+    model: str
+    host: str
+    names: tuple[str, ...]
+    work: Work
+    avoided: Collection[str]
+    place: Future[Choice]
+
+
+class Holds:
+    """Requests that wait, by the model whose engines they wait for, which adapters and versions on these engines share,
+    in fair order of their owners; no queue is empty. most: requests that may wait."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+        self._queues: dict[str, FairQueue[Ticket]] = {}
+        self._models: Counter[str] = Counter()
+        self._names: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+
+    def add(self, ticket: Ticket) -> bool:
+        """Queue a request; False if too many wait already."""
+        if self.count >= self.most:
+            return False
+        self._queues.setdefault(ticket.host, FairQueue()).add(ticket.work.owner, ticket, ticket.work.tokens)
+        self._count(ticket, 1)
+        return True
+
+    def take(self, ticket: Ticket, choice: Choice) -> None:
+        """Give a queued request its place."""
+        self._queues[ticket.host].take(ticket.work.owner, ticket)
+        self._count(ticket, -1)
+        ticket.place.set_result(choice)
+
+    def refuse(self, ticket: Ticket, error: Exception) -> None:
+        """End the wait of a queued request."""
+        if self.remove(ticket):
+            ticket.place.set_exception(error)
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Remove a request that waits no longer; False if it is not queued."""
+        queue = self._queues.get(ticket.host)
+        if queue is None or not queue.discard(ticket.work.owner, ticket):
+            return False
+        self._count(ticket, -1)
+        return True
+
+    def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
+        """The request that is next for a place on these engines; it stays queued. full: names without a place."""
+        if len(full) >= len(self._names[host]):
+            return None  # without a look at each, of which there may be thousands
+        return next((ticket for ticket in self._queues.get(host, ()) if ticket.names not in full), None)
+
+    def held(self, model: str) -> int:
+        return self._models[model]
+
+    def models(self) -> list[str]:
+        """Models with waiting requests."""
+        return list(self._models)
+
+    def hosts(self) -> list[str]:
+        """Models whose engines requests wait for."""
+        return list(self._queues)
+
+    def _count(self, ticket: Ticket, change: int) -> None:
+        self.count += change
+        self._models[ticket.model] += change
+        self._names[ticket.host][ticket.names] += change
+        if not self._models[ticket.model]:
+            del self._models[ticket.model]
+        if not self._names[ticket.host][ticket.names]:
+            del self._names[ticket.host][ticket.names]
+        if not self._queues[ticket.host]:
+            del self._queues[ticket.host]
 
 
 def _score(name: str, beginning: int) -> int:

@@ -6,7 +6,6 @@ What becomes part of a header line is printable ASCII: a control character there
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import lru_cache
 from typing import Annotated, Final, Literal
 
@@ -25,7 +24,6 @@ Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:-]{1,128}\Z")]
 Scope = Annotated[str, Meta(pattern=r"\A(?!gateway\Z)[a-z_]{1,32}\Z")]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Limit = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -51,7 +49,7 @@ class Canary(Struct, frozen=True):
     since_s: float
 
 
-class Trouble(Struct, frozen=True):
+class StartFailure(Struct, frozen=True):
     """Why no replica of a model starts.
 
     next_try_s: in seconds since 1970. hold_before_s: requests wait for the next try if it is at most this far away.
@@ -65,7 +63,7 @@ class Trouble(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """One model's row.
 
-    hold_s: how long its requests may wait for a replica to wake. max_model_len: context of its engines in tokens;
+    max_model_len: context of its engines in tokens;
     slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
     empty where they are its own. adapter: the name by which they know an adapter; pins:
     the model that they serve under this further name, such as `m@v1` of `m`.
@@ -76,7 +74,6 @@ class Model(Struct, frozen=True):
     name: Text = ""
     version: Text = ""
     task: Literal["generate", "embed"] = "generate"
-    hold_s: Seconds = math.inf
     replicas: tuple[Replica, ...] = ()
     max_model_len: Limit | None = None
     slots: Limit | None = None
@@ -84,7 +81,7 @@ class Model(Struct, frozen=True):
     adapter: Text = ""
     pins: Text = ""
     canary: Canary | None = None
-    trouble: Trouble | None = None
+    trouble: StartFailure | None = None
     owners: frozenset[str] | int | None = None
     chats: bool = True
 

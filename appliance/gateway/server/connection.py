@@ -135,14 +135,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes = False, 0
         self._head_came()
-        version, names, limits = self.parser.get_http_version(), [name for name, _ in self.headers], self.state.limits
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > limits.head_bytes:
+        nbytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if nbytes > self.state.limits.head_bytes:
             raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
-        if len(names) != len(set(names)):
-            for name in _ONCE:
-                if names.count(name) > 1:
-                    raise errors.protocol_error(f"The header {name.decode()} was sent twice.")
+        if len(names) != len(set(names)) and any(names.count(name) > 1 for name in _ONCE):
+            raise errors.protocol_error("A header was sent twice that a request has once.")
         if self.scope["method"] == "CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if self.parser.should_upgrade():

@@ -7,13 +7,11 @@ them the API's shape.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -26,20 +24,16 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import read_up_to
-from appliance.gateway.requests.request_check import Checked, check_body
+from appliance.gateway.requests.request_check import Checked, check_object
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.state import State
 
 ERROR_BODY_BYTES: Final = 64 * 1024
-METRICS_PATH: Final = "/admin/v1/metrics"
 METRICS_WAIT_S: Final = 2.0
 METRICS_BYTES: Final = 8 << 20
-COPIES_PATH: Final = "/internal/responses"
-BATCH_BYTES: Final = 1 << 20
-# A controller that answered a batch with an error would do so again.
-MAX_REFUSALS: Final = 3
 RETRY_S: Final = 0.5
 _POLL_S: Final = 0.05
+_HOST: Final = "http://appliance"
 
 log = logging.getLogger("appliance.gateway")
 
@@ -47,71 +41,62 @@ log = logging.getLogger("appliance.gateway")
 class Copies:
     """Copies of answered responses and chat completions on their way to the controller, which stores them.
 
-    The client's answer does not wait for its copy. Copies go in batches, the next once the controller has acknowledged
-    the last; while it is away they wait here, up to `response_copies_bytes`. An answer that begins after that is not
-    stored, and its object says so. The controller stores a copy that arrives twice once.
-
-    delivering: copies are left, and the controller was there at the last attempt.
+    The client's answer does not wait for its copy. While the controller is away they wait here, up to
+    `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
+    stores a copy that arrives twice once.
     """
 
     def __init__(self, state: State) -> None:
-        self.delivering = False
         self._state = state
-        self._waiting: deque[bytes] = deque()
-        self._bytes = 0
-        self._came = asyncio.Event()
+        self._waiting = asyncio.Queue[bytes]()
+        self._count = self._bytes = 0
+        self._away = False
 
     def has_room(self) -> bool:
         return self._bytes < self._state.limits.response_copies_bytes
 
+    @property
+    def delivering(self) -> bool:
+        """Whether copies are left, and the controller was there at the last attempt."""
+        return self._count > 0 and not self._away
+
     def add(self, copy: bytes) -> None:
-        self._waiting.append(copy)
+        self._count += 1
         self._bytes += len(copy)
-        self.delivering = True
-        self._came.set()
+        self._waiting.put_nowait(copy)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._count
 
     async def send_forever(self) -> None:
         """Until it is cancelled."""
-        refusals = 0
         while True:
-            await self._came.wait()
-            sizes = itertools.accumulate(map(len, self._waiting))
-            batch = list(itertools.islice(self._waiting, max(1, sum(size <= BATCH_BYTES for size in sizes))))
-            status = await self._send(batch)
-            refusals = refusals + 1 if status >= 300 else 0
-            if not status or (status >= 500 and refusals <= MAX_REFUSALS):
-                self.delivering = False
+            copy = await self._waiting.get()
+            while not (status := await self._send(copy)):
+                self._away = True
                 await asyncio.sleep(RETRY_S)
-                continue
-            if refusals:
-                log.error("%d answered responses are not stored: the controller answered %d", len(batch), status)
-                self._state.metrics.events["responses_not_stored"] += len(batch)
-                refusals = 0
-            for _ in batch:
-                self._bytes -= len(self._waiting.popleft())
-            self.delivering = bool(self._waiting)
-            if not self._waiting:
-                self._came.clear()
+            self._away = False
+            if status >= 300:  # it would answer the same again
+                log.error("an answered response is not stored: the controller answered %d", status)
+                self._state.metrics.events["responses_not_stored"] += 1
+            self._count -= 1
+            self._bytes -= len(copy)
 
-    async def _send(self, batch: list[bytes]) -> int:
+    async def _send(self, copy: bytes) -> int:
         """The controller's status; 0 if it did not answer."""
         state = self._state
         headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
-        session = state.engines.of(state.config.controller_socket, lasting=False)
-        timeout = aiohttp.ClientTimeout(total=30)
+        data, timeout = b"[%b]" % copy, aiohttp.ClientTimeout(total=30)
         try:
-            async with session.post(
-                f"http://appliance{COPIES_PATH}",
-                data=b"[%b]" % b",".join(batch),
-                headers=headers,
-                timeout=timeout,
-            ) as response:
+            path = f"{_HOST}/internal/responses"
+            async with _session(state).post(path, data=data, headers=headers, timeout=timeout) as response:
                 return response.status
         except (aiohttp.ClientError, OSError, TimeoutError):
             return 0
+
+
+def _session(state: State) -> aiohttp.ClientSession:
+    return state.engines.of(state.config.controller_socket, lasting=False)
 
 
 class Controller:
@@ -123,50 +108,44 @@ class Controller:
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
         """Answers with what the controller answers. body: the request's, if it was read already."""
-        state, request = self._state, exchange.request
+        state, headers = self._state, wire.controller_headers(exchange, self._state.token)
         data: bytes | AsyncIterator[bytes] | None = body
-        headers = wire.controller_headers(request, state.token)
-        if body is None and (request.chunked or request.content_length):
-            data = exchange.pieces(body_limit(request.route, state.limits))
-            if request.content_length is not None:
-                headers.append(("content-length", str(request.content_length)))
-        async with self._answer(request, headers, data) as response:
+        if body is None and (exchange.chunked or exchange.content_length):
+            data = exchange.pieces(body_limit(exchange.route, state.limits))
+            if exchange.content_length is not None:
+                headers.append(("content-length", str(exchange.content_length)))
+        async with self._answer(exchange, headers, data) as response:
             if response.status >= 400:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
                 after = response.headers.get("retry-after", "")
                 if after.isdigit() and len(after) < 10:
                     error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
                 raise error
-            await self._pass_on(exchange, response)
-
-    async def _pass_on(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
-        request = exchange.request
-        request.first_byte_s = time.monotonic()
-        theirs = {name.lower(): value for name, value in response.raw_headers}
-        headers = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
-        headers += cookies(theirs, self._state.config.tls_cert_path is not None)
-        if b"content-length" in theirs and response.status not in (204, 304):
-            headers.append((b"content-length", theirs[b"content-length"]))
-        await exchange.begin(response.status, headers)
-        if not request.head_only:  # of an endless stream the head alone may be asked for
-            async for piece in response.content.iter_any():
-                await exchange.write(piece)
-        await exchange.finish()
+            exchange.first_byte_s = time.monotonic()
+            theirs = {name.lower(): value for name, value in response.raw_headers}
+            answered = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
+            answered += cookies(theirs, state.config.tls_cert_path is not None)
+            if b"content-length" in theirs and response.status not in (204, 304):
+                answered.append((b"content-length", theirs[b"content-length"]))
+            await exchange.begin(response.status, answered)
+            if not exchange.head_only:  # of an endless stream the head alone may be asked for
+                async for piece in response.content.iter_any():
+                    await exchange.write(piece)
+            await exchange.finish()
 
     @asynccontextmanager
     async def _answer(
         self, request: Request, headers: list[tuple[str, str]], data: bytes | AsyncIterator[bytes] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent."""
-        state, limits = self._state, self._state.limits
-        session = state.engines.of(state.config.controller_socket, lasting=False)
-        url = URL(f"http://appliance{request.target.decode('ascii', 'replace')}", encoded=True)
+        state, limits, method = self._state, self._state.limits, request.method.decode()
+        url = URL(f"{_HOST}{request.target.decode('ascii', 'replace')}", encoded=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=limits.upstream_silence_s)
         until_s, answered = time.monotonic() + limits.controller_wait_s, False
         while True:
             try:
-                async with session.request(
-                    request.method.decode(), url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+                async with _session(state).request(
+                    method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
                 ) as response:
                     answered = True
                     yield response
@@ -177,32 +156,31 @@ class Controller:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off
                 # A request that was not sent, or that changes nothing, waits a moment for a controller that restarts.
-                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or request.method == b"GET")
+                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == "GET")
                 if again and time.monotonic() < until_s:
                     await asyncio.sleep(_POLL_S)
                     continue
                 state.metrics.events["controller_away"] += 1
-                away = errors.unavailable(
-                    "The controller of this box is restarting. Please retry.", "controller_away", 2
-                )
+                away = errors.unavailable("This box's controller is restarting. Please retry.", "controller_away", 2)
                 away.status = 503 if again else 502
                 raise away from None
 
     async def metrics(self, request: Request) -> bytes:
         """The controller's own series; empty while it does not answer."""
-        state = self._state
-        session = state.engines.of(state.config.controller_socket, lasting=False)
-        headers = wire.identity(request, state.token)
-        timeout = aiohttp.ClientTimeout(total=METRICS_WAIT_S)
+        headers, timeout = wire.identity(request, self._state.token), aiohttp.ClientTimeout(total=METRICS_WAIT_S)
         try:
-            async with session.get(f"http://appliance{METRICS_PATH}", headers=headers, timeout=timeout) as response:
+            path = f"{_HOST}/admin/v1/metrics"
+            async with _session(self._state).get(path, headers=headers, timeout=timeout) as response:
                 body = await read_up_to(response.content, METRICS_BYTES)
                 return body if response.status == 200 and len(body) < METRICS_BYTES else b""
         except (aiohttp.ClientError, OSError, TimeoutError):
             return b""
 
-    async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
-        """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
+    async def with_previous(self, request: Request, data: dict[str, Any], checked: Checked) -> Checked:
+        """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
+
+        data: its body, as it came.
+        """
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
@@ -210,10 +188,10 @@ class Controller:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
-        whole = joined(body, earlier) if len(earlier) <= limit else earlier
-        if len(whole) > limit:
+        nbytes = request.body_bytes + len(earlier)
+        if nbytes > limit:
             raise errors.body_too_large(limit, close=False)  # the client's own body was not
-        state.take_body(request, len(whole) - len(body))
-        again = check_body(request.route, whole, state.limits)
+        state.take_body(request, len(earlier))
+        again = check_object(request.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
-        return whole, again
+        return again

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
-from appliance.gateway.routing.holds import Ticket
-from appliance.gateway.routing.router import Choice, Work
+from appliance.gateway.routing.router import Choice, Ticket, Work
 
 if TYPE_CHECKING:
     from appliance.gateway.server.state import State
@@ -30,31 +29,30 @@ _LINGER_BYTES: Final = 4 * 1024 * 1024
 _DISCARD_BYTES: Final = 256 * 1024
 # What a socket takes at once.
 _SMALL_BYTES: Final = 32 * 1024
-Pairs = Sequence[tuple[bytes, bytes]]
 
 
 class ClientGone(Exception):
     """The client left, or took nothing for too long; there is nobody to answer."""
 
 
-class Exchange:
+class Exchange(Request):
     """head_sent: the status is out. sse: as a stream of events, which an error can join. body_complete: all of the
     request's body was read. ended: why it was ended from outside. work: what an inference request asks of a replica;
     choice: the one that has it; ticket: its place in the queue while it is held."""
 
     def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
-        self.state = state
-        self.connection: Any = scope["connection"]
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.request = Request(scope["method"].encode(), scope["target"], headers)
+        super().__init__(scope["method"].encode(), scope["target"], headers)
+        self.state = state
+        self.connection: Any = scope["connection"]
         self.head_sent = self.sse = self.finished = False
         self.ended: HttpError | None = None
         self.work: Work | None = None
         self.choice: Choice | None = None
         self.ticket: Ticket | None = None
-        self.body_complete = not (self.request.chunked or self.request.content_length)
+        self.body_complete = not (self.chunked or self.content_length)
         self._receive, self._send = receive, send
         self._task = asyncio.current_task()
 
@@ -68,12 +66,11 @@ class Exchange:
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """The body. Raises HttpError 413 and 408, ClientGone."""
-        limits, request, waited_s = self.state.limits, self.request, 0.0
+        limits, waited_s = self.state.limits, 0.0
         while not self.body_complete:
             began_s = time.monotonic()
-            left_s = limits.body_grace_s + request.body_bytes / limits.body_bytes_per_s - waited_s
             try:
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s - waited_s):
                     message = await self._receive()
             except TimeoutError:
                 self.state.metrics.events["slow_body"] += 1
@@ -85,8 +82,8 @@ class Exchange:
             if message["more_body"] and self.connection.refusal is not None:
                 raise self.connection.refusal
             data, self.body_complete = message["body"], not message["more_body"]
-            request.body_bytes += len(data)
-            if request.body_bytes > limit:
+            self.body_bytes += len(data)
+            if self.body_bytes > limit:
                 raise errors.body_too_large(limit)
             if self.body_complete and not self.connection.pipeline:
                 self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
@@ -97,19 +94,19 @@ class Exchange:
         """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
         kept: list[bytes] = []
         async for data in self.pieces(limit):
-            self.state.take_body(self.request, len(data))
+            self.state.take_body(self, len(data))
             kept.append(data)
-        self.request.complete_s = time.monotonic()
-        return kept[0] if len(kept) == 1 else b"".join(kept)
+        self.received_s = time.monotonic()
+        return b"".join(kept)
 
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs) -> None:
-        extra = [(b"x-request-id", self.request.request_id), *headers, *self.request.answer_headers]
+        extra = [(b"x-request-id", self.request_id), *headers, *self.rate_headers, *self.more_headers, *self.ignored]
         if self.state.stopping:
             extra.append((b"connection", b"close"))
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
-        self.head_sent, self.request.status = True, status
+        self.head_sent, self.status = True, status
 
     async def begin_stream(self, version: bytes | None) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -121,11 +118,11 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         if data:
             await self._out({"type": "http.response.body", "body": data, "more_body": True})
-            self.request.sent_bytes += len(data)
+            self.sent_bytes += len(data)
 
     async def finish(self, data: bytes = b"") -> None:
         await self._out({"type": "http.response.body", "body": data, "more_body": False})
-        self.request.sent_bytes += len(data)
+        self.sent_bytes += len(data)
         self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
@@ -139,21 +136,20 @@ class Exchange:
     async def fail(self, error: HttpError) -> None:
         """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
         connection, since nothing else shows that the body is not whole."""
-        request = self.request
         if self.finished:
             return
-        request.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
+        self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
-            await self.finish(wire.error_event(error, request, request.stream_events))
+            await self.finish(wire.error_event(error, self, self.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
             self.connection.abort()
         else:
-            status, body = wire.shaped(error, request, request.request_id)
+            status, body = wire.shaped(error, self, self.request_id)
             headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
-            unread = not self.body_complete and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
+            unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
             if error.close or unread:
                 headers.append((b"connection", b"close"))
             await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -164,12 +160,10 @@ class Exchange:
 
     async def _linger(self) -> None:
         """Reads the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
-        if self.body_complete or b"expect" in self.request.headers:
-            return
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while not self.body_complete and read < _LINGER_BYTES:
+                while not self.body_complete and read < _LINGER_BYTES and b"expect" not in self.headers:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         return

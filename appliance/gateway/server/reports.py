@@ -18,7 +18,7 @@ from typing import Any, Final
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from appliance.gateway.observe.load import RowLoad
+from appliance.gateway.observe.load import ModelLoad
 from appliance.gateway.server.state import State
 from runtime.replace_file import replace_file
 
@@ -29,29 +29,29 @@ STALE_S: Final = 30.0
 def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus. Times: Unix seconds, or durations in seconds.
 
-    A model that no request has named since this process began has no row. Counts of arrivals are since `started_s`, by
+    Models that no request has named since this process began are left out. Counts of arrivals are since `started_s`, by
     bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
     prompt_tokens: of all in flight and held.
     """
-    now_s, holds = time.monotonic(), state.holds
+    now_s, holds, certificate = time.monotonic(), state.holds, state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
-        request, work, choice = exchange.request, exchange.work, exchange.choice
+        work, choice, model = exchange.work, exchange.choice, exchange.routed_model
         if work is None or work.batch:
             continue
-        inflight[request.row] += 1
-        prompts[request.row] += work.prompt_tokens
-        if request.streams:
-            waiting[request.row] += work.prompt_tokens if choice is None else choice.pending
-    rows = {
+        inflight[model] += 1
+        prompts[model] += work.prompt_tokens
+        if exchange.streams:
+            waiting[model] += work.prompt_tokens if choice is None else choice.pending
+    models = {
         name: {
             "inflight": inflight[name] - holds.held(name),
             "held": holds.held(name),
             "waiting_prompt_tokens": waiting[name],
             "prompt_tokens": prompts[name],
-            **(state.metrics.rows.get(name) or RowLoad()).report(now_s, time.time()),
+            **(state.metrics.loads.get(name) or ModelLoad()).report(now_s, time.time()),
         }
-        for name in {*inflight, *state.metrics.rows} & state.router.models.keys()
+        for name in {*inflight, *state.metrics.loads} & state.router.models.keys()
     }
     return {
         "type": "load",
@@ -59,10 +59,10 @@ def load_report(state: State) -> dict[str, Any]:
         "gateway": state.config.name,
         "started_s": state.started_s,
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
-        "models": rows,
+        "models": models,
         "canaries": state.comparison.canaries,
-        "notes": [] if state.certificate is None else state.certificate.notes(time.time()),
-        "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
+        "notes": [] if certificate is None else certificate.notes(time.time()),
+        "certificate_expires_s": None if certificate is None else certificate.expires_s,
     }
 
 
@@ -72,7 +72,12 @@ def load_report(state: State) -> dict[str, Any]:
 async def metrics_text(state: State, *, controller_up: bool) -> bytes:
     """Series of this gateway, all its workers together."""
     up = _gauge("controller_up", "Whether the controller answered this scrape.", int(controller_up))
-    return joined([await _series(state, up), *_snapshots_of_others(state)])
+    texts, own = [await _series(state, up)], _snapshot(state, state.config.name)
+    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
+        with contextlib.suppress(OSError):
+            if path != own and time.time() - path.stat().st_mtime < STALE_S:
+                texts.append(path.read_text())
+    return joined(texts)
 
 
 async def write_snapshot(state: State) -> None:
@@ -80,14 +85,6 @@ async def write_snapshot(state: State) -> None:
     text = await _series(state)
     with contextlib.suppress(OSError):
         replace_file(_snapshot(state, state.config.name), text.encode())
-
-
-def _snapshots_of_others(state: State) -> Iterator[str]:
-    own = _snapshot(state, state.config.name)
-    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
-        with contextlib.suppress(OSError):
-            if path != own and time.time() - path.stat().st_mtime < STALE_S:
-                yield path.read_text()
 
 
 def _snapshot(state: State, worker: str) -> Path:
@@ -106,10 +103,10 @@ def joined(texts: Iterable[str]) -> bytes:
 
 async def _series(state: State, *more: Metric) -> str:
     """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    of_now, worker = [*gauges(state), *more], {"worker": state.config.name} if state.config.workers > 1 else {}
+    current, worker = [*gauges(state), *more], {"worker": state.config.name} if state.config.workers > 1 else {}
 
     def text() -> str:
-        families = [*of_now, *state.metrics.registry.collect()]
+        families = [*current, *state.metrics.registry.collect()]
         for family in families:
             family.samples = [sample._replace(labels=worker | sample.labels) for sample in family.samples]
         collected: Any = SimpleNamespace(collect=lambda: families)
@@ -119,7 +116,7 @@ async def _series(state: State, *more: Metric) -> str:
 
 
 def gauges(state: State) -> Iterator[Metric]:
-    """What is so now."""
+    """Current values, and the counts of events."""
     events = CounterMetricFamily("appliance_gateway_events", "Things that happened to requests.", labels=["event"])
     for event, count in sorted(state.metrics.events.items()):
         events.add_metric([event], count)

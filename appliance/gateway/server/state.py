@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.server import ServerState
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.access.spending import Spending
+from appliance.gateway.access.spending import UsageLimits
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.http.upstreams import Sessions
-from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.load import Comparison
-from appliance.gateway.observe.metrics import Metrics
-from appliance.gateway.routing.holds import Holds
-from appliance.gateway.routing.router import Choice, Router
+from appliance.gateway.observe.metrics import AccessLog, Metrics
+from appliance.gateway.routing.router import Choice, Holds, Router
 from appliance.gateway.routing.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
 
@@ -40,9 +38,9 @@ log = logging.getLogger("appliance.gateway")
 class State:
     """What one process knows. `on_change(urgent)` is called when a load report is due.
 
-    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
-    buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
+    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
+    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
+    box_troubles: parts of the box that fail, as the controller last reported.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -57,15 +55,19 @@ class State:
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log = AccessLog(config.log_path if config.access_log else None)
-        self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
+        self.tracing: Tracing | None = None
+        if config.otlp_endpoint is not None:
+            # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
+            from appliance.gateway.observe.tracing import Tracing
+
+            self.tracing = Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = Spending(self.metrics.events, config.workers)
+        self.spending = UsageLimits(self.metrics.events, config.workers)
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
-        # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
         self.certificate: Certificate | None = None
@@ -96,16 +98,11 @@ class State:
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
-    def release_body(self, request: Request) -> None:
-        self.buffered_bytes -= request.buffered_bytes
-        request.use.owner.body_bytes -= request.buffered_bytes
-        request.buffered_bytes = 0
-
     # -- models, and who waits for them
 
     def callable_model(self, name: str, caller: Caller) -> Model:
-        """The row of a model that this key may call. Raises the same HttpError for a forbidden as for a nonexistent
-        model, so callers must send nothing that depends on the model before."""
+        """The model of this name, which this key may call. Raises the same HttpError for a forbidden as for a
+        nonexistent model, so callers must send nothing that depends on the model before."""
         model = self.router.models.get(name)
         if model is None or not caller.sees(model) or not caller.may_use(name):
             raise self.unknown_model(name, caller)
@@ -114,12 +111,11 @@ class State:
     def unknown_model(self, name: str, caller: Caller) -> HttpError:
         """The error for a name that is not in the table."""
         base, at, version = name.partition("@")
-        row = self.router.models.get(base) if at else None
-        if row is None or not caller.sees(row) or not caller.may_use(base):
+        model = self.router.models.get(base) if at else None
+        if model is None or not caller.sees(model) or not caller.may_use(base):
             return errors.model_not_found(name)
-        served = ", ".join(
-            f"`{name}`" for name in sorted({replica.version for replica in row.replicas} or {row.version})
-        )
+        versions = {replica.version for replica in model.replicas} or {model.version}
+        served = ", ".join(f"`{name}`" for name in sorted(versions))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
             f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
@@ -164,9 +160,9 @@ class State:
         for host in self.holds.hosts():
             full: set[tuple[str, ...]] = set()
             while (ticket := self.holds.next(host, full)) is not None:
-                choice = self.router.choose(ticket.rows, ticket.work, now_s, ticket.avoided)
+                choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
-                    full.add(ticket.rows)
+                    full.add(ticket.names)
                 else:
                     self.holds.take(ticket, choice)
 
@@ -174,11 +170,12 @@ class State:
 
     def finished(self, request: Request, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
-        self.release_body(request)
+        self.buffered_bytes -= request.buffered_bytes
+        request.use.owner.body_bytes -= request.buffered_bytes
         if request.counted:
             self.spending.closed(request)
         if request.status == 503 and request.model and request.use.batch:
-            self.spending.gave_way(request)
+            self.spending.refund(request)
             request.model = ""  # it counts once, when it is answered
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
@@ -198,10 +195,3 @@ def _token(path: str) -> bytes:
     if not token.isalnum():
         raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
     return token
-
-
-def _tracing(endpoint: str, worker: str) -> Tracing:
-    # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-    from appliance.gateway.observe.tracing import Tracing
-
-    return Tracing(endpoint, worker)

@@ -52,11 +52,11 @@ class Stream:
         *events, self._partial = (self._partial + data).split(b"\n\n")
         return events
 
-    def passed(self, event: bytes) -> bytes:
+    def rewrite(self, event: bytes) -> bytes:
         """An engine's event as the client gets it, empty for none."""
-        return self.relayed(event if self._continuation is None else self._continuation.event(event))
+        return self.rewrite_continued(event if self._continuation is None else self._continuation.event(event))
 
-    def relayed(self, event: bytes) -> bytes:
+    def rewrite_continued(self, event: bytes) -> bytes:
         """The same for one that the continuation has seen, or made."""
         if not event:
             return b""
@@ -95,13 +95,5 @@ class Stream:
 
 
 def event_error(event: bytes) -> HttpError | None:
-    """The error in an event; None if it is no error event. Of a failure of its own an engine says nothing that a
-    client could use."""
-    line = event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0]
-    try:
-        code = errors.event_code(orjson.loads(line))
-    except orjson.JSONDecodeError:
-        return None
-    if code is None:
-        return None
-    return errors.engine_failed() if code >= 500 else errors.from_upstream(code, line)
+    """The error in an event with ERROR_EVENT; None if it is none."""
+    return errors.from_event(event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0])

@@ -1,7 +1,6 @@
 """Evaluations, their runs, and the items of each run.
 
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself. What is deleted is seen
-by nobody from then on, and its task frees the disk.
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
 """
 
 from __future__ import annotations
@@ -16,44 +15,31 @@ from appliance.store.table import Table
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
-DELETIONS = "eval_deletions"
-"""Tasks that delete evals, each with its runs, and runs."""
-DELETED = f"(SELECT id FROM tasks WHERE kind = '{DELETIONS}')"
-_THERE = f"id NOT IN {DELETED}"
-_RUN_THERE = f"{_THERE} AND eval_id NOT IN {DELETED}"
 _IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 _TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
-insert, update = _TABLE.insert, _TABLE.update
+insert, update, find = _TABLE.insert, _TABLE.update, _TABLE.find_visible
 insert_run, update_run = _RUNS.insert, _RUNS.update
 update_item = _ITEMS.update
 
 
-def find(db: Database, eval_id: str, *, viewer: str | None) -> EvalRow | None:
-    return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE} AND {_THERE}", [eval_id, viewer])
-
-
 def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
-    return db.page(EvalRow, "evals", scope=owned_by(viewer), where=_THERE, order_by=order_by, **part)
+    return db.page(EvalRow, "evals", scope=owned_by(viewer), order_by=order_by, **part)
 
 
-def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: str | None = None) -> EvalRunRow | None:
-    return db.one(
-        EvalRunRow,
-        f"SELECT * FROM eval_runs WHERE id = ?1 AND {_MINE} AND (?3 IS NULL OR eval_id = ?3) AND {_RUN_THERE}",
-        [run_id, viewer, eval_id],
-    )
+def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
+    return _RUNS.find_visible(db, run_id, viewer=viewer)
 
 
 def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
     """The run without its data source, which may be long."""
-    return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ? AND {_RUN_THERE}", [run_id])
+    return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ?", [run_id])
 
 
 def page_runs(
     db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
 ) -> Page[EvalRunRow]:
     """Those of the viewer: an administrator may run another's eval, too."""
-    scope, where = {"eval_id": eval_id, **owned_by(viewer)}, f"(? IS NULL OR status = ?) AND {_RUN_THERE}"
+    scope, where = {"eval_id": eval_id, **owned_by(viewer)}, "(? IS NULL OR status = ?)"
     return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
 
 
@@ -61,13 +47,13 @@ def unfinished_ids(db: Database, object_id: str) -> list[str]:
     """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(
         f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
-        f" AND ?1 IN (eval_id, id) AND {_RUN_THERE} ORDER BY seq",
+        " AND ?1 IN (eval_id, id) ORDER BY seq",
         [object_id],
     )
 
 
 def delete(db: Database, deleted: str) -> None:
-    """Free the disk of a deleted eval with its runs, or of a run."""
+    """Delete an eval with its runs, or a run."""
     for run_id in db.column("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1", [deleted]):
         delete_items(db, run_id)
     with db.transaction():
@@ -115,7 +101,7 @@ def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRun
     return db.one(
         EvalRunRow,
         "SELECT * FROM eval_runs INDEXED BY eval_runs_sampled"
-        f" WHERE eval_id = ?1 AND {_MINE} AND {_RUN_THERE} AND data_source ->> '$.type' IN"
+        f" WHERE eval_id = ?1 AND {_MINE} AND data_source ->> '$.type' IN"
         " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
         [eval_id, viewer],
     )

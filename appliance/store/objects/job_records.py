@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Unpack
 
-from appliance.store import database
 from appliance.store.database import Database, Page, Part, encode
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
@@ -16,7 +15,6 @@ from appliance.store.rows import (
     JobEventRow,
     JobJudgeRow,
     JobMetricRow,
-    JobRow,
     PermissionRow,
 )
 from appliance.store.table import Table
@@ -29,24 +27,6 @@ _PERMISSIONS = Table("permissions", PermissionRow, "checkpoint", "project_id")
 insert_permission, find_permission = _PERMISSIONS.insert, _PERMISSIONS.find
 MOST_TEACHERS = 100
 """Versions of one job's teacher."""
-
-
-def page_with_judges(
-    db: Database, page: Page[JobRow], methods: Collection[str]
-) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
-    """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
-    judges by job: a hundred graders have 200 MiB."""
-    left, judges = database.PAGE_BYTES, dict[str, JobJudgeRow]()
-    for number, row in enumerate(page.data):
-        query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
-        found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
-        if found is None:
-            continue
-        left -= len(found["judge"])
-        if left < 0 and number:
-            return Page(page.data[:number], True), judges
-        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
-    return page, judges
 
 
 def taught(db: Database, job_id: str, versions: Collection[str]) -> None:

@@ -130,7 +130,7 @@ def has_ended(db: Database, job_id: str, before_s: float) -> bool:
 
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
     """Those that were made with this key."""
-    return [row for row in list_unfinished(db) if row.key_id == key_id]
+    return _unfinished(db, _IN_SHORT, " AND key_id = ?", [key_id])
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:

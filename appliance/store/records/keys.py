@@ -82,11 +82,6 @@ def owner_of(db: Database, key_id: str) -> str:
     return db.value("SELECT owner FROM keys WHERE id = ?", [key_id]) or key_id
 
 
-def count_owners(db: Database) -> int:
-    """Owners who have a live key."""
-    return int(db.value("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session"))
-
-
 def without_key(db: Database, owners: list[str]) -> list[str]:
     """Those of these owners who have no live key."""
     live = "SELECT 1 FROM keys WHERE owner = ? AND revoked_s IS NULL"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from appliance.store.database import Database
 from appliance.store.records import usage
 
@@ -13,13 +11,6 @@ FORGET_AT_ONCE = 200
 
 def count_live(db: Database) -> int:
     return int(db.value("SELECT count(*) FROM keys WHERE session AND revoked_s IS NULL"))
-
-
-def revoke_before(db: Database, before_s: float) -> int:
-    """Revokes the keys made before this moment; returns how many were live."""
-    return db.execute(
-        "UPDATE keys SET revoked_s = ? WHERE session AND revoked_s IS NULL AND created_s < ?", [time.time(), before_s]
-    ).rowcount
 
 
 def delete_responses(db: Database, before_s: float) -> None:

@@ -114,7 +114,7 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
-_BOX_ITSELF, _NO_MODEL = "the box itself", "(no such model)"
+_BOX_ITSELF, _NO_MODEL = "the box itself", "(no model)"
 _COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 _GROUPED: dict[By, str] = {
     "key": "key_id",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
-from appliance.store.objects.evals import DELETED
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE
 
 # A key that is not in the table (the box of a test) is an owner of its own.
@@ -45,7 +44,7 @@ def batches(db: Database, key_id: str) -> int:
 
 def evals(db: Database, key_id: str) -> tuple[int, int]:
     """Number, and bytes of their definitions."""
-    return _number_and_bytes(db, f"evals WHERE id NOT IN {DELETED} AND {_OF}", key_id)
+    return _number_and_bytes(db, f"evals WHERE {_OF}", key_id)
 
 
 def eval_runs(db: Database, key_id: str) -> tuple[int, int]:
@@ -64,15 +63,6 @@ def models(db: Database, key_id: str) -> tuple[int, int]:
     owned = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
     number, size = db.execute(f"SELECT count(*), coalesce(sum(versions_bytes), 0) FROM {owned}", [key_id]).fetchone()
     return number, size
-
-
-def names(db: Database, owner: str) -> list[str]:
-    """Public names of this owner's models and of their checkpoints."""
-    return db.column(
-        "SELECT id AS name FROM models WHERE owner = ?1 UNION"
-        " SELECT name FROM checkpoints WHERE model IN (SELECT id FROM models WHERE owner = ?1)",
-        [owner],
-    )
 
 
 def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:

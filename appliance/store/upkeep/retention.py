@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
-from appliance.store.objects.evals import DELETED
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
 
 _FINISHED = sql_list(sorted(FINISHED_PHASES))
@@ -32,7 +31,7 @@ _JOB_GOES = (
     " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
     " WHERE checkpoints.job_id = jobs.id)"
 )
-_EVAL_RUN_GOES = f"status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)}) AND id NOT IN {DELETED}"
+_EVAL_RUN_GOES = f"status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
 
 
 def delete_aged(db: Database, table: str, before_s: float) -> None:

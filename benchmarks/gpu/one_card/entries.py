@@ -8,7 +8,7 @@ from typing import Any
 
 def rank(lifeline: Any, args: dict[str, Any]) -> int:
     os.environ["NCCL_HOSTID"] = f"rank-{args['rank']}"
-    from train.run import worker
+    from train.trainer import worker
 
     return worker.main(lifeline, args)
 

@@ -29,7 +29,7 @@ from tests.unit.cli.conftest import openai_error, run, write_box_file
     ],
 )
 def test_answers_become_exit_codes(prepared, status, code, exit_code):
-    prepared.prepare("DELETE", "/admin/v1/models/ft%3Astarter%3Alocal%2Fx", (status, openai_error("because", code)))
+    prepared.prepare("DELETE", "/v1/models/ft%3Astarter%3Alocal%2Fx", (status, openai_error("because", code)))
     result = prepared.run("model", "rm", "ft:starter:local/x")
     assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "error: because\n")
 

@@ -15,7 +15,7 @@ import pytest
 from appliance.cli import formats, output
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.http import peers
-from appliance.controller.interfaces.identity import Identity
+from appliance.controller.interfaces.principal import Identity
 from appliance.store import database
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models

@@ -25,7 +25,7 @@ from appliance.store.objects import models
 from appliance.store.records import keys, usage
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedModelOps, SimulatedScheduler, simulated_context
-from train.graders import host
+from train.graders import hosts
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
@@ -110,7 +110,7 @@ def graders_load_what_they_use() -> Iterator[None]:
     a test that has something graded."""
     with pytest.MonkeyPatch.context() as patch:
         begin = "from train.graders import worker; worker._preload = worker.prepare; worker.main()"
-        patch.setattr(host, "_BEGIN", begin)
+        patch.setattr(hosts, "_BEGIN", begin)
         yield
 
 

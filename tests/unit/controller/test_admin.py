@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.app import _keep_house
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
@@ -19,7 +18,8 @@ from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
 async def ask(control: Control, method: str, path: str, status: int = 200, **kwargs: Any) -> dict[str, Any]:
-    answer = await control.http.request(method, f"/admin/v1{path}", headers=ADMIN, **kwargs)
+    url = path if path.startswith("/v1/") else f"/admin/v1{path}"
+    answer = await control.http.request(method, url, headers=ADMIN, **kwargs)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -104,21 +104,6 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
     assert (await ask(control, "POST", "/keys", json={"name": "more"}))["key"], "and nothing fails where it is gone"
 
 
-@pytest.mark.parametrize("way", ["rotate", "revoke", "forget"])
-async def test_a_key_ends_where_the_file_of_the_first_one_cannot_be_read(control: Control, way: str):
-    """Gateways were not told of its end, or nobody of its new secret."""
-    file = Path(control.context.box["data_dir"]) / "first-key"
-    file.write_bytes(b"\xff\xfe")
-    made = await ask(control, "POST", "/keys", json={"name": "other"})
-    if way == "rotate":
-        assert (await ask(control, "POST", "/keys/other/rotate"))["key"]
-    elif way == "revoke":
-        await ask(control, "DELETE", "/keys/other")
-    else:
-        await ask(control, "POST", "/forget", json={"owner": "other"})
-    assert keys.fingerprint(made["key"]) not in control.gateway_keys and file.exists()
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -190,7 +175,7 @@ async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
     assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
     verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
     assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
-    assert await ask(control, "DELETE", "/models/team/tiny") == {"name": "team/tiny", "deleted": True}
+    assert (await ask(control, "DELETE", "/v1/models/team/tiny"))["deleted"] is True
     await ask(control, "GET", "/models/team/tiny", 404)
     assert [action for action, _, _ in actions(control)] == ["model.import", "model.verify", "model.delete"]
 
@@ -302,13 +287,13 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
 
 async def test_jobs_and_their_metrics(control: Control):
     job_id = await control.job()
-    listed = (await ask(control, "GET", "/jobs"))["data"]
+    listed = (await ask(control, "GET", "/v1/fine_tuning/jobs"))["data"]
     assert [(job["id"], job["phase"], job["reason"]) for job in listed] == [(job_id, "queued", "waiting for devices")]
-    shown = await ask(control, "GET", f"/jobs/{job_id}")
+    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
     assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
-    assert (await ask(control, "GET", f"/jobs/{job_id}/metrics"))["data"] == []
-    await ask(control, "GET", "/jobs/none/metrics", 404)
-    await ask(control, "GET", f"/jobs/{job_id}/metrics?after_step={2**70}", 400)
+    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics"))["data"] == []
+    await ask(control, "GET", "/v1/fine_tuning/jobs/none/metrics", 404)
+    await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics?after_step={2**70}", 400)
 
 
 async def test_the_audit_log_pages(control: Control):
@@ -319,32 +304,6 @@ async def test_the_audit_log_pages(control: Control):
     assert page["data"][0]["key_id"] == page["data"][0]["by"] == "key_admin" and page["data"][0]["request_id"]
     rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
     assert [row["detail"]["name"] for row in rest["data"]] == ["a"]
-
-
-async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control: Control, monkeypatch):
-    """One row that could not be removed ended all housekeeping for the life of the controller."""
-    looked: list[str] = []
-
-    def fails(context: Any, now_s: float) -> None:
-        looked.append("files")
-        raise OSError("Read-only file system")
-
-    monkeypatch.setattr("appliance.controller.app.keep_house", fails)
-
-    def works(now_s: float) -> None:
-        looked.append("responses")
-
-    monkeypatch.setattr(control.app.state.responses, "keep_house", works)
-    await _keep_house(control.context, control.app.state.responses)
-    await _keep_house(control.context, control.app.state.responses)
-    assert looked == ["files", "responses"] * 2
-    found = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"]
-    assert [(one["name"], one["why"], one["failures"]) for one in found] == [
-        ("housekeeping of files and uploads", "OSError: Read-only file system", 2)
-    ]
-    monkeypatch.undo()
-    await _keep_house(control.context, control.app.state.responses)
-    assert (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"] == []
 
 
 async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_expires(control: Control):
@@ -387,15 +346,16 @@ async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
             jobs.insert(control.db, replace(row, id=f"ftjob-{number}", hyperparameters=large, phase="cancelled"))
         for step in range(2500):
             job_records.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
-    page, found = await ask(control, "GET", "/jobs?limit=1000"), []
+    page, found = await ask(control, "GET", "/v1/fine_tuning/jobs?limit=1000"), []
     assert page["has_more"], "a page ends by its bytes"
     while page["has_more"]:
         found += [job["id"] for job in page["data"]]
-        page = await ask(control, "GET", f"/jobs?limit=1000&after={page['last_id']}")
+        page = await ask(control, "GET", f"/v1/fine_tuning/jobs?limit=1000&after={page['last_id']}")
     found += [job["id"] for job in page["data"]]
     assert found == [*(f"ftjob-{number}" for number in reversed(range(300))), row.id]
-    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000")
-    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000&after_step={steps['data'][-1]['step']}")
+    steps = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000")
+    last = steps["data"][-1]["step"]
+    rest = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000&after_step={last}")
     assert (len(steps["data"]), steps["has_more"]) == (2000, True)
     assert (len(rest["data"]), rest["has_more"]) == (500, False)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import pytest
 
-from appliance.controller.admin import mode
 from appliance.controller.devices.mode import mode_in_force, read_mode
 from appliance.store.records import windows
 from tests.unit.controller.conftest import SCOPES, Control
@@ -74,27 +72,6 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
     assert status["mode"] == {"policy": "serve", "train_devices": None}
 
 
-async def test_no_mode_holds_since_before_its_window_was_made(control: Control):
-    """It was told since the last New Year, when there was no box yet."""
-    before_s = time.time()
-    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *", "until": "59 23 31 12 *"})
-    held = await ask(control, "GET", "/mode")
-    assert held["set_by"] == "window" and held["since_s"] >= before_s
-    (window,) = (await ask(control, "GET", "/mode/schedule"))["data"]
-    await ask(control, "DELETE", f"/mode/schedule/{window['id']}")
-    set_s = (await ask(control, "PUT", "/mode", json={"policy": "serve"}))["since_s"]
-    control.db.execute("UPDATE box SET value = json_set(value, '$.since_s', 5.0) WHERE name = 'mode'")
-    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *", "until": "1 0 1 1 *"})
-    held = await ask(control, "GET", "/mode")
-    assert held["set_by"] == "hand" and held["since_s"] == 5.0 < set_s, "its end of last January changed nothing"
-    control.db.execute("UPDATE windows SET created_s = 1")
-    year_s = (await ask(control, "GET", "/mode"))["since_s"]
-    assert year_s > 5.0, "of a window that was there already it did"
-    hour = time.gmtime(time.time() - 7200).tm_hour
-    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": f"0 {hour} * * *", "until": f"1 {hour} * * *"})
-    assert (await ask(control, "GET", "/mode"))["since_s"] == year_s, "nor did that of one made after its own"
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -142,10 +119,3 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
 async def test_the_mode_needs_the_admin_scope(control: Control, method: str, path: str):
     answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES)
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "insufficient_permissions"
-
-
-async def test_a_preview_is_worked_out_beside_the_loop(control: Control, monkeypatch):
-    threads = []
-    monkeypatch.setattr(mode, "preview", lambda *asked: threads.append(threading.current_thread()) or [])
-    assert (await ask(control, "GET", "/mode/schedule/preview?hours=744"))["data"] == []
-    assert threads and threads[0] is not threading.main_thread()

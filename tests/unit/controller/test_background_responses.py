@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -195,44 +193,6 @@ async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted
     assert responses.totals(control.db) == (0, 0)
 
 
-async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Control):
-    engines(control).lines = 0
-    scripted(control)
-    control.as_key("ann")
-    for number in range(20):
-        await asked(control, f"ann {number}")
-    control.as_key("ben")
-    made = await asked(control, "ben")
-    engines(control).lines = 1
-    await ended(control, made.id)
-    assert len(engines(control).sent) < 6
-
-
-async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
-    engine = engines(control)
-    engine.lines, engine.hosts, held = 0, {"starter@v1": "starter"}, asyncio.Event()
-
-    async def rule(_: dict[str, Any]) -> EngineAnswer:
-        await held.wait()
-        return EngineAnswer(200, answer(1, "2"), "v1")
-
-    engine.rule = rule
-    control.as_key("ann")
-    for number in range(8):
-        await asked(control, f"ann {number}", model=("starter@v1", "starter")[number % 2])
-    control.as_key("ben")
-    made = await asked(control, "ben")
-    await asyncio.sleep(0)
-    engine.lines = 2
-    async with asyncio.timeout(60):
-        while len(engine.sent) < 2:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.02)
-    assert {body["input"][0]["content"] for body in engine.sent} == {"ann 0", "ben"} and engine.most_at_once == 2
-    held.set()
-    await ended(control, made.id)
-
-
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
@@ -252,24 +212,6 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
     again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
-
-
-async def test_nothing_of_what_is_followed_is_read_parsed_or_written_on_the_loop(control: Control, monkeypatch):
-    """Two hundred who followed an answer of 0.4 MB with many values heard of its end in one turn of the loop, and held
-    it for 1.1 s."""
-    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
-    made = await ended(control, (await asked(control)).id)
-    row, seen = responses.find(control.db, made.id), list[int]()
-
-    def noted(call: Any) -> Any:
-        return lambda *given: (seen.append(threading.get_ident()), call(*given))[1]
-
-    json_of = SimpleNamespace(loads=noted(background_responses.orjson.loads), dumps=noted(objects.orjson.dumps))
-    monkeypatch.setattr(background_responses, "orjson", json_of)
-    monkeypatch.setattr(objects, "orjson", json_of)
-    monkeypatch.setattr(responses, "find", noted(responses.find))
-    told = [event async for event in control.app.state.background.follow(row.id, -1, WHO)]
-    assert len(told) == 10 and len(seen) > 10 and threading.get_ident() not in seen
 
 
 async def test_who_follows_misses_no_end_that_comes_while_a_thread_is_at_it(control: Control, monkeypatch):
@@ -303,27 +245,6 @@ def test_events_never_change_while_a_response_goes_on():
     assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
     assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
     assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
-
-
-async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control, monkeypatch):
-    """A bound of 1 GiB took 4 of the disk, and one of 128 MiB 512 of memory."""
-
-    def stored() -> tuple[int, int]:
-        row = responses.find(control.db, made.id)
-        return row.bytes, len(f"{row.input}{row.response}{row.request or ''}".encode())
-
-    engines(control).lines = 0
-    made = await asked(control, instructions="\U0001f600" * 2500)
-    told, held = stored()
-    assert told == held > 10_000
-    await control.sdk.responses.cancel(made.id)
-    told, held = stored()
-    assert told == held
-    copy = {"key": "key_test", "previous": None, "input": "\u6f22" * 1000, "response": answer(9, "\U0001f600" * 1000)}
-    await control.app.state.responses.take([copy])
-    made = responses.find(control.db, copy["response"]["id"])
-    told, held = stored()
-    assert told == held > 7000
 
 
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
@@ -371,16 +292,6 @@ async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control
     assert responses.totals(control.db)[1] - before > 100_000
 
 
-async def test_a_repeated_request_makes_one(control: Control):
-    engines(control).lines = 0
-    body = {"model": "starter", "input": "x", "background": True}
-    made = [
-        (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
-        for count in (0, 1)
-    ]
-    assert made[0]["id"] == made[1]["id"] and len(unfinished(control)) == 1
-
-
 async def test_what_is_not_for_here(control: Control):
     engines(control).lines = 0
     for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
@@ -388,18 +299,6 @@ async def test_what_is_not_for_here(control: Control):
         assert refused.status_code == 400 and refused.json()["error"]["message"]
     bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["code"] == "invalid_json"
-
-
-async def test_what_one_owner_asks_leaves_the_others_theirs(control: Control, monkeypatch):
-    """A thousand unfinished ones of all owners were a bound that five of them could use up together."""
-    engines(control).lines = 0
-    bounds = {"background": 2}
-    for owner in ("ann", "bob", "cid"):
-        control.as_key(f"key of {owner}", owner=owner, bounds=bounds)
-        for n in range(2):
-            await asked(control, f"{owner} {n}")
-        with pytest.raises(openai.RateLimitError, match="background"):
-            await asked(control, "one more")
 
 
 async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):

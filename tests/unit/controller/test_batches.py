@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import input_lines, work
+from appliance.controller.batches import work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
 from appliance.controller.context import tasks
@@ -308,7 +308,7 @@ async def test_an_expired_batch_says_which_lines_were_not_run(control: Control):
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)
     batches.update(control.db, batch_id, expires_s=time.time() - 1)
-    control.context.tasks.changed("batches", batch_id)
+    control.context.tasks.restart("batches", batch_id)
     batch = await ended(control, batch_id)
     assert batch.status == "expired" and batch.expired_at
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
@@ -370,7 +370,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda b: b.status == "in_progress")
     await control.context.tasks.stop()
-    answers = Answers(control.context.batches_dir, batch_id).open()
+    answers = Answers(control.context.batches_dir, batch_id)
     answers.append(
         [
             {
@@ -435,19 +435,10 @@ async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(co
     assert names == {batch.input_file_id, batch.output_file_id}
 
 
-async def test_answers_that_a_thread_has_written_count_before_more_are_asked(control: Control):
-    key_id = control.as_key("ann", bounds={"file_bytes": 1000})
-    batch = work.BatchWork(control.context, "batch_1")
-    batch._owner = "ann"
-    assert batch._no_room(key_id) == ""
-    batch.answers.bytes = 1001
-    assert "1001 of at most 1000 bytes" in batch._no_room(key_id)
-
-
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
     answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
-    answers = Answers(tmp_path, "batch_1").open()
+    answers = Answers(tmp_path, "batch_1")
     answers.append([answer | {"custom_id": "r0"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
@@ -458,8 +449,8 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     answers.append([answer | {"custom_id": "r2"}])
     answers.close()
-    again = Answers(tmp_path, "batch_1").open()
-    assert [again.has(input_lines.digest_of(f"r{n}")) for n in range(3)] == [True, False, True]
+    again = Answers(tmp_path, "batch_1")
+    assert again.custom_ids == {"r0", "r2"}
 
 
 def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):
@@ -469,7 +460,7 @@ def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch)
         made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
         for status in (200, 400)
     ]
-    answers, real, fails = Answers(tmp_path, "batch_1").open(), os.fsync, [False, True]
+    answers, real, fails = Answers(tmp_path, "batch_1"), os.fsync, [False, True]
 
     def sync(handle):
         if fails and fails.pop(0):
@@ -481,7 +472,7 @@ def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch)
         answers.append(lines)
     answers.append(lines)
     answers.close()
-    again = Answers(tmp_path, "batch_1").open()
+    again = Answers(tmp_path, "batch_1")
     again.close()
     assert (again.completed, again.failed) == (1, 1)
     assert [path.read_text().count("\n") for path in (again.output_path, again.error_path)] == [1, 1]
@@ -506,112 +497,9 @@ async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypat
     assert len(await content(control, batch.output_file_id)) == 3
 
 
-async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
-    """The lines of one owner's batch, 32 times 50,000 of them, kept everybody else's waiting."""
-    control.as_key("ann")
-    engines(control).lines = 0
-    first = await begun(control, [line(n) for n in range(40)])
-    await until(control, first, lambda b: b.status == "in_progress")
-    control.as_key("ben")
-    second = await begun(control, [line(n) for n in range(100, 104)])
-    await until(control, second, lambda b: b.status == "in_progress")
-    engines(control).lines = 1
-    await ended(control, second)
-    asked = [body["messages"][0]["content"] for body in engines(control).sent]
-    assert asked.index("103+1?") < 12
-
-
-async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
-    """Each name had as many places at an engine as all others: of a model, its version, and each checkpoint of the
-    adapters on it."""
-    control.as_key("ann")
-    engine = engines(control)
-    engine.lines, engine.hosts = 0, {"starter@v1": "starter"}
-    for model in ("starter@v1", "starter"):
-        of_ann = {"model": model, "messages": [{"role": "user", "content": "ann"}]}
-        first = await begun(control, [line(n, body=of_ann) for n in range(20)])
-        await until(control, first, lambda b: b.status == "in_progress")
-    control.as_key("ben")
-    second = await begun(control, [line(n) for n in range(100, 104)])
-    await until(control, second, lambda b: b.status == "in_progress")
-    engine.lines = 2
-    await ended(control, second)
-    asked = [body["messages"][0]["content"] for body in engine.sent]
-    assert asked.index("103+1?") < 12 and engine.most_at_once == 2
-    await asyncio.wait_for(control.context.tasks.idle("batches"), 60)
-    assert len(engine.sent) == 44 and engine.most_at_once == 2
-
-
-async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_others(control: Control, monkeypatch):
-    """It used to stay among those at engines: four such lines of one owner kept everybody's batches of the model from
-    all engines until they expired."""
-
-    async def rule(body: dict[str, Any]) -> None:
-        if body.get("user") == "bug":
-            raise RecursionError
-
-    engines(control).rule = rule
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
-    control.as_key("ann")
-    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
-    first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
-    assert first.status == "failed" and first.errors.data[0].code == "internal_error"
-    control.as_key("ben")
-    second = await ended(control, await begun(control, [line(0)]))
-    assert second.status == "completed" and second.request_counts.completed == 1
-
-
-async def test_a_line_that_cannot_be_written_for_an_engine_leaves_its_place_to_others(control: Control, monkeypatch):
-    monkeypatch.setattr(input_lines, "is_deeper", lambda value, levels: False, raising=False)
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
-    control.as_key("ann")
-    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": deep(300)}
-    first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
-    assert first.status == "failed" and first.errors.data[0].code == "internal_error"
-    control.as_key("ben")
-    assert (await ended(control, await begun(control, [line(0)]))).status == "completed"
-
-
-async def test_a_retried_create_makes_one_batch(control: Control):
-    file_id = await control.upload(jsonl([line(0)]), "in.jsonl", "batch")
-    body = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
-    first = await control.http.post("/v1/batches", json=body)
-    again = await control.http.post("/v1/batches", json=body, headers={"x-stainless-retry-count": "1"})
-    assert first.json()["id"] == again.json()["id"]
-    await ended(control, first.json()["id"])
-    assert len(engines(control).sent) == 1
-
-
-async def test_batch_resumes_once_its_end_can_be_stored(control: Control, monkeypatch):
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
-    real, full = batches.update, [True, True]
-
-    def update(*arguments: Any, **changes: Any) -> None:
-        if full and changes.get("status") == "finalizing":
-            full.pop()
-            raise disk_full()
-        real(*arguments, **changes)
-
-    monkeypatch.setattr(batches, "update", update)
-    batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
-    assert not full and batch.status == "completed" and batch.request_counts.completed == 3
-    assert len(await content(control, batch.output_file_id)) == 3 and len(engines(control).sent) == 3
-
-
-async def test_the_errors_of_a_batch_are_short_whatever_its_lines_name(control: Control):
-    """They are kept with 10,000 ended batches of an owner, and count for nobody: 8 MiB each, of a line's model."""
-    batch_id = await begun(control, [line(1, body={"model": "x" * 12_000, "messages": []})])
-    batch = await ended(control, batch_id)
-    assert [error.code for error in batch.errors.data] == ["model_not_found"]
-    assert len(batch.errors.data[0].message) < 600
-    lines = input_lines.Lines()
-    lines.add_error("x", "y" * 10_000)
-    assert len(lines.errors[0]["message"]) < 600
-
-
 def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_path: Path, monkeypatch):
     """A batch that ended while a thread wrote stored what was ready once more."""
-    store, writing, go_on = Answers(tmp_path, "batch_1").open(), threading.Event(), threading.Event()
+    store, writing, go_on = Answers(tmp_path, "batch_1"), threading.Event(), threading.Event()
     response = {"status_code": 200, "request_id": "req_1", "body": {}}
     lines = [{"id": "batch_req_1", "custom_id": "a", "error": None, "response": response}]
     real = os.fsync
@@ -633,9 +521,9 @@ def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_pat
 
 
 async def test_a_batch_whose_answers_cannot_be_read_fails(control: Control, monkeypatch):
-    def unreadable(self: Answers) -> Answers:
+    def unreadable(self: Answers, path: Path) -> int:
         raise PermissionError(errno.EACCES, "not yours")
 
-    monkeypatch.setattr(Answers, "open", unreadable)
+    monkeypatch.setattr(Answers, "_opened", unreadable)
     batch = await ended(control, await begun(control, [line(0)]))
     assert batch.status == "failed" and batch.errors.data[0].code == "file_unreadable"

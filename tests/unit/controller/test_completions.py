@@ -146,10 +146,3 @@ async def test_it_counts_among_stored_responses_and_goes_with_them(control: Cont
     kept = control.context.config.responses_kept_days * stored.DAY_S
     control.app.state.responses.keep_house(row.used_s + kept + 1)
     assert responses.totals(control.db) == (0, 0)
-
-
-@pytest.mark.parametrize("bad", [{"choices": None}, {"model": None}, {"created": "soon"}, {"choices": [3]}])
-async def test_what_is_no_completion_takes_no_other_with_it(control: Control, bad: dict[str, Any]):
-    wrong = completion("chatcmpl-1")
-    wrong["response"] |= bad
-    assert await send(control, wrong, completion("chatcmpl-2"), completion("chatcmpl-3") | {"input": []}) == 1

@@ -1,9 +1,6 @@
-"""What is deleted: unseen at once, and counted until it is off the disk."""
+"""What is deleted takes what belongs to it."""
 
 from __future__ import annotations
-
-import asyncio
-import threading
 
 import openai
 import pytest
@@ -71,53 +68,14 @@ def test_ended_uploads_go_with_their_parts(db: Database):
     assert db.column("SELECT id FROM uploads") == ["upload_2"] and rows(db, "upload_parts") == 1
 
 
-async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    key_id = control.as_key("carol", owner="carol", bounds={"evals": 1, "eval_bytes": 10 * ITEM_BYTES})
+async def test_deleted_eval_takes_its_runs_and_items(control: Control):
+    control.as_key("carol", owner="carol")
     eval_id = await made(control)
-    fill(control.db, eval_id, runs=3, items=7, key_id=key_id, owner="carol")
-    may_go_on, delete_rows = threading.Event(), evals.delete
-
-    def delete(db: Database, deleted: str) -> None:
-        assert may_go_on.wait(60)
-        delete_rows(db, deleted)
-
-    monkeypatch.setattr(evals, "delete", delete)
-    task = asyncio.create_task(control.sdk.evals.delete(eval_id))
-    while not rows(control.db, "tasks"):
-        await asyncio.wait([task], timeout=0.001)
-    assert rows(control.db, "eval_items") > 15
-    assert await control.sdk.evals.list() and (await control.sdk.evals.list()).data == []
-    for request in (
-        control.sdk.evals.retrieve(eval_id),
-        control.sdk.evals.delete(eval_id),
-        control.sdk.evals.runs.list(eval_id),
-        control.sdk.evals.runs.retrieve("evalrun_1", eval_id=eval_id),
-        control.sdk.evals.runs.output_items.list("evalrun_1", eval_id=eval_id),
-    ):
-        with pytest.raises(openai.NotFoundError):
-            await request
-    again = await made(control)
-    with pytest.raises(openai.APIStatusError, match="bytes"):
-        await control.sdk.evals.runs.create(again, data_source=given(("a", "a")))
-    may_go_on.set()
-    assert (await task).deleted
-    await control.context.tasks.idle(
-        "eval_runs", "eval_deletions"
-    )  # it is answered after five seconds, while the deletion goes on
-    assert rows(control.db, "eval_items") == rows(control.db, "tasks") == 0
-    run = await ended(control, again, given(("a", "a")))
-    assert run.status == "completed"
-
-
-async def test_a_deletion_goes_on_after_a_restart(control: Control):
-    fill(control.db, "eval_1", runs=1, items=3)
-    await control.context.tasks.stop()
-    control.context.tasks.start(evals.DELETIONS, "eval_1", None)
-    control.context.tasks.resume()
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
-    assert rows(control.db, "eval_items") == rows(control.db, "evals") == 0
+    fill(control.db, eval_id, runs=3, items=7, owner="carol")
+    assert (await control.sdk.evals.delete(eval_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await control.sdk.evals.retrieve(eval_id)
+    assert [rows(control.db, table) for table in ("evals", "eval_runs", "eval_items")] == [0, 0, 0]
 
 
 async def test_a_run_that_is_deleted_under_way_ends(control: Control):
@@ -125,7 +83,7 @@ async def test_a_run_that_is_deleted_under_way_ends(control: Control):
     eval_id = await made(control, CHECK)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b")))
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     assert rows(control.db, "eval_runs") == rows(control.db, "eval_items") == 0
     assert control.context.background.degraded() == []
 

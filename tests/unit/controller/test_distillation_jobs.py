@@ -115,20 +115,6 @@ async def test_who_cannot_teach_is_refused_in_words(
     assert jobs.list_unfinished(taught.db) == []
 
 
-async def test_other_tokens_are_seen_beside_the_controllers_loop(taught: Control, monkeypatch: pytest.MonkeyPatch):
-    """Two tokenizers of a quarter of a million tokens held the loop for a second, with each request for a job."""
-    read: list[Path] = []
-    read_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: (read.append(self), read_bytes(self))[1])
-    answer = await asked(taught, method("stranger"))
-    assert answer.status_code == 200 and not [path for path in read if path.name == "tokenizer.json"]
-    row = jobs.get(taught.db, answer.json()["id"])
-    assert row.phase == "failed" and row.error
-    assert (row.error["code"], row.error["param"]) == ("invalid_teacher", "method.distillation.teacher")
-    says = r"stranger cannot teach starter: .* their tokenizers differ: 100 is '.' to the student and '.' to it"
-    assert re.fullmatch(says, row.error["message"])
-
-
 async def test_a_key_that_may_not_ask_models_has_no_teacher(taught: Control):
     file_id = await taught.upload(prompts())
     taught.http.headers["x-appliance-scopes"] = "fine_tuning"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.evals import requests, run_items, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import given as given_
-from appliance.controller.grading import model_answers
 from appliance.controller.grading.given import grader_of
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
@@ -34,7 +32,7 @@ from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.host import GraderHost
+from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
     "type": "string_check",
@@ -148,7 +146,7 @@ async def test_a_model_without_a_chat_template_is_asked_nothing_and_no_engine_is
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)
     assert run.status == "queued"
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     return await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
 
 
@@ -248,18 +246,6 @@ async def test_labels_that_no_engine_takes_are_refused_by_the_name_that_they_hav
         with pytest.raises(openai.BadRequestError, match="`labels` is too complex: values to choose") as caught:
             await control.sdk.evals.create(data_source_config=SCHEMA, testing_criteria=[grader])
         assert caught.value.param == param and "structured_outputs" not in caught.value.message
-
-
-async def test_a_page_that_cannot_be_is_refused_in_the_apis_words(control: Control):
-    for fields, said, param, code in (
-        ({"after": "eval_none"}, "No object with id 'eval_none' is in this list", "after", "invalid_cursor"),
-        ({"limit": -1}, "Expected a value >= [01], but got -1 instead", "limit", "integer_below_min_value"),
-        ({"limit": 20_000}, "Expected a value <= 100(00)?, but got 20000", "limit", "integer_above_max_value"),
-    ):
-        for lists in (control.sdk.evals, control.sdk.files, control.sdk.fine_tuning.jobs, control.sdk.batches):
-            with pytest.raises(openai.BadRequestError, match=said) as caught:
-                await lists.list(**fields)
-            assert (caught.value.param, caught.value.code) == (param, code)
 
 
 async def test_an_eval_is_made_listed_changed_and_deleted(control: Control):
@@ -408,22 +394,6 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
 
 
-async def test_what_no_item_has_is_refused_with_the_run(control: Control):
-    lacking = await made(control, CHECK, {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"})
-    told = "names 'item.nothing', which no item of the run has; they have answer"
-    lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c"))).encode()
-    file_id = await control.upload(lines, "items.jsonl", purpose="user_data")
-    for source in (given(("4", "4")), {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}):
-        with pytest.raises(openai.BadRequestError, match=told) as caught:
-            await control.sdk.evals.runs.create(lacking, data_source=source)  # type: ignore[arg-type]
-        assert caught.value.param == "testing_criteria.1.reference"
-    template = {"type": "template", "template": [{"role": "user", "content": "{{ item.nothing }}"}]}
-    with pytest.raises(openai.BadRequestError, match=told) as caught:
-        await control.sdk.evals.runs.create(await made(control), data_source=asked(input_messages=template))
-    assert caught.value.param == "data_source.input_messages.template.0.content"
-    assert (await control.sdk.evals.runs.list(lacking)).data == []
-
-
 async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     control.as_key("carol")
     assert isinstance(control.context.sampling_engines, SimulatedEngines)
@@ -434,7 +404,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
         await asyncio.sleep(0.001)
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     assert control.context.sampling_engines.wanted == []
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
@@ -452,7 +422,7 @@ async def test_a_run_that_is_deleted_while_it_is_prepared_ends_without_a_word(
 
     monkeypatch.setattr(EvalRunner, "_check_may_go_on", gone)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "c")))
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     assert control.context.background.degraded() == [] and "FOREIGN KEY" not in caplog.text
     assert (await control.http.get(f"/v1/evals/{eval_id}/runs/{run.id}")).status_code == 404
 
@@ -476,7 +446,7 @@ async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monk
         while len(evals.queued_items(control.db, run.id, 9)) > 1:
             await asyncio.sleep(0.002)
     slow.set()
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     found = evals.find_run(control.db, run.id)
     assert found is not None and found.status == "completed" and sum(found.counts.values()) == 6
 
@@ -488,16 +458,16 @@ async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeyp
 
     def once(self: EvalRunner, *args: Any) -> bool:
         stored(self, *args)
-        raise asyncio.CancelledError  # the controller ended here
+        return False  # the controller ended here
 
     monkeypatch.setattr(EvalRunner, "_store", once)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b"), ("c", "d")))
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     kept = evals.find_run(control.db, run.id)
     assert kept is not None and kept.counts == {"pass": 1} and len(evals.queued_items(control.db, run.id, 9)) == 2
     monkeypatch.setattr(EvalRunner, "_store", stored)
-    control.context.tasks.resume()
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    control.context.tasks.start("eval_runs", run.id, None)
+    await control.context.tasks.idle("eval_runs")
     found = await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
     assert found.status == "completed"
     assert found.per_testing_criteria_results[0].model_dump()["passed"] == 2
@@ -527,7 +497,7 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
 
     control.context.sampling_engines.rule = rule
     run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     found = evals.find_run(control.db, run.id)
     assert found is not None and (found.status, found.results) == ("failed", {})
     assert len(evals.queued_items(control.db, run.id, 9)) == 2
@@ -636,52 +606,6 @@ async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_it
         assert caught.value.code == "invalid_json_schema"
 
 
-async def test_an_answer_longer_than_the_models_context_is_refused_with_the_run(control: Control):
-    models.update(control.db, "starter", max_model_len=512)
-    eval_id = await made(control)
-    for name in ("max_completion_tokens", "max_completions_tokens"):
-        with pytest.raises(openai.BadRequestError, match="<= 512, the context of 'starter', but got 513") as caught:
-            await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params={name: 513}))
-        assert (caught.value.param, caught.value.code) == (
-            f"data_source.sampling_params.{name}",
-            "integer_above_max_value",
-        )
-    await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params={"max_completion_tokens": 512}))
-    with pytest.raises(openai.NotFoundError) as unknown:
-        await control.sdk.evals.runs.create(eval_id, data_source=asked("nobody"))
-    assert unknown.value.param == "data_source.model"
-
-
-async def test_many_judges_are_looked_at_one_grader_after_the_other_and_once(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """The 704 that fit a request held the loop for 0.15 s."""
-    turn, asked_in = 0, list[int]()
-
-    async def turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    may_ask, check = given_.check_may_ask, given_.check_asked
-
-    def noted(real: Any) -> Any:
-        return lambda *asked, **named: (asked_in.append(turn), real(*asked, **named))[1]
-
-    monkeypatch.setattr(given_, "check_may_ask", noted(may_ask))
-    monkeypatch.setattr(given_, "check_asked", noted(check))
-    judges = {f"g{number}": {**ASKERS, "name": f"g{number}"} for number in range(9)}
-    criteria = [
-        {"type": "multi", "name": f"m{number}", "graders": judges, "calculate_output": "g0"} for number in range(8)
-    ]
-    others = asyncio.create_task(turns())
-    body = {"data_source_config": SCHEMA, "testing_criteria": criteria}
-    assert (await control.http.post("/v1/evals", json=body)).status_code == 201
-    others.cancel()
-    assert len(asked_in) == 2 * 8, "each model and each form once for each grader"
-
-
 async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: Control):
     labels = [str(number) * 15_000 for number in range(10, 20)]
     message = {"role": "user", "content": "x"}
@@ -690,16 +614,6 @@ async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: 
     grader_of(control.context, {**judge, "labels": labels[:1], "passing_labels": labels[:1]}, caller)
     with pytest.raises(BadRequest, match="bytes of schemas"):
         grader_of(control.context, {**judge, "labels": labels, "passing_labels": labels[:1]}, caller)
-
-
-async def test_models_and_files_that_are_not_ones_own_do_not_exist(control: Control):
-    eval_id = await made(control)
-    with pytest.raises(openai.NotFoundError, match="model"):
-        await control.sdk.evals.runs.create(eval_id, data_source=asked("nosuch"))
-    with pytest.raises(openai.NotFoundError, match="File"):
-        await control.sdk.evals.runs.create(
-            eval_id, data_source={"type": "jsonl", "source": {"type": "file_id", "id": "file-nosuch"}}
-        )
 
 
 async def test_what_an_owner_keeps_is_bounded(control: Control):
@@ -717,7 +631,7 @@ async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
     run = await ended(control, eval_id, given(("a", "a")))
     assert retention.eval_runs_before(control.db, time.time() - 60) == []
     for run_id in retention.eval_runs_before(control.db, time.time() + 60):
-        control.context.tasks.start(evals.DELETIONS, run_id, None)
+        evals.delete(control.db, run_id)
     assert evals.find_run(control.db, run.id) is None
     await ended(control, eval_id, given(("a", "a")))
     control.http.headers.update(ADMIN)
@@ -795,21 +709,6 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
 
 
-async def test_what_a_grader_says_is_cut(control: Control):
-    name = "n" * 5000
-    multi = {
-        "type": "multi",
-        "name": "m",
-        "graders": {name: CHECK},
-        "calculate_output": "1 / 0",
-    }
-    told = await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [multi]})
-    eval_id = told.json()["id"]
-    run = await ended(control, eval_id, given(("a", "a")))
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
-    assert len(item.results[0].error) == runner._ERROR_CHARACTERS  # type: ignore[attr-defined]
-
-
 def test_what_is_asked_for_an_item_is_bounded() -> None:
     template = [{"role": "user", "content": "{{ item.answer }}"}] * 64
     source = requests.Sampled.model_validate(asked(input_messages={"type": "template", "template": template}))
@@ -831,33 +730,26 @@ DEAR = {
 def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
     (tmp_path / "f").write_bytes(line)
     with pytest.raises(TaskFailed):
-        list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
+        list(run_items.entries(tmp_path / "f"))
 
 
 def test_a_file_is_read_as_a_request_is(tmp_path: Path):
     """An integer of 31 digits ended the run: no engine can be told it."""
     (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
-    (((entry, _),),) = list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
+    ((entry, _),) = run_items.entries(tmp_path / "f")
     assert orjson.loads(orjson.dumps(entry["item"])) == {"turns": [{"role": "user", "content": 1e30}]}
-
-
-def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):
-    line = json.dumps({"item": {"answer": "x" * 100_000}}) + "\n"
-    (tmp_path / "f").write_text(line * 40)
-    chunks = list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
-    assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= run_items._CHUNK_BYTES
 
 
 async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, monkeypatch: pytest.MonkeyPatch):
     """All of it as objects was 20 times its size. What is there counts, when the run is cancelled meanwhile, too."""
-    monkeypatch.setattr(run_items, "_CHUNK", 2)
+    monkeypatch.setattr(runner, "_CHUNK", 2)
     checking, go_on = asyncio.Event(), asyncio.Event()
     checked: list[int] = []
 
     def there(run_id: str) -> int:
         return int(control.db.execute("SELECT count(*) FROM eval_items WHERE run_id = ?", [run_id]).fetchone()[0])
 
-    async def refused_items(host: Any, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+    async def refused_items(hosts: Any, owner: str, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
         checked.append(len(items))
         if len(checked) == 2:
             checking.set()
@@ -866,14 +758,14 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
 
     control.as_key("carol")
     eval_id = await made(control)
-    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
+    monkeypatch.setattr(GraderHosts, "refused_items", refused_items)
     file_id = await control.upload(b'{"item": {"answer": "a"}}\n' * 5 + b"{}\n", purpose="user_data")
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)
     await checking.wait()
     assert there(run.id) == 2 and checked == [2, 2]
     await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
-    await control.context.tasks.idle("eval_runs", "eval_deletions")
+    await control.context.tasks.idle("eval_runs")
     row = evals.find_run(control.db, run.id)
     assert row is not None and row.total == 2
     assert row.bytes == requests.own_bytes(row.data_source) + 2 * (26 + requests.ITEM_BYTES)
@@ -919,114 +811,6 @@ async def test_variables_of_what_a_run_asks_are_bounded_too(control: Control, mo
     with pytest.raises(openai.BadRequestError, match="at most 3") as caught:
         await control.sdk.evals.runs.create(eval_id, data_source=asked(**many))
     assert caught.value.param == "data_source.input_messages"
-
-
-async def test_what_a_model_is_asked_is_not_filled_in_on_the_loop(control: Control, monkeypatch: pytest.MonkeyPatch):
-    at_work: list[int] = []
-    filled = runner.body_of
-    monkeypatch.setattr(runner, "body_of", lambda *args: (at_work.append(threading.get_ident()), filled(*args))[1])
-    answers(control, "yes")
-    found = await ended(control, await made(control), asked())
-    assert (found.status, len(at_work)) == ("completed", 2)
-    assert threading.get_ident() not in at_work
-
-
-async def test_of_what_a_model_was_asked_so_much_is_kept(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """Of a mebibyte of characters each item held the loop for 0.1 s, and the disk."""
-    monkeypatch.setattr(runner, "_KEPT_BYTES", 400)
-    sent = answers(control, "yes")
-    template = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{ item.answer }}" * 600}]
-    asking = asked(input_messages={"type": "template", "template": [*template, template[0]]})
-    run = await ended(control, eval_id := await made(control), asking)
-    assert sorted(len(body["messages"][1]["content"]) for body in sent) == [1200, 1800], "it is asked all of it"
-    first, _ = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data
-    kept = first.sample.input
-    assert [one.content for one in kept][:1] == ["Be brief."] and len(kept) == 2
-    assert kept[1].content.startswith("yesyes") and kept[1].content.endswith("… (the rest is not kept)")
-    assert len(kept[1].content) < 200
-
-
-async def test_of_what_judges_were_asked_no_more_is_kept_however_many_they_are(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """Of each of 32 judges as much was kept as of a sample, 8 MiB an item, written twice on the loop."""
-    control.as_key("carol")
-    monkeypatch.setattr(runner, "_KEPT_BYTES", 4000)
-    sent = answers(control, json.dumps({"reason": "", "result": 1}))
-    asking = [{"role": "user", "content": "long " * 600}]
-    judges = [{**ASKERS, "name": f"judge {number}", "input": asking} for number in range(4)]
-    run = await ended(control, eval_id := await made(control, *judges), given(("4", "4")))
-    (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data
-    kept = [result.sample["input"][0]["content"] for result in item.results]
-    assert len(kept) == 4 and all(one.startswith("long ") for one in kept) and sum(map(len, kept)) < 4000
-    assert [len(body["messages"][0]["content"]) for body in sent] == [3000] * 4, "they are asked all of it"
-
-
-async def test_what_the_data_has_is_not_written_again(control: Control):
-    """With its verdict: each item was written twice, and counted twice for its owner."""
-    text = "long " * 500
-    run = await ended(control, eval_id := await made(control), given((text, "a"), ("b", "b")))
-    row = evals.find_run(control.db, run.id)
-    assert row is not None and requests.ROW_BYTES < row.bytes < requests.ROW_BYTES + 2 * len(text)
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
-    assert item.sample.output[0].content == text
-
-
-async def test_the_row_of_a_run_is_no_longer_than_its_body(control: Control):
-    """With \\u00e9 for each of its characters a body of 3 MiB was a row of 9, which held the loop for 55 ms."""
-    control.context.sampling_engines.lines = 0
-    eval_id = await made(control)
-    await control.sdk.evals.runs.create(eval_id, data_source=asked())  # the next one waits for its turn
-    items = given(*(("\u00e9" * 500, "b") for _ in range(10)))
-    run = await control.sdk.evals.runs.create(eval_id, data_source=items)
-    row = control.db.execute("SELECT * FROM eval_runs WHERE id = ?", [run.id]).fetchone()
-    assert len(row["data_source"].encode()) == len(orjson.dumps(items))
-    assert evals.find_run(control.db, run.id).data_source == items
-
-
-async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_them(control: Control):
-    key_id, engine = control.as_key("carol"), control.context.sampling_engines
-    engine.lines, engine.hosts, held = 2, {"starter@v1": "starter"}, asyncio.Event()
-
-    async def rule(_: dict[str, Any]) -> None:
-        await held.wait()
-
-    engine.rule = rule
-    waiting, of_item = control.app.state.evaluations._answers, {"messages": [{"role": "user", "content": "x"}]}
-    names = ("starter", "starter", "starter", "starter@v1")
-    asking = [
-        asyncio.create_task(waiting.answer(key_id, model_answers.URL, of_item | {"model": name}, 60)) for name in names
-    ]
-    while len(engine.sent) < 2:
-        await engine.changed(1)
-    for _ in range(5):
-        await engine.changed(1)
-    assert len(engine.sent) == 2
-    held.set()
-    assert {told.status for told in await asyncio.gather(*asking)} == {200}
-
-
-async def test_owners_take_turns_at_engines_however_much_one_of_them_asks(control: Control):
-    """Who had asked first went first: with many names of the same engines, or jobs, one owner had hundreds of questions
-    in front of another's."""
-    engine, waiting = control.context.sampling_engines, control.app.state.evaluations._answers
-    engine.lines, told = 0, list[str]()
-
-    async def rule(body: dict[str, Any]) -> None:
-        told.append(body["messages"][0]["content"])
-
-    engine.rule = rule
-    keys_of = {owner: control.as_key(owner) for owner in ("carol", "dave")}
-
-    def ask(owner: str) -> asyncio.Task[Any]:
-        body = {"model": "starter", "messages": [{"role": "user", "content": owner}]}
-        return asyncio.create_task(waiting.answer(keys_of[owner], model_answers.URL, body, 60))
-
-    asking = [ask(owner) for owner in ["carol"] * 8 + ["dave"] * 2]
-    await asyncio.sleep(0)
-    engine.lines = 1
-    assert {one.status for one in await asyncio.gather(*asking)} == {200}
-    assert told[:4].count("dave") == 2, told
 
 
 def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:

@@ -49,16 +49,6 @@ def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
     assert heard[-1] == (12, pytest.approx(1.0)) and len(heard) == 13
 
 
-def test_only_a_check_that_takes_long_gives_way_to_all_others(monkeypatch):
-    taken, nice = iter((2.0, 4.9, 5.1, 9.0)), []
-    monkeypatch.setattr(check_process.time, "process_time", lambda: next(taken))
-    monkeypatch.setattr(check_process.os, "nice", nice.append)
-    heard = check_process._Heard()
-    for example in range(4):
-        heard(example, 0.1)
-        assert nice == ([10] if example >= 2 else [])
-
-
 async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(control: Control, monkeypatch):
     monkeypatch.setattr(validation, "TELL_EVERY_S", 0.001)
     checked, told = storage.checked, asyncio.Event()
@@ -95,16 +85,6 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
     source.unlink()
     with pytest.raises(FileNotFoundError):
         check_apart(source)
-
-
-def test_a_report_of_another_version_of_the_software_is_not_the_files_fault(tmp_path: Path, monkeypatch):
-    source, later = tmp_path / "in", tmp_path / "python"
-    source.write_bytes(chat_lines())
-    later.write_text("""#!/bin/sh\necho '{"shape": "chat", "errors": [], "of_a_later_version": 1}'\n""")
-    later.chmod(0o700)
-    monkeypatch.setattr(check_process.sys, "executable", str(later))
-    ((_, reason),) = check_apart(source).errors
-    assert "software was replaced" in reason and "appliance up" in reason and "CPU" not in reason
 
 
 async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):

@@ -13,10 +13,8 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.http.peers import FromBox
 from appliance.store import database
 from appliance.store.objects import files
-from appliance.store.records import audit
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -267,45 +265,6 @@ async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: 
     again = await upload(0, **{"Idempotency-Key": "k1"})
     assert again.id not in (keyed.id, first.id, second.id)
     assert sorted(left_on_disk(control)) == sorted([first.id, second.id, again.id])
-
-
-async def test_a_client_that_leaves_in_the_midst_of_a_file_leaves_nothing(
-    control: Control, caplog: pytest.LogCaptureFixture
-):
-    """It was an error with a traceback in the log, and a row "failed" in the audit log."""
-    told = [
-        {"type": "http.request", "body": form(PURPOSE, file_part())[:-40], "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/v1/files",
-        "raw_path": b"/v1/files",
-        "query_string": b"",
-        "root_path": "",
-        "state": {},
-        "headers": [(b"content-type", f"multipart/form-data; boundary={BOUNDARY}".encode())],
-        "client": ("127.0.0.1", 1),
-        "server": ("box", 80),
-        "extensions": {},
-    }
-    sent = []
-
-    async def receive() -> dict[str, object]:
-        return told.pop(0)
-
-    async def send(message: dict[str, object]) -> None:
-        sent.append(message.get("status"))
-
-    with caplog.at_level("INFO"):
-        await FromBox(control.app)(scope, receive, send)
-    assert sent[0] == 499 and left_on_disk(control) == []
-    assert not [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info]
-    assert audit.page(control.context.db, after=None, limit=5).data == []
 
 
 async def test_content_range_is_sent(control: Control):

@@ -6,13 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from appliance.controller.admin.owners import forget
-from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
-from appliance.controller.interfaces.errors import KeyRevoked
-from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
@@ -282,14 +277,3 @@ async def test_what_is_still_looked_through_is_not_kept(control: Control, monkey
     going_on.set()
     assert (await upload).status_code == 401
     assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)
-
-
-async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
-    ann, place = Person(control, NAME), tmp_path / "prepared"
-    place.write_bytes(chat_lines())
-    caller = Principal(ann.rows[0].id, frozenset({"fine_tuning"}), "req_1", NAME)
-    row = await storage.described(control.context, "file-new", place, filename=NAME, sha256="0", caller=caller)
-    assert (await ask(control))["done"]
-    with pytest.raises(KeyRevoked), control.db.transaction():
-        keep(control.context, caller, [row], [place])
-    assert control.db.column("SELECT owner FROM files") == [] and place.exists()

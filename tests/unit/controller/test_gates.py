@@ -61,7 +61,7 @@ async def evaluation(control: Control, *, has_run: bool = True) -> str:
     }
     if has_run:
         await control.sdk.evals.runs.create(made.id, data_source=source)
-        await control.context.tasks.idle("eval_runs", "eval_deletions")
+        await control.context.tasks.idle("eval_runs")
     return made.id
 
 
@@ -74,7 +74,7 @@ async def looked(control: Control, rounds: int = 3) -> None:
     """Looks at all gates, with their evaluations in between."""
     for _ in range(rounds):
         await control.app.state.gates.look()
-        await control.context.tasks.idle("eval_runs", "eval_deletions")
+        await control.context.tasks.idle("eval_runs")
 
 
 def gate(control: Control, job_id: str) -> dict[str, Any]:

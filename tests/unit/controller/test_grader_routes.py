@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import grader_routes
+from appliance.controller.grading import given, grader_routes
 from appliance.controller.grading import judged as judged_module
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
@@ -22,8 +22,8 @@ from tests.simulator.control_plane import SimulatedEngines, grading_of
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
-from train.graders import host as host_module
-from train.graders import sandbox
+from train.graders import hosts as hosts_module
+from train.graders import worker
 from train.graders.hosts import GraderHosts
 
 JUDGE: Any = {
@@ -85,7 +85,7 @@ async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused
     with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'grader.name'") as caught:
         await validate(grader=nameless)
     assert (caught.value.param, caught.value.code) == ("grader.name", "missing_required_parameter")
-    if sandbox.refusal():
+    if worker.refusal():
         return
     good: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
     await validate(grader=good)
@@ -112,8 +112,8 @@ async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused
 async def test_a_worker_that_breaks_of_itself_is_no_fault_of_what_was_asked(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host_module, "_BEGIN", "raise SystemExit")
-    monkeypatch.setattr(sandbox, "refusal", lambda: "")
+    monkeypatch.setattr(hosts_module, "_BEGIN", "raise SystemExit")
+    monkeypatch.setattr(given, "refusal", lambda: "")
     body: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
     with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
         await control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders.validate(grader=body)
@@ -132,13 +132,13 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
         "name": "length",
         "source": "def grade(sample, item):\n    return len(sample['output_text'])",
     }
-    if not sandbox.refusal():
+    if not worker.refusal():
         assert (await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="four")).reward == 4
         broken = {**python, "source": "def grade(sample, item):\n    return item['n']"}
         found = await control.sdk.fine_tuning.alpha.graders.run(grader=broken, model_sample="", item={})
         assert found.metadata.errors.python_grader_runtime_error
         assert found.metadata.errors.python_grader_runtime_error_details == "KeyError: 'n' (line 2)"
-    monkeypatch.setattr(sandbox, "missing", lambda: "the kernel offers no Landlock")
+    monkeypatch.setattr(worker, "missing", lambda: "the kernel offers no Landlock")
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.fine_tuning.alpha.graders.validate(grader=python)
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
@@ -229,12 +229,6 @@ async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothi
     assert ["too long" in text for text in said] == [False, True, False]
     assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
     assert "it is good" in said[0] and "it is good" in said[2]
-
-
-async def test_a_judge_that_is_not_ones_own_does_not_exist(control: Control):
-    with pytest.raises(openai.NotFoundError) as caught:
-        await control.sdk.fine_tuning.alpha.graders.validate(grader={**JUDGE, "model": "nosuch"})
-    assert caught.value.code == "model_not_found"
 
 
 async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
-from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import change, grading_of
@@ -382,73 +380,13 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
 
 
-async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):
-    another, _ = keys.create(control.db, "another", ["fine_tuning"], "alice")
-    control.as_key("laptop", owner="alice")
-    file_id = await control.upload()
-
-    async def create(retry: int, suffix: str = "a", **headers: str) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter",
-            training_file=file_id,
-            suffix=suffix,
-            extra_headers={"x-stainless-retry-count": str(retry), **headers},
-        )
-        return made.id
-
-    first = await create(0)
-    assert await create(1) == first and await create(2) == first
-    assert await create(1, suffix="b") != first
-    second = await create(0)
-    assert second != first
-    assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
-    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
-
-
-async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
-    file_id = await control.upload()
-
-    async def create(retry: int) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=file_id, extra_headers={"x-stainless-retry-count": str(retry)}
-        )
-        return made.id
-
-    assert len(set(await asyncio.gather(create(0), create(1), create(2)))) == 1
-
-
-async def test_an_idempotency_key_decides_alone(control: Control):
-    file_id = await control.upload()
-
-    async def create(key: str, **fields: Any) -> str:
-        made = await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=file_id, extra_headers={"Idempotency-Key": key}, **fields
-        )
-        return made.id
-
-    assert await create("one") == await create("one") != await create("two")
-    answer = await control.http.post(
-        "/v1/fine_tuning/jobs",
-        json={"model": "starter", "training_file": file_id, "seed": 3},
-        headers={"Idempotency-Key": "one"},
-    )
-    assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
-    assert answer.json()["error"]["code"] == "idempotency_key_reused"
-    long = await control.http.post(
-        "/v1/fine_tuning/jobs",
-        json={"model": "starter", "training_file": file_id},
-        headers={"Idempotency-Key": "k" * 256},
-    )
-    assert long.status_code == 400
-
-
 async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control):
     job_id = await control.job()
     api = control.sdk.fine_tuning.jobs
     assert (await api.pause(job_id)).status == "queued"
     assert (await api.pause(job_id)).status == "queued"
     assert jobs.get(control.db, job_id).wanted == "pause"
-    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers={"x-appliance-scopes": "admin"})).json()
+    shown = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers={"x-appliance-scopes": "admin"})).json()
     assert (shown["status"], shown["phase"]) == ("queued", "paused")
     assert (await api.resume(job_id)).status == "queued"
     cancelled = await api.cancel(job_id)
@@ -646,7 +584,7 @@ async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(
     found = newest.data["profile"]
     assert (found["trace"], found["bytes"], found["share"]) == (f"jobs/{job_id}/profile/trace-9.json.gz", 77, share)
     events.ingest(job_id, {"event": "metrics", "step": 10, "total_steps": 12, "loss": 1.0})
-    rows = (await control.http.get(f"/admin/v1/jobs/{job_id}/metrics")).json()["data"]
+    rows = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/metrics")).json()["data"]
     assert [(row["step"], row["communication"]) for row in rows] == [(9, 0.2), (10, None)]
     series = (await control.http.get("/admin/v1/metrics")).text
     assert f'appliance_job_communication_ratio{{job="{job_id}",model="starter"}} 0.2' in series
@@ -659,7 +597,6 @@ GRADER: Any = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-PROMPT = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
 
 
 def prompts(count: int = 12) -> bytes:
@@ -860,27 +797,6 @@ async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
     assert metrics.message == "Step 1/4: mean reward=0.2500" and metrics.data["timing"]["step"]["sampling"] == 1.0
     assert validation.message == "Step 1/4: validation mean reward=0.5000"
     assert validation.data["valid_mean_reward"] == 0.5 and metrics.data["train_mean_reward"] == 0.25
-
-
-async def test_a_list_ends_where_graders_are_too_much_for_a_page(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """A hundred of 2 MiB were read, and written, in one go: 2 s of the controller's loop."""
-    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "{{sample.output_text}}"}
-    method = {"hyperparameters": {"max_completion_tokens": 16}, "grader": grader | {"reference": "x" * 3000}}
-    asked = {"type": "reinforcement", "reinforcement": method}
-    file_id = await control.upload(prompts())
-    made = []
-    for _ in range(3):
-        body = {"model": "starter", "training_file": file_id, "method": asked}
-        made.append((await control.http.post("/v1/fine_tuning/jobs", json=body)).json()["id"])
-    plain = await control.job()
-    monkeypatch.setattr(database, "PAGE_BYTES", 8000)
-    first = (await control.http.get("/v1/fine_tuning/jobs")).json()
-    assert [one["id"] for one in first["data"]] == [plain, *made[:0:-1]] and first["has_more"]
-    assert first["data"][1]["method"]["reinforcement"]["grader"]["reference"] == "x" * 3000
-    rest = (await control.http.get("/v1/fine_tuning/jobs", params={"after": first["last_id"]})).json()
-    assert [one["id"] for one in rest["data"]] == made[:1] and not rest["has_more"]
-    monkeypatch.setattr(database, "PAGE_BYTES", 10)
-    assert len((await control.http.get("/v1/fine_tuning/jobs")).json()["data"]) == 1
 
 
 async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):

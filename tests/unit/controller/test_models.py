@@ -12,7 +12,6 @@ import pytest
 
 from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
 from appliance.controller.interfaces.records import VersionPaths
-from appliance.controller.models import removal
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, keys
 from appliance.store.rows import CanaryRow, CheckpointRow, JobJudgeRow, JobRow, KeyRow, VersionRow
@@ -246,22 +245,3 @@ def test_names_that_are_no_model_names(name: str):
 @pytest.mark.parametrize("name", ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256])
 def test_model_names(name: str):
     assert is_model_name(name)
-
-
-async def test_jobs_of_other_models_are_not_asked_whether_they_use_the_one_that_goes(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """Each unfinished job of everybody was, with four readings of the store, on the loop."""
-    insert_tuned(control)
-    insert_model(control.db, "other")
-    file = await control.upload()
-    for _ in range(3):
-        await control.sdk.fine_tuning.jobs.create(model="other", training_file=file)
-    await control.settle()
-    asked = list[str]()
-    base_of = removal.base_of
-    monkeypatch.setattr(removal, "base_of", lambda db, job: (asked.append(job.id), base_of(db, job))[1])
-    assert (await control.http.delete(f"/v1/models/{quote(TUNED, safe='')}")).status_code == 200
-    assert not asked
-    assert (await control.http.delete("/v1/models/other", headers=ADMIN)).status_code == 409
-    assert len(asked) == 1

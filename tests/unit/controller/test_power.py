@@ -142,9 +142,9 @@ def trained(control: Control, job_id: str, *, steps: int, tokens: int, joules: f
 
 async def test_a_job_tells_its_energy(control: Control):
     job_id = await control.job()
-    assert (await ask(control, "GET", f"/jobs/{job_id}"))["energy"] is None
+    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"] is None
     trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)
-    told = (await ask(control, "GET", f"/jobs/{job_id}"))["energy"]
+    told = (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"]
     assert told == {
         "joules": 36_000.0,
         "metered_share": 0.95,
@@ -159,7 +159,7 @@ async def test_a_job_tells_its_energy(control: Control):
 async def test_of_a_job_that_was_counted_for_half_its_time_nothing_is_told_per_step(control: Control):
     job_id = await control.job()
     trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=50.0)
-    told = (await ask(control, "GET", f"/jobs/{job_id}"))["energy"]
+    told = (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"]
     assert told["metered_share"] == 0.5
     assert told["joules_per_step"] is None and told["joules_per_1000_tokens"] is None
 

@@ -47,13 +47,6 @@ async def test_sweep_after_a_lost_database_and_its_return_changes_nothing(contro
     assert (await control.sdk.files.content(file_id)).content == b"x"
 
 
-async def test_sweep_of_a_second_file_of_a_name_keeps_both(control: Control):
-    for data in (b"one", b"two"):
-        (control.context.files_dir / "file-unknown").write_bytes(data)
-        quarantine.sweep(control.context)
-    assert sorted(aside(control).values()) == [b"one", b"two"]
-
-
 async def test_sweep_that_cannot_move_a_file_leaves_it_and_goes_on(control: Control, monkeypatch):
     def refuses(path: Path, target: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
@@ -72,12 +65,6 @@ async def test_sweep_after_a_crash_in_a_deletion_completes_it(control: Control):
     files.delete(control.db, gone)
     quarantine.sweep(control.context)
     assert names(control.context.files_dir) == [stays] and aside(control) == {}
-
-
-async def test_remove_of_a_file_leaves_nothing(control: Control):
-    file_id = await control.upload(b"x", "a", "assistants")
-    await control.sdk.files.delete(file_id)
-    assert names(control.context.files_dir) == []
 
 
 async def test_sweep_of_an_upload_keeps_its_parts_aside_unless_it_has_ended(control: Control):

@@ -24,7 +24,7 @@ from appliance.store.objects import models, responses
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, ResponseRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from tests.unit.controller.test_batches import engines
 
 BOUNDS = {
@@ -147,12 +147,6 @@ async def test_uploads_batches_jobs_and_background_are_bounded(control: Control)
     assert (await control.http.post("/v1/responses", headers=ben, json=asked)).status_code == 200
     large = asked | {"input": "x" * 100_000}
     assert refused(await control.http.post("/v1/responses", headers=ben, json=large), 429, "responses_bytes")
-
-
-async def test_a_key_may_have_bounds_of_its_own(control: Control):
-    ann = caller(control.db, "ann", bounds={"uploads": 3})
-    assert [(await upload(control, ann, 1)).status_code for _ in range(3)] == [200, 200, 200]
-    assert (await upload(control, ann, 1)).status_code == 429
 
 
 async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control):
@@ -335,12 +329,13 @@ def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control,
     quotas.check_job(callers["ann"])
     for number in range(3):
         fine_tuned(db, "ann", number, 10)
-    with pytest.raises(ApiError, match="3 fine-tuned models of at most 3.*Delete one first"):
+    with pytest.raises(ApiError) as found:
         quotas.check_job(callers["ann"])
+    assert (found.value.param, found.value.status_code) == ("models", 429)
     fine_tuned(db, "ben", 9, 1_000_000)
-    with pytest.raises(ApiError, match="hold 1000000 of at most 1000000 bytes") as found:
+    with pytest.raises(ApiError) as found:
         quotas.check_job(callers["ben"])
-    assert found.value.param == "model_bytes"
+    assert (found.value.param, found.value.status_code) == ("model_bytes", 413)
 
 
 async def test_batches_under_way_hold_the_place_of_their_answers(control: Control, db: Database) -> None:
@@ -379,22 +374,6 @@ async def until(control: Control, who: dict[str, str], batch_id: str, seen: Call
             await asyncio.sleep(0.01)
 
 
-async def test_answers_of_a_batch_past_their_owners_bound_wait_for_room(control: Control, db: Database) -> None:
-    """Lines of 100 bytes may have answers of megabytes: only as many as three times the input were ever counted."""
-    ann, ben = caller(db, "ann", bounds={"files": 10}), caller(db, "ben")
-    kept = (await file(control, ann, b"x" * 5_000)).json()["id"]
-    made = await batch_of(control, ann, 12, 1_000)
-    why = await until(control, ann, made["id"], lambda batch: batch["waiting_for"])
-    assert why == f"files of its owner's keys have {why.split()[6]} of at most 10000 bytes, the answers so far included"
-    assert 10_000 < int(why.split()[6]) < 10_000 + 5 * 1_200, "what was at engines is written"
-    assert refused(await file(control, ann, b"x"), 413, "file_bytes")
-    assert (await file(control, ben, b"x")).status_code == 200
-    assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
-    control.db.execute("UPDATE keys SET bounds = ? WHERE owner = 'ann'", ['{"file_bytes": 100000}'])
-    await until(control, ann, made["id"], lambda batch: batch["status"] == "completed")
-    assert not control.context.quotas._answers
-
-
 async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Database) -> None:
     ann = caller(db, "ann")
     free = [100 * GIB]
@@ -413,42 +392,3 @@ async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Dat
 def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
     error = answer.json().get("error", {})
     return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound)
-
-
-async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_path: Path, db: Database):
-    """The quarter of the line that names may take was everybody's, and one owner could use it up for all."""
-    context = simulated_context(tmp_path, db, bus_line_bytes=1 << 20, disk_floor_bytes=0)
-    bus = context.bus
-    people = {}
-    for name in ("bob", "ann", "carl", "dora"):
-        row, _ = keys.create(db, name, ["inference", "fine_tuning"])
-        people[name] = Principal(row.id, frozenset(row.scopes), "req_1", name)
-    table: dict[str, Any] = {}
-
-    def add(owner: str, number: int) -> None:
-        for n in range(len(table), len(table) + number):
-            insert_model(db, f"ft:{owner}:{n}", kind="fine-tuned", base="starter", owner=owner)
-            table[f"ft:{owner}:{n}"] = {"version": "v" * 980, "replicas": [], "owners": [owner, "o" * 20]}
-        bus.set_models(dict(table))
-
-    def refused(owner: str) -> str:
-        try:
-            context.quotas.check_names(people[owner])
-        except ApiError as error:
-            assert (error.status_code, error.code) == (429, "limit_reached")
-            return error.message
-        return ""
-
-    add("bob", 240)
-    assert not refused("bob"), "the quarter is nobody's before it is full"
-    add("bob", 20)
-    assert bus.table_bytes > 1 << 18
-    assert "your part of 65536" in refused("bob") and not refused("ann")
-    add("ann", 55)
-    assert not refused("ann")
-    add("ann", 15)
-    assert refused("ann") and not refused("carl")
-    # The names on the lists of an owner's keys stand in the table too.
-    bus.keys_changed({"ab": {"owner": "carl", "models": ["m" * 200] * 400}})
-    assert refused("carl") and not refused("dora")
-    context.quotas.check_names(Principal(None, frozenset({"admin"}), "req_1", ""))

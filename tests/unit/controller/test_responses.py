@@ -17,7 +17,6 @@ from appliance.controller.responses import items as response_items
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control
 
@@ -124,11 +123,6 @@ async def test_a_copy_that_comes_twice_is_one(control: Control):
     assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
 
 
-async def test_one_bad_copy_takes_no_other_with_it(control: Control):
-    bad = [None, 3, {}, copy(5) | {"response": {"id": "x"}}, copy(6, created_at="soon"), copy(7) | {"input": 3}]
-    assert await send(control, *bad, copy(1)) == 1
-
-
 async def test_only_gateways_send_copies(control: Control):
     assert (await control.http.post("/internal/responses", json=[copy(1)])).status_code == 403
     assert not [path for path in control.app.openapi()["paths"] if "internal" in path]
@@ -225,33 +219,6 @@ async def forty_turns(control: Control, monkeypatch: pytest.MonkeyPatch) -> list
     return parsed
 
 
-async def test_what_an_answer_goes_on_from_is_put_together_turn_by_turn(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """A hundred bytes name a conversation of 64 MiB, which was parsed in one go on the loop that answers everybody."""
-    await send(control, *(copy(n, f"q{n}", text=f"a{n}" if n % 3 else "", previous=n - 1 or None) for n in range(1, 9)))
-    others, parsed_at = 0, []
-    seen = response_items.turn_items
-
-    def turn(row: Any) -> Any:
-        parsed_at.append(others)
-        return seen(row)
-
-    async def another() -> None:
-        nonlocal others
-        while True:
-            others += 1
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr("appliance.controller.responses.stored.turn_items", turn)
-    beside = asyncio.create_task(another())
-    items = (await context(control, 8)).json()
-    beside.cancel()
-    assert len(parsed_at) == len(set(parsed_at)) == 8
-    assert [item["content"] for item in items if item["role"] == "user"] == [f"q{n}" for n in range(1, 9)]
-    assert len(items) == 8 + 6  # a message without text is none
-
-
 async def test_a_response_that_is_answered_already_cannot_be_cancelled_or_streamed(control: Control):
     await send(control, copy(1))
     with pytest.raises(openai.BadRequestError, match="synchronous"):
@@ -277,24 +244,6 @@ async def test_new_response_touches_the_conversation_it_continues(control: Contr
     control.db.execute("UPDATE responses SET used_s = 1.0")
     await send(control, copy(9, previous=8))
     assert control.db.execute("SELECT count(*) FROM responses WHERE used_s = 1.0").fetchone()[0] == 0
-
-
-def test_a_conversation_is_followed_by_an_index_alone(db: Database):
-    """A row has what it goes on from behind its texts: of 2,000 turns of 32 KB that took 0.1 s for each request."""
-    plans: list[str] = []
-    execute = Database.execute
-
-    class Planned:
-        def execute(self, sql: str, parameters: Any = ()) -> Any:
-            plans.extend(row["detail"] for row in execute(db, f"EXPLAIN QUERY PLAN {sql}", parameters))
-            return execute(db, sql, parameters)
-
-        column, value = Database.column, Database.value  # type: ignore[assignment]
-
-    for look in (responses.chain_bytes, responses.chain_ids):
-        look(Planned(), "resp_1", "ann", max_turns=2000)  # type: ignore[arg-type]
-    looks = [plan for plan in plans if "responses" in plan or "earlier" in plan]
-    assert len(looks) == 4 and all("COVERING INDEX responses_chain (id=?" in plan for plan in looks), plans
 
 
 async def test_responses_of_a_revoked_key_go(control: Control):
@@ -334,14 +283,3 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
 async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
     app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
     assert await app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)
-
-
-def test_whose_keys_hold_most_makes_room_however_many_keys_they_are(db: Database):
-    ann = [keys.create(db, f"ann-{number}", ["inference"], owner="ann")[0].id for number in range(10)]
-    ben = keys.create(db, "ben", ["inference"], owner="ben")[0].id
-    for number in range(115):
-        key_id, owner = (ann[number % 10], "ann") if number < 100 else (ben, "ben")
-        text = {"input": "[]", "response": "{}", "bytes": 100}
-        responses.insert(db, ResponseRow(name(number), key_id, "completed", 1.0, 1.0, owner=owner, **text))
-    assert responses.shrink(db, 11_000) == 5
-    assert db.execute("SELECT count(*) FROM responses WHERE owner = 'ben'").fetchone()[0] == 15

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from appliance.controller import retention
 from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import DAY_S
@@ -23,7 +21,6 @@ from appliance.store.rows import (
     JobRow,
     OperationRow,
 )
-from appliance.store.upkeep import retention as drops
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
@@ -159,24 +156,6 @@ def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path,
     assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
 
 
-def test_a_look_costs_the_same_however_much_is_kept(db: Database):
-    """Nothing is scanned that is not old: the first rows say whether anything is."""
-    with db.transaction():
-        for n in range(3000):
-            audit.insert(db, AuditRow(f"audit_{n}", None, "a.b", "", "done", "", NOW_S))
-    steps = 0
-
-    def count() -> int:
-        nonlocal steps
-        steps += 1
-        return 0
-
-    db._connection.set_progress_handler(count, 100)
-    drops.delete_aged(db, "audit", NOW_S - 1)
-    db._connection.set_progress_handler(None, 100)
-    assert steps < 40  # of a hundred instructions of SQLite's each
-
-
 def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
     assert {name for name, days in RetentionSettings() if days is not None} == {
         "job_data_days",
@@ -187,16 +166,3 @@ def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
         "batches_days",
         "eval_runs_days",
     }
-
-
-def test_rows_beyond_their_age_are_found_by_an_index(db: Database, monkeypatch: pytest.MonkeyPatch):
-    plans, execute = list[str](), db.execute
-
-    def planned(sql: str, parameters=()):  # type: ignore[no-untyped-def]
-        plans.extend(row["detail"] for row in execute(f"EXPLAIN QUERY PLAN {sql}", parameters))
-        return execute(sql, parameters)
-
-    monkeypatch.setattr(db, "execute", planned)
-    for table in ("audit", "handovers", "operations", "batches", "device_time", "usage", "energy", "job_events"):
-        drops.delete_aged(db, table, NOW_S)
-    assert not [step for step in plans if step.startswith("SCAN") and "jobs" not in step], plans

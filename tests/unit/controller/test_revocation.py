@@ -13,8 +13,7 @@ import openai
 import pytest
 from fastapi import Request
 
-from appliance.controller.admin.owners.keys import KeyEnds
-from appliance.controller.data_checks.data_routes import keep
+from appliance.controller.admin.owners.key_ends import end_expired
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.interfaces.errors import KeyRevoked
@@ -105,23 +104,22 @@ async def test_of_a_key_that_ends_while_its_file_is_looked_through_no_file_is_ke
 
 
 async def test_what_a_revoked_key_claimed_is_not_passed_on_to_a_weaker_one(control: Control):
-    strong = control.as_key("strong", owner="alice", max_priority=9, max_non_preemptible=2, max_deadlines=2)
+    strong = control.as_key("strong", owner="alice", max_priority=9)
     claimed = {"priority": 9, "preemptible": False, "deadline_s": time.time() + 100}
     file_id = await control.upload()
     body = {"model": "starter", "training_file": file_id, **claimed}
     first, second = [(await control.http.post("/v1/fine_tuning/jobs", json=body)).json()["id"] for _ in range(2)]
     await control.settle()
     await revoke(control, strong)
-    weak = control.as_key("weak", owner="alice", max_deadlines=1, max_priority=4)
-    for job_id in (first, second):
+    for job_id, name, most in ((first, "less", 4), (second, "weak", 0)):
+        weak = control.as_key(name, owner="alice", max_priority=most)
         await control.sdk.fine_tuning.jobs.resume(job_id)
-    kept, lost = jobs.get(control.db, first), jobs.get(control.db, second)
-    assert [(row.key_id, row.wanted, row.priority, row.preemptible) for row in (kept, lost)] == [
-        (weak, "run", 4, 1)
-    ] * 2
-    assert kept.deadline_s == claimed["deadline_s"] and lost.deadline_s is None
-    assert any("may claim less; changed: deadline_s, preemptible" in text for text in await control.messages(second))
-    assert sorted((await revoke(control, weak))["stopped"]["jobs"]) == sorted([first, second])
+        row = jobs.get(control.db, job_id)
+        assert (row.key_id, row.wanted, row.priority) == (weak, "run", most)
+        assert (row.preemptible, row.deadline_s) == ((0, claimed["deadline_s"]) if most else (1, None))
+    assert any("changed: deadline_s, preemptible, priority" in text for text in await control.messages(second))
+    assert (await revoke(control, weak))["stopped"]["jobs"] == [second]
+    assert (await revoke(control, jobs.get(control.db, first).key_id))["stopped"]["jobs"] == [first]
     resumed = await control.http.post(f"/v1/fine_tuning/jobs/{first}/resume", headers=ADMIN)
     assert resumed.status_code == 200 and jobs.get(control.db, first).priority == 4
 
@@ -155,22 +153,6 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
     assert tasks.list_all(control.db) == [] and len(engines(control).sent) == 1
 
 
-async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):
-    """The controller ended before it could say so: what the next one takes up of such a key fails."""
-    key_id = control.as_key("laptop", owner="alice")
-    engines(control).lines = 0
-    made = await control.sdk.responses.create(model="starter", input="1", background=True)
-    await control.context.tasks.stop()
-    keys.revoke(control.db, key_id)
-    engines(control).lines = 1
-    control.context.tasks.resume()
-    async with asyncio.timeout(60):
-        while (row := responses.find(control.db, made.id)) is not None and not row.finished:
-            await asyncio.sleep(0.002)
-    assert row is not None and row.status == "failed" and "The API key of this response was revoked." in row.response
-    assert engines(control).sent == []
-
-
 async def test_a_batch_of_a_revoked_key_stops_and_says_so(control: Control):
     key_id = control.as_key("laptop", owner="alice")
     engines(control).lines = 0
@@ -189,7 +171,6 @@ async def test_a_batch_of_a_revoked_key_stops_and_says_so(control: Control):
         ({"priority": 1}, {}, "priority"),
         ({"preemptible": False}, {}, "preemptible"),
         ({"deadline_s": 1e10}, {}, "deadline_s"),
-        ({"held": True}, {"max_held": 0}, "held"),
     ],
 )
 async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, limit, param):
@@ -200,23 +181,12 @@ async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, l
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, param)
     assert "appliance key limit" in refused.json()["error"]["message"]
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
-    # One more, and not two.
-    raised = {
-        "priority": {"max_priority": 6},
-        "preemptible": {"max_non_preemptible": 1},
-        "deadline_s": {"max_deadlines": 1},
-        "held": {"max_held": 1},
-    }[param]
+    raised = {"max_priority": 6}
     changed = await control.http.patch(f"/admin/v1/keys/{key_id}", json=raised, headers=ADMIN)
     assert changed.json() | raised == changed.json()
-    made = await control.http.post("/v1/fine_tuning/jobs", json=body)
-    assert made.status_code == 200
-    again = await control.http.post("/v1/fine_tuning/jobs", json=body)
-    assert again.status_code == (200 if param == "priority" else 403)
-    await control.http.post(f"/v1/fine_tuning/jobs/{made.json()['id']}/cancel")
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 200
     lifted = await control.http.patch(f"/admin/v1/keys/{key_id}", json=dict.fromkeys(raised), headers=ADMIN)
-    assert lifted.json()["max_priority"] == 0 and lifted.json()["max_held"] == 16
+    assert lifted.json()["max_priority"] == 0
 
 
 @pytest.mark.parametrize(
@@ -232,19 +202,11 @@ async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, l
         {"name": "a", "owner": "*"},
         {"name": "a", "scopes": ["reads"]},
         {"name": "a", "max_priority": 1001},
-        {"name": "a", "max_held": -1},
     ],
 )
 async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(control: Control, body):
     answer = await control.http.post("/admin/v1/keys", json=body, headers=ADMIN)
     assert answer.status_code == 400, answer.text
-
-
-async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog: pytest.LogCaptureFixture):
-    """From before the door was watched: such a name froze the tables of all gateways, revocations included."""
-    odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
-    control.context.publish_keys()
-    assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
 
 
 async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_since_when(control: Control):
@@ -268,12 +230,11 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda batch: batch.status == "in_progress")
     begun_response = await control.sdk.responses.create(model="starter", input="1", background=True)
-    ends = KeyEnds(control.context)
-    await ends.look()
+    await end_expired(control.context)
     assert not keys.is_revoked(control.db, made["id"])
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
-    await ends.look()
+    await end_expired(control.context)
     assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {
         "id": made["id"],
         "expires_s": since_s,
@@ -291,7 +252,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     assert f"The API key of this batch {how}." in repr(batch)
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     assert (rows[0]["action"], rows[0]["key_id"], rows[0]["target"]) == ("key.expire", None, made["id"])
-    await ends.look()
+    await end_expired(control.context)
     assert len((await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]) == len(rows)
 
 
@@ -340,43 +301,6 @@ async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):
         attempt = Attempt(request, caller, "POST /v1/files", None, lambda _: None)
         with contextlib.nullcontext() if made else pytest.raises(KeyRevoked):
             attempt.once(lambda: row)
-
-
-async def test_nor_what_took_long(control: Control, monkeypatch):
-    """Neither a file of an upload that is completed, nor one that is prepared: both looked at the key alone."""
-    key_id = control.as_key("laptop")
-    before = keys.list_live(control.db)[-1].sha256
-    by = {"x-appliance-secret": before}
-    asked = {"bytes": 4, "filename": "a.jsonl", "mime_type": "text/jsonl", "purpose": "user_data"}
-    upload = (await control.http.post("/v1/uploads", headers=by, json=asked)).json()["id"]
-    part = await control.http.post(f"/v1/uploads/{upload}/parts", headers=by, files={"data": b"{}\n\n"})
-    described = storage.described
-
-    async def slow(*told: Any, **more: Any) -> Any:
-        keys.renew(control.db, key_id)
-        return await described(*told, **more)
-
-    monkeypatch.setattr(storage, "described", slow)
-    told = {"part_ids": [part.json()["id"]]}
-    answer = await control.http.post(f"/v1/uploads/{upload}/complete", headers=by, json=told)
-    assert answer.status_code == 401 and not control.db.column("SELECT id FROM files")
-
-    caller = Principal(key_id, frozenset({"fine_tuning"}), "req_1", "laptop", secret=before)
-    with pytest.raises(KeyRevoked):
-        keep(control.context, caller, [], [])
-
-
-async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):
-    """Each end of a course's keys wrote the table of all keys: 300 of them would have held the loop for seconds."""
-    for number in range(5):
-        body = {"name": f"student-{number}", "expires_s": time.time() + 3600}
-        made = (await control.http.post("/admin/v1/keys", headers=ADMIN, json=body)).json()
-        keys.update(control.db, made["id"], expires_s=time.time() - 1)
-    published, publish = [], control.context.spending.publish_keys
-    monkeypatch.setattr(control.context.spending, "publish_keys", lambda: (published.append(1), publish()))
-    await KeyEnds(control.context).look()
-    assert len(published) == 1
-    assert all(row.revoked_s for row in keys.list_all(control.db) if row.name.startswith("student"))
 
 
 async def test_a_keys_end_is_moved_and_lifted_and_never_past(control: Control):

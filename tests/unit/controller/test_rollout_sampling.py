@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from fractions import Fraction
 
 import pytest
 
@@ -190,24 +189,6 @@ async def test_what_a_job_asks_for_the_next_step_waits_for_this_ones(control, en
         open_.set()
     assert order == [".policy/ftjob-1@step-3.ab"] * 3 + [".policy/ftjob-1@step-4.ab"] * 2
     assert [len(by_place(one.result())) for one in told] == [6, 4]
-
-
-async def test_an_engine_that_ends_with_two_questions_of_a_job_has_ended_once(control, engines):
-    engines.lines, both, entered = 8, asyncio.Event(), []
-
-    async def rule(body):
-        entered.append(body)
-        if len(entered) == 4:
-            both.set()
-        await both.wait()
-        raise LineReturned("EngineCore died", yielded=False)
-
-    engines.rule = rule
-    sampling = sampling_of(control)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
-        for _ in range(2):
-            asking.create_task(sampling.sample("ftjob-1", question(2, 2)))
-    assert sampling._deaths == {"ftjob-1": 1}
 
 
 class Interrupted:
@@ -440,13 +421,3 @@ async def test_answers_whose_numbers_cannot_be_used_are_paid_for(control, engine
     told = await sampling_of(control).sample(job_id, question(3, 2))
     assert told["samples"] == [] and "lack the log-probability" in told["why"]
     assert spent(control)["trainer"].prompt_tokens == 2
-
-
-async def test_what_flies_is_not_summed_up_for_each_request_that_begins(control, engines, monkeypatch):
-    """A thousand requests at engines were, for each further one: a thousand fractions, a thousand times."""
-    sums, add = [], Fraction.__add__
-    monkeypatch.setattr(Fraction, "__add__", lambda one, other: (sums.append(one), add(one, other))[1])
-    engines.lines = 64
-    told = await sampling_of(control).sample("ftjob-1", question(128, 2))
-    assert told["why"] == "" and len(by_place(told)) == 256 and len(engines.sent) >= 64
-    assert len(sums) < 20 * len(engines.sent)

@@ -20,7 +20,7 @@ from tests.unit.gateway.upstreams import DummyUpstream
 
 def table(*replicas: tuple[str, str, str], **fields) -> dict:
     rows = [{"id": name, "socket": path, "version": "v1", "state": state} for name, path, state in replicas]
-    row = {"version": "v1", "state": "ready", "task": "generate", "hold_s": 1.0, "replicas": rows}
+    row = {"version": "v1", "state": "ready", "task": "generate", "replicas": rows}
     return {"starter": row | fields}
 
 

@@ -125,9 +125,7 @@ async def test_what_was_refused_is_counted_by_whom_and_for_what(control: Control
     (spent,) = usage.report(control.db, "key", 0, NOON)
     assert (spent.requests, spent.refused) == (3, 6)
     by_model = {r.name: r.refused for r in usage.report(control.db, "model", 0, NOON)}
-    assert by_model == {"m": 3, "(no such model)": 3}
-    with pytest.raises(ValueError, match="refused"):
-        spending.take([row(alice.id) | {"refused": -1}])
+    assert by_model == {"m": 3, "(no model)": 3}
 
 
 async def test_device_hours_of_jobs_count_while_they_hold_devices(control: Control):
@@ -149,25 +147,6 @@ async def test_time_that_the_box_was_off_is_not_counted(control: Control):
     usage.close_left_open(control.db, {"another"})
     (spent,) = usage.report(control.db, "model", NOON, NOON + 86400)
     assert spent.device_hours == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(
-    "bad", [{}, {**row("k"), "requests": -1}, {**row("k"), "prompt_tokens": 1.5}, {**row("k"), "key": 1}, "row"]
-)
-def test_rows_of_another_shape_are_refused_whole(control: Control, bad):
-    with pytest.raises(ValueError, match="usage"):
-        control.context.spending.take([row("k"), bad])
-    assert usage.report(control.db, "key", 0, NOON) == []
-
-
-def test_a_number_that_cannot_be_stored_keeps_nobody_elses_from_being_written(control: Control):
-    one, _ = keys.create(control.db, "one", ["inference"])
-    other, _ = keys.create(control.db, "other", ["inference"])
-    spending = control.context.spending
-    for prompt in (2**64 - 1, 2**63 - 1):
-        spending.take([row(one.id, prompt=prompt), row(other.id, prompt=10, completion=5)])
-    assert usage.tokens_since(control.db, other.id, 0) == 30
-    assert usage.tokens_since(control.db, one.id, 0) == 0
 
 
 async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Control):
@@ -201,8 +180,6 @@ async def test_what_cannot_be_written_now_is_written_later(control: Control, mon
         for _ in range(3):
             with pytest.raises(sqlite3.OperationalError):
                 spending.take([row(made["id"], prompt=30, completion=1), row(made["id"], model="other", prompt=7)])
-    with pytest.raises(ValueError, match="expected counts"):
-        spending.take([row(made["id"]), {**row(made["id"]), "requests": -1}])
     await spending.flush()
     await spending.flush()
     day_s = time.time() // 86400 * 86400

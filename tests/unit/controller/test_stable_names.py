@@ -7,11 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.access.model_access import allowed_models
-from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.access.model_access import usable_models
+from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
-from appliance.store.upkeep import forgotten
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
@@ -61,7 +60,7 @@ async def test_a_retrain_becomes_a_version_of_the_model(control: Control, events
     assert job_records.find_checkpoint(control.db, f"fraud:ckpt-{v1}") is not None
     assert [model.id for model in (await control.sdk.models.list()).data].count("fraud") == 1
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
-    shown = await ask(control, "GET", f"/jobs/{second}")
+    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{second}")
     assert (shown["publish_as"], shown["activate"]) == ("fraud", True)
 
 
@@ -115,7 +114,7 @@ async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Co
         events.ingest(job_id, published(control, job_id, step))
     row = jobs.get(control.db, job_id)
     versions = [version.version for version in models.list_versions(control.db, "fraud")]
-    assert [activate(control.db, row, version) for version in versions] == [True, True]
+    assert [serve_if_allowed(control.db, row, version) for version in versions] == [True, True]
     assert active(control) == versions[1] and deployments.find(control.db, "fraud") is not None
 
 
@@ -217,16 +216,7 @@ async def test_a_job_that_ended_without_a_model_lends_its_keys_nothing(control: 
     control.http.headers.update({"x-appliance-key-id": "key_test"})
     run(control, events, await made(control))
     models.share(control.db, "fraud", "*")
-    assert allowed_models(control.db, row) == ["starter"]
-
-
-async def test_who_is_forgotten_takes_along_a_model_with_one_version_of_theirs(control: Control, events: JobEvents):
-    run(control, events, await made(control))
-    second = await made(control)
-    run(control, events, second)
-    assert forgotten.models_made(control.db, "nobody") == []
-    jobs.update(control.db, second, owner="bob", key_id=None)
-    assert forgotten.models_made(control.db, "bob") == ["fraud"]
+    assert usable_models(control.db, row.id) == {"starter"}
 
 
 async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):

@@ -54,7 +54,7 @@ async def test_task_resumes_after_restart_with_its_cursor(db: Database):
     await before.until(1)
     await before.tasks.stop()
     row = rows.find(db, "things", "a")
-    assert row is not None and row.cursor == {"size": 7}
+    assert row is not None and row.arguments == {"size": 7}
     after = Work(db)
     assert await after.end() == ["run a", "end a"] and rows.list_all(db) == []
 
@@ -96,7 +96,7 @@ async def test_changed_object_is_run_again_after_its_coroutine_has_ended(db: Dat
     work.tasks.start("things", "a", None)
     await work.until(1)
     for _ in range(3):
-        work.tasks.changed("things", "a")
+        work.tasks.restart("things", "a")
     await work.until(2)
     assert await work.end() == ["run a", "run a"]
 
@@ -166,17 +166,13 @@ async def test_an_error_of_the_database_that_is_no_full_disk_is_a_bug(db: Databa
     assert await work.end() == ["run a", "fail a internal_error"]
 
 
-async def test_a_second_start_leaves_a_live_task_alone_and_ended_waits_for_what_began_again(db: Database):
+async def test_second_start_leaves_a_live_task_alone_and_restart_runs_it_again(db: Database):
     work = Work(db)
     work.tasks.start("things", "a", None)
     await work.until(1)
     work.tasks.start("things", "a", None)
     await asyncio.sleep(0)
     assert work.log == ["run a"]
-    work.tasks.changed("things", "a")
-    waiting = asyncio.create_task(work.tasks.ended("things", "a"))
+    work.tasks.restart("things", "a")
     await work.until(2)
-    assert not waiting.done()
-    work.may_end.set()
-    await asyncio.wait_for(waiting, 5)
-    assert work.log == ["run a", "run a", "end a"]
+    assert await work.end() == ["run a", "run a", "end a"]

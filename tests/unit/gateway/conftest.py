@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import uvloop
 
@@ -127,7 +128,7 @@ def request_bytes(
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:
     """A body as an engine gets it: with the salt of its owner's prefixes."""
-    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], cache_salt(owner).encode())
+    return orjson.dumps({**orjson.loads(body), "cache_salt": cache_salt(owner)})
 
 
 def chat(model: str = "m", **more: Any) -> dict[str, Any]:
@@ -170,7 +171,6 @@ class Box:
         model: str,
         *replicas: str,
         task: str = "generate",
-        hold_s: float = 30.0,
         trouble: dict[str, Any] | None = None,
         chats: bool = True,
         slots: int | None = None,
@@ -181,7 +181,6 @@ class Box:
         self.models[model] = {
             "version": "v1",
             "task": task,
-            "hold_s": hold_s,
             "trouble": trouble,
             "chats": chats,
             "slots": slots,

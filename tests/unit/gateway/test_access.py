@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 
 import httptools
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROUTES, Kind, plain_target, resolve
 from appliance.gateway.requests.fields import FIELDS
-from weights.format.names import policy_name
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -97,20 +95,6 @@ async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     assert response.headers["allow"] in response.error["message"] and method not in response.headers["allow"]
 
 
-def test_model_names_reach_the_controller_encoded_or_not() -> None:
-    for path in (
-        b"/v1/models/ft:starter:org:x:1",
-        b"/v1/models/ft%3Astarter",
-        b"/v1/models/a/b",
-        b"/v1/models/a%2Fb.c",
-    ):
-        assert resolve(b"GET", path).scopes == {"inference", "fine_tuning", "read"}
-        assert resolve(b"DELETE", path).scopes == {"fine_tuning"}
-        assert resolve(b"POST", path + b"/share").scopes == {"fine_tuning"}
-    with pytest.raises(HttpError):
-        resolve(b"GET", b"/v1/models/./x")
-
-
 CASES = [
     ("sk-test-inference", "POST", "/v1/chat/completions", True),
     ("sk-test-inference", "GET", "/v1/models", True),
@@ -145,7 +129,8 @@ CASES = [
     ("sk-test-read", "PATCH", "/admin/v1/keys/k", False),
     ("sk-test-read", "DELETE", "/admin/v1/keys/k", False),
     ("sk-test-read", "GET", "/v1/files", False),
-    ("sk-test-read", "GET", "/v1/fine_tuning/jobs", False),
+    ("sk-test-read", "GET", "/v1/fine_tuning/jobs", True),
+    ("sk-test-read", "POST", "/v1/fine_tuning/jobs", False),
     ("sk-test-read", "GET", "/v1/responses/resp_1", False),
     ("sk-test-read", "POST", "/v1/chat/completions", False),
     ("sk-test-read", "POST", "/v1/models/m/share", False),
@@ -195,14 +180,6 @@ async def test_keys_by_x_api_key_and_lower_case_scheme(box: Box) -> None:
         assert (await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=headers)).status == 200
 
 
-async def test_no_keys_means_nobody(box: Box) -> None:
-    box.keys = {}
-    box.apply()
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 401
-    assert (await box.ask("GET", "/admin/v1/status", key=None)).status == 401
-    assert (await box.ask("GET", "/health", key=None)).status == 200
-
-
 async def test_health_says_which_gateway_answers(start_box: Start) -> None:
     box = await start_box(boot="b1")
     box.apply()
@@ -235,23 +212,6 @@ async def test_a_model_without_a_chat_template_is_refused_chat_before_it_waits_f
     assert response.status == 400 and b"no chat template" in response.body
     box.serve("plain", "e0", chats=False)
     assert (await box.ask("POST", "/v1/completions", {"model": "plain", "prompt": "hi"})).status != 400
-
-
-@pytest.mark.parametrize("way", ["chat", "completions", "responses", "embeddings", "twice"])
-async def test_a_model_in_training_is_one_that_nobody_has(box: Box, way: str) -> None:
-    """Not even for an admin, and not behind the name of its base: engines know it, so no request may bring it there."""
-    name = f"{policy_name('ftjob-1')}@step-3.0a1b2c3d"
-    routes = {"chat": "/v1/chat/completions", "twice": "/v1/chat/completions"}
-    bodies: dict[str, Any] = {
-        "chat": chat(name),
-        "completions": {"model": name, "prompt": "x"},
-        "responses": {"model": name, "input": "x"},
-        "embeddings": {"model": name, "input": "x"},
-        "twice": json.dumps(chat("m")).encode()[:-1] + b', "model": "%b"}' % name.encode(),
-    }
-    answer = await box.ask("POST", routes.get(way, f"/v1/{way}"), bodies[way])
-    assert 400 <= answer.status < 500 and (way == "twice" or answer.error["code"] == "model_not_found")
-    assert not any(b".policy" in request.body for engine in box.engines.values() for request in engine.requests)
 
 
 async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
@@ -287,42 +247,8 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
     assert told.error["code"] == "model_version_not_served"
 
 
-async def test_metrics_are_prometheus_text(box: Box) -> None:
-    box.serve('we"ird\\name', "e0")
-    await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    await box.ask("POST", "/v1/chat/completions", chat('we"ird\\name'))
-    await box.ask("GET", "/nope")
-    response = await box.ask("GET", "/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    from prometheus_client.parser import text_string_to_metric_families
-
-    families = {family.name: family for family in text_string_to_metric_families(response.body.decode())}
-    counts = {(s.labels["route"], s.labels["status"]): s.value for s in families["appliance_gateway_requests"].samples}
-    assert counts["chat.completions", "200"] == 2 and counts["unknown", "404"] == 1
-    ttft = families["appliance_gateway_time_to_first_byte_seconds"].samples
-    assert {s.labels["model"]: s.value for s in ttft if s.name.endswith("_count")} == {"m": 1, 'we"ird\\name': 1}
-    buckets = [s.value for s in ttft if s.name.endswith("_bucket") and s.labels["model"] == "m"]
-    assert buckets == sorted(buckets) and buckets[-1] == 1
-    added = families["appliance_gateway_added_seconds"].samples
-    assert next(s.value for s in added if s.name.endswith("_count")) == 2
-    assert families["appliance_gateway_inflight"].samples[0].value == 0
-
-
 def test_every_route_of_inference_has_its_fields_and_no_other_has() -> None:
     assert {route.name for route in ROUTES if route.kind is Kind.INFERENCE} == FIELDS.keys()
-
-
-def test_of_stored_responses_only_cancelling_is_posted() -> None:
-    assert resolve(b"POST", b"/v1/responses/resp_1/cancel").scopes == {"inference"}
-    for path in (b"/v1/responses/compact", b"/v1/responses/resp_1", b"/v1/responses/resp_1/input_items"):
-        with pytest.raises(HttpError) as caught:
-            resolve(b"POST", path)
-        assert caught.value.code == "method_not_supported"
-
-
-def test_unknown_url_says_what_base_urls_end_with() -> None:
-    with pytest.raises(HttpError, match="base URL that ends with /v1"):
-        resolve(b"POST", b"/chat/completions")
 
 
 async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_box: Start) -> None:

@@ -6,10 +6,6 @@ import json
 
 import pytest
 
-from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.core.routes import plain_target
-
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
 
@@ -69,27 +65,6 @@ async def test_a_page_reads_answers_streams_and_errors(start_box: Start) -> None
         assert answer.headers["access-control-expose-headers"] == "*"
 
 
-async def test_two_pages_on_one_connection_are_told_apart(start_box: Start) -> None:
-    box = await open_box(start_box, PAGE)
-    wire = await box.connect()
-    for headers in (FROM_PAGE, FROM_PAGE, "", FROM_PAGE.replace("chat", "evil")):
-        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), headers=headers))
-        answer = await wire.response()
-        assert answer.headers.get("access-control-allow-origin") == (PAGE if headers == FROM_PAGE else None)
-
-
-async def test_any_page(start_box: Start) -> None:
-    box = await open_box(start_box, "*")
-    answer = await box.ask("POST", "/v1/chat/completions", chat(), headers=FROM_PAGE)
-    assert answer.headers["access-control-allow-origin"] == "*"
-
-
-@pytest.mark.parametrize("origin", ["chat.example.org", PAGE + "/", PAGE + "/path", "https://Chat.example.org", ""])
-def test_what_no_browser_would_send_is_no_origin(origin: str) -> None:
-    with pytest.raises(ConfigInvalid, match="cors_origins"):
-        GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "cors_origins": [origin]})
-
-
 # --- HEAD
 
 
@@ -126,21 +101,6 @@ async def test_head_needs_what_get_needs(box: Box) -> None:
 
 
 # --- slashes
-
-
-@pytest.mark.parametrize(
-    ("given", "plain"),
-    [
-        (b"/v1/models/", b"/v1/models"),
-        (b"//v1///models", b"/v1/models"),
-        (b"/v1/files/?limit=1//2", b"/v1/files?limit=1//2"),
-        (b"/", b"/"),
-        (b"//", b"/"),
-        (b"/v1/models/a%2F%2Fb", b"/v1/models/a%2F%2Fb"),
-    ],
-)
-def test_plain_targets(given: bytes, plain: bytes) -> None:
-    assert plain_target(given) == plain
 
 
 async def test_one_slash_too_many_reaches_the_same_routes(box: Box) -> None:

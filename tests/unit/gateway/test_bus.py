@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Any
 import pytest
 from msgspec import ValidationError
 
-from appliance.gateway.access.request import Request
-from appliance.gateway.bus import COUNTED, BusClient
-from appliance.gateway.observe.load import RECENT_S
+from appliance.gateway.gateway import COUNTED, BusClient
 from appliance.gateway.server.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
@@ -86,13 +83,12 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert report["models"] == {}, "a table may have thousands of names, and a report comes four times a second"
-    box.state.metrics.rows["n"].arrived(3, 0.0)
+    box.state.metrics.loads["n"].arrived(3, 0.0)
     assert load_report(box.state)["models"] == {
         "n": {
             "inflight": 0,
             "held": 0,
             "last_request_s": pytest.approx(time.time() - time.monotonic(), abs=10),
-            "ttft_p95_s": None,
             "tpot_p95_s": None,
             "waiting_prompt_tokens": 0,
             "prompt_tokens": 0,
@@ -106,41 +102,6 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     }
     assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0}}
-
-
-async def test_report_has_models_that_were_requested_since_they_are_in_the_table(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics, now_s = box.state.metrics, time.monotonic()
-    box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(3)}
-    box.apply()
-    metrics.rows["n1"].arrived(3, now_s)
-    assert load_report(box.state)["models"].keys() == {"n1"}
-    row = box.models.pop("n1")
-    box.apply()
-    assert load_report(box.state)["models"] == {}
-    box.models["n1"] = row
-    box.apply()
-    assert load_report(box.state)["models"] == {}, "it counts from nothing"
-    request = Request(b"POST", b"/v1/chat/completions")
-    request.model, request.row, request.received_s = "n2", "n2", now_s - 0.5
-    metrics.first_byte(request, now_s)
-    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] == pytest.approx(0.5)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
-    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] is None
-
-
-async def test_each_connection_begins_with_a_report(box: Box, bus: DummyBus) -> None:
-    await bus.push(table := box.table())
-    await bus.report(generation=table["generation"])
-    box.state.metrics.rows["m"].arrived(3, 0.0)
-    box.state.on_change(True)
-    report = await bus.report()
-    assert report["models"]["m"]["arrived_requests"] == 1
-    await bus.stop()
-    await bus.start()
-    report = await bus.report()
-    assert report["models"]["m"]["arrived_requests"] == 1
 
 
 async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
@@ -217,13 +178,6 @@ async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) 
     assert [row["refused"] for row in await usage()] == [1]
 
 
-async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box, bus: DummyBus) -> None:
-    bus.connected.clear()
-    await bus.push(b"{nonsense\n")
-    await asyncio.wait_for(bus.connected.wait(), 60)
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-
-
 GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
 
 
@@ -234,7 +188,6 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
         ({"models": []}, "models"),
         ({"type": "newer"}, "type"),
         ({"models": {"m": {"task": "sing"}}}, ".task"),
-        ({"models": {"m": {"hold_s": -1}}}, ".hold_s"),
         ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, ".state"),
         ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, ".socket"),
         ({"models": {"m": {"version": "v1\r\nx: y"}}}, ".version"),
@@ -250,15 +203,3 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
 def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], where: str) -> None:
     with pytest.raises(ValidationError, match=where.replace(".", r"\.")):
         parse_table({"generation": 1, "models": {}, "keys": {}, **change})
-
-
-def test_table_defaults() -> None:
-    table = parse_table({"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}})
-    (model,) = table.models.values()
-    assert model.replicas[0].id == "e" and model.hold_s == math.inf and model.task == "generate"
-
-
-def test_a_key_says_whose_it_is() -> None:
-    keys = {"a" * 64: {"id": "k", "owner": "Zoë"}, "b" * 64: {"id": "k2"}}
-    table = parse_table({"generation": 3, "models": {}, "keys": keys})
-    assert [caller.owner for caller in table.keys.values()] == ["Zoë", "k2"]

@@ -81,17 +81,6 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
     assert await _serial(box.port) == 3 and load_report(box.state)["notes"] == []
 
 
-def test_where_the_old_pair_is_back_nothing_is_wrong_any_more(tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path, days=30)
-    certificate = Certificate(str(cert), str(key))
-    key.rename(tmp_path / "away")
-    certificate.reload_changed()
-    assert certificate.fault
-    (tmp_path / "away").rename(key)
-    certificate.reload_changed()
-    assert certificate.fault == ""
-
-
 def test_what_is_said_of_the_time_that_is_left(tmp_path: Path) -> None:
     certificate = Certificate(*map(str, self_signed(tmp_path, days=30)))
     now = time.time()

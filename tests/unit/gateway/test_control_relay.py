@@ -131,18 +131,6 @@ async def test_downloads_stream_with_and_without_length(box: Box) -> None:
         assert response.body == data
 
 
-async def test_no_content_and_empty_bodies(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
-
-    await box.control(script)
-    wire = await box.connect()
-    for _ in range(2):
-        await wire.send(request_bytes("DELETE", "/admin/v1/keys/k"))
-        response = await wire.response()
-        assert response.status == 204 and "transfer-encoding" not in response.headers
-
-
 async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
     good = {"error": {"message": "no such file", "type": "invalid_request_error", "param": "id", "code": None}}
     cases = [

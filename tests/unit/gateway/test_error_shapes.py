@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
-from appliance.gateway.access.request import Tokens
 from appliance.gateway.core.errors import from_upstream
 
 from .conftest import Box, Response, Start, chat, request_bytes
@@ -130,46 +129,6 @@ async def test_a_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(b
 
 
 # --- Anthropic's routes, answered well
-
-
-async def test_a_good_answer_names_its_request_as_anthropic_does(box: Box) -> None:
-    wire = await box.connect()
-    seen = set()
-    for stream in (False, False, True):
-        await wire.send(request_bytes("POST", URL, message(stream=stream)))
-        answer = await wire.response()
-        assert answer.status == 200 and answer.headers["request-id"] == answer.headers["x-request-id"]
-        seen.add(answer.headers["request-id"])
-    assert len(seen) == 3
-    other = await box.ask("POST", "/v1/chat/completions", chat())
-    assert "request-id" not in other.headers
-
-
-async def test_tokens_are_counted_by_the_engine_and_paid_for(box: Box) -> None:
-    asked: list[str] = []
-
-    async def counts(request: UpstreamRequest, reply: Reply) -> None:
-        asked.append(request.target)
-        await reply.json({"input_tokens": 7})
-
-    box.engines["e0"].script = counts
-    key = "x-api-key: sk-test-inference\r\nanthropic-version: 2023-06-01\r\n"
-    answer = await box.ask("POST", URL + "/count_tokens", chat(system="s"), key=None, headers=key)
-    assert (answer.status, json.loads(answer.body)) == (200, {"input_tokens": 7})
-    assert asked == [URL + "/count_tokens"]
-    (row,) = box.state.spending.take_sums()
-    assert row["key"] == "key_inference" and row["prompt_tokens"] > 0 and row["completion_tokens"] == 0
-    for field in ("stream", "max_tokens"):
-        told(await box.ask("POST", URL + "/count_tokens", chat(**{field: 1})), 400, "invalid_request_error")
-    told(await box.ask("POST", URL + "/count_tokens", chat(), key="sk-test-tuning"), 403, "permission_error")
-    told(await box.ask("GET", URL + "/nothing"), 404, "not_found_error")
-
-
-def test_what_a_cache_had_is_part_of_the_prompt() -> None:
-    usage = b'"usage":{"input_tokens":5,"output_tokens":30,"cache_creation_input_tokens":128,'
-    tokens = Tokens()
-    tokens.read(b"{" + usage + b'"cache_read_input_tokens":16}}')
-    assert (tokens.prompt, tokens.completion) == (149, 30)
 
 
 @pytest.mark.parametrize(

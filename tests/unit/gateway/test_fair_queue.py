@@ -25,32 +25,10 @@ def _taken(queue: FairQueue[Item], most: int = 1000) -> list[Item]:
     return taken
 
 
-def test_owners_alternate_and_their_oldest_item_is_first() -> None:
-    taken = _taken(_queue(*"aaabacb"))
-    assert taken == [("a", 0), ("b", 3), ("c", 5), ("a", 1), ("b", 6), ("a", 2), ("a", 4)]
-
-
-def test_owner_with_light_items_has_more_of_them() -> None:
-    queue = _queue(*"aaaa", weight=300)
-    for number in range(8):
-        queue.add("b", ("b", number), 100)
-    assert "".join(owner for owner, _ in _taken(queue)) == "abbbabbbabba"
-
-
 def test_discarded_items_cost_their_owner_nothing() -> None:
     queue = _queue(*"aab")
     assert queue.discard("a", ("a", 0)) and not queue.discard("a", ("a", 0)) and not queue.discard("x", ("x", 0))
     assert _taken(queue) == [("a", 1), ("b", 2)]
-
-
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=100), st.integers(0, 99), st.integers(1, 10_000))
-def test_owner_with_one_item_waits_for_one_of_anothers_hundred(weights: list[int], taken: int, weight: int) -> None:
-    queue: FairQueue[Item] = FairQueue()
-    for number, each in enumerate(weights):
-        queue.add("many", ("many", number), each)
-    taken = len(_taken(queue, min(taken, len(weights) - 1)))
-    queue.add("one", ("one", 0), weight)
-    assert ("one", 0) in _taken(queue, 2)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=100))

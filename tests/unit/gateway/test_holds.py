@@ -1,4 +1,4 @@
-"""appliance/gateway/routing/holds.py: who may wait, and who is next."""
+"""Holds: who may wait, and who is next."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.routing.holds import Holds, Ticket
-from appliance.gateway.routing.router import Choice, Work
+from appliance.gateway.routing.router import Choice, Holds, Ticket, Work
 
 MOST = 6
 
@@ -22,21 +21,6 @@ def ticket(model: str = "m", host: str = "", owner: str = "") -> Ticket:
     return Ticket(model, host or model, (model,), Work(owner), (), Mock(spec=Future))
 
 
-def test_owners_alternate_over_all_names_of_the_same_engines() -> None:
-    holds: Holds = Holds(20)
-    for owner, model in (("a", "x"), ("a", "y"), ("a", "m"), ("b", "x")):
-        assert holds.add(ticket(model, "m", owner))
-    assert (holds.held("x"), holds.models(), holds.hosts()) == (2, ["x", "y", "m"], ["m"])
-    taken = []
-    while (first := holds.next("m")) is not None:
-        assert holds.next("m") is first, "it stays first until it is removed"
-        holds.take(first, PLACE)
-        first.place.set_result.assert_called_once_with(PLACE)
-        taken.append(first.work.owner + first.model)
-    assert taken == ["ax", "bx", "ay", "am"]
-    assert holds.count == holds.held("x") == 0 and holds.models() == holds.hosts() == []
-
-
 def test_next_passes_requests_whose_rows_are_full() -> None:
     holds: Holds = Holds(MOST)
     adapter, base = ticket("adapter", "m"), ticket("m", "m")
@@ -44,11 +28,6 @@ def test_next_passes_requests_whose_rows_are_full() -> None:
     assert holds.next("m", {("adapter",)}) is base
     assert holds.next("m", {("adapter",), ("m",)}) is None and holds.next("other") is None
     assert holds.remove(adapter) and not holds.remove(adapter)
-
-
-def test_add_refuses_one_too_many() -> None:
-    holds = Holds(MOST)
-    assert [holds.add(ticket()) for _ in range(MOST + 1)] == [*[True] * MOST, False]
 
 
 class HoldsMachine(RuleBasedStateMachine):

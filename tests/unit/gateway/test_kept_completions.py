@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.answers.transcript import CompletionTranscript
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind, resolve
+from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 
 from .conftest import Box, Start, chat
-from .test_continuation import TEXT, TOKENS, greedy_engine
 from .test_responses import Controller, stored
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
 
@@ -121,18 +119,6 @@ async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_co
     assert not front.state.buffered_bytes, "what was gathered of a stream is accounted for until its end alone"
 
 
-@pytest.mark.parametrize("dies_after", [1, 3, len(TOKENS)])
-async def test_a_stream_that_another_engine_ended_is_stored_whole_and_once(box: Box, dies_after: int) -> None:
-    await box.control(Controller())
-    box.engines["e0"].script = greedy_engine({"tokens": dies_after})
-    response = await box.ask("POST", URL, chat(stream=True, temperature=0, max_tokens=50, **KEPT))
-    assert box.state.metrics.events["continued"] == 1 and response.body.endswith(b"data: [DONE]\n\n")
-    (copy,) = await stored(box)
-    said = copy["response"]
-    assert said["id"] == "id-0" and said["choices"][0]["message"]["content"] == TEXT
-    assert said["usage"]["completion_tokens"] == len(TOKENS) and said["choices"][0]["finish_reason"] == "stop"
-
-
 async def test_a_stream_without_its_end_is_not_stored(front: Box) -> None:
     front.engines["e0"].script = sends(*chat_events("a", "b", done=False))
     await front.ask("POST", URL, chat(stream=True, temperature=1, **KEPT))
@@ -154,60 +140,7 @@ async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
     assert not controller.requests and not box.gateway.controller.copies.delivering and not box.state.buffered_bytes
 
 
-def test_a_stream_with_an_error_in_it_is_not_stored() -> None:
-    transcript = CompletionTranscript(b"{}")
-    for event in WIRE.replace(b"data: [DONE]", b'data: {"error": {"code": 500}}\n\ndata: [DONE]').split(b"\n\n"):
-        assert transcript.event(event) == event
-    assert not transcript.stores
-
-
-@pytest.mark.parametrize("route", [URL, "/v1/responses"])
-@pytest.mark.parametrize(
-    ("metadata", "code"),
-    [
-        ({"a" * 65: "b"}, "invalid_value"),
-        ({"a": "b" * 513}, "invalid_value"),
-        ({str(number): "" for number in range(17)}, "invalid_value"),
-        ({"a": 1}, "invalid_type"),
-        ([1], "invalid_type"),
-        ({"a" * 64: "b" * 512}, ""),
-        (None, ""),
-    ],
-)
-def test_metadata_has_openais_bounds(route: str, metadata: Any, code: str) -> None:
-    body = json.dumps({**(chat(store=True) if route == URL else {"model": "m", "input": "x"}), "metadata": metadata})
-    if not code:
-        check_body(resolve(b"POST", route.encode()), body.encode(), Limits())
-        return
-    with pytest.raises(HttpError) as caught:
-        check_body(resolve(b"POST", route.encode()), body.encode(), Limits())
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "metadata", code)
-
-
-@pytest.mark.parametrize("value", ["yes", 1])
-def test_store_is_a_boolean(value: Any) -> None:
-    with pytest.raises(HttpError) as caught:
-        check_body(resolve(b"POST", URL.encode()), json.dumps(chat(store=value)).encode(), Limits())
-    assert (caught.value.param, caught.value.code) == ("store", "invalid_type")
-
-
 def test_metadata_without_store_is_refused_at_the_front() -> None:
     body = json.dumps(chat(metadata={"use": "test"})).encode()
     with pytest.raises(HttpError, match="only allowed when 'store' is enabled"):
         check_body(resolve(b"POST", URL.encode()), body, Limits())
-
-
-def test_a_request_without_store_has_no_transcript() -> None:
-    route = resolve(b"POST", URL.encode())
-    for more in ({}, {"stream": True}, {"tools": []}, {"store": False}):
-        assert check_body(route, json.dumps(chat(**more)).encode(), Limits()).transcript is None
-    assert check_body(route, json.dumps(chat(store=True)).encode(), Limits()).transcript is not None
-
-
-def test_what_is_kept_is_the_controllers_and_asking_is_an_engines() -> None:
-    assert resolve(b"POST", URL.encode()).kind is Kind.INFERENCE
-    for method, path in (("GET", URL), ("GET", f"{URL}/x"), ("POST", f"{URL}/x"), ("DELETE", f"{URL}/x")):
-        assert resolve(method.encode(), path.encode()).kind is Kind.CONTROL
-    with pytest.raises(HttpError) as caught:
-        resolve(b"DELETE", URL.encode())
-    assert caught.value.status == 405 and "GET, HEAD, POST" in str(caught.value.message)

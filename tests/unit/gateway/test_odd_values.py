@@ -12,7 +12,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.fields import FIELDS
 from appliance.gateway.requests.request_check import check_body
-from tests.e2e.request_fuzz import REQUESTS, changes
+from tests.front.request_samples import REQUESTS, changes
 
 PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "n"}], "seed": 1}
 

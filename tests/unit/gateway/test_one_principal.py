@@ -163,13 +163,16 @@ async def test_heads_are_heads_that_the_gateway_wrote(start_box: Start, tmp_path
     rng = random.Random(seed)
     (tmp_path / "token").write_text(TOKEN)
     box = await start_box(
-        token_path=str(tmp_path / "token"), sweep_s=0.05, limits={"controller_wait_s": 1.0, "upstream_silence_s": 1.0}
+        token_path=str(tmp_path / "token"),
+        sweep_s=0.05,
+        holds={"hold_s": 1.0},
+        limits={"controller_wait_s": 1.0, "upstream_silence_s": 1.0},
     )
     controller_path, engine_path = box.gateway.config.controller_socket, str(box.folder / "e0.sock")
     controller = await Listener(lambda: rng.choice(BEHAVIOURS)).start(controller_path)
     engine = await Listener(lambda: rng.choice(BEHAVIOURS), json.dumps(chat_answer()).encode()).start(engine_path)
     everyone = [controller, engine]
-    box.serve("m", "e0", hold_s=1.0)
+    box.serve("m", "e0")
     for _ in range(60):
         wire = await box.connect()
         victim = await box.connect()

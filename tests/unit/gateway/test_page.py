@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
-import socket
 
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, site
 
-from .conftest import Box, Start, request_bytes
+from .conftest import Start
 
 SCRIPT = next(path for path in site() if path.endswith(b"/app.js")).decode()
 
@@ -35,17 +33,6 @@ async def test_it_is_compressed_and_not_sent_again(start_box: Start) -> None:
     assert packed.headers["content-encoding"] == "gzip" and gzip.decompress(packed.body) == plain.body
     again = await box.ask("GET", SCRIPT, key=None, headers=f"If-None-Match: {plain.headers['etag']}\r\n")
     assert again.status == 304 and not again.body and "content-length" not in again.headers
-
-
-async def test_head_tells_its_length_and_the_connection_goes_on(start_box: Start) -> None:
-    box = await start_box()
-    wire = await box.connect()
-    for _ in range(2):
-        await wire.send(b"HEAD /ui HTTP/1.1\r\nHost: box\r\n\r\n")
-        status, headers, _ = await wire.head()
-        assert status == 200 and int(headers["content-length"]) == len(site()[b"/ui"].plain)
-    await wire.send(b"GET /ui HTTP/1.1\r\nHost: box\r\n\r\n")
-    assert (await wire.response()).body == site()[b"/ui"].plain
 
 
 @pytest.mark.parametrize(
@@ -80,60 +67,7 @@ async def test_the_bare_address_leads_a_browser_to_the_page_and_is_no_url_for_pr
         assert answer.status == 404 and answer.error["code"] == "unknown_url", accept
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-async def test_it_is_only_read(start_box: Start, method: str) -> None:
-    box = await start_box()
-    answer = await box.ask(method, "/ui", key=None)
-    assert answer.status == 405 and answer.headers["allow"] == "GET, HEAD"
-
-
-async def test_a_body_on_it_is_refused(start_box: Start) -> None:
-    box = await start_box()
-    answer = await box.ask("GET", "/ui", {"a": 1}, key=None)
-    assert answer.status == 400 and answer.error["code"] == "unexpected_body"
-
-
 LARGEST = max(site().items(), key=lambda item: len(item[1].plain))
-
-
-async def test_who_does_not_read_is_answered_no_more(start_box: Start) -> None:
-    """Three thousand requests of 70 bytes had a worker hold 149 MB, without a key."""
-    box = await start_box()
-    wire = await box.connect()
-    wire.reader._limit = 1  # the stream reader stops reading its socket at once
-    await box.until(lambda: bool(box.state.connections))
-    (conn,) = box.state.connections
-    asked = b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % LARGEST[0]
-    wire.writer.write(asked * 3000)
-    await box.until(lambda: conn.flow.write_paused or conn.transport.is_closing())
-    for _ in range(50):
-        assert conn.transport.is_closing() or conn.transport.get_write_buffer_size() < 1 << 20
-        await asyncio.sleep(0)
-    assert (await box.ask("GET", "/ui", key=None)).status == 200
-
-
-async def test_who_does_not_read_is_answered_no_more_however_alike_his_requests_are(box: Box) -> None:
-    """A head that is known went past the pause: 60,000 refusals, 26 MB, waited for one client."""
-    loop, sock = asyncio.get_running_loop(), socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    with sock:
-        await loop.sock_connect(sock, ("127.0.0.1", box.port))
-        await box.until(lambda: bool(box.state.connections))
-        (conn,) = box.state.connections
-        conn.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        refused = request_bytes("POST", "/v1/chat/completions", {"model": "nobody" * 80, "messages": []})
-
-        while not conn.flow.write_paused:
-            before = box.answered()
-            await loop.sock_sendall(sock, refused)
-            await box.until(lambda before=before: box.answered() > before or conn.flow.write_paused)
-        before = box.answered()
-        for _ in range(3):
-            await loop.sock_sendall(sock, refused)
-            # Somebody else's request is read after it.
-            assert (await box.ask("GET", "/v1/nothing")).status == 404
-        assert box.answered() == before + 3
 
 
 async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None:

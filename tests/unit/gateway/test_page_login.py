@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.access.auth import LOGIN_BODY_BYTES
-
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
 
@@ -133,24 +131,6 @@ async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> Non
     assert answer.status == 401 and answer.error["code"] == "session_ended"
 
 
-async def test_a_chat_whose_login_ended_by_the_clock_is_refused_on_a_connection_that_knows_its_head(
-    start_box: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    box = await start_box()
-    await box.engine("e0")
-    box.serve("m", "e0")
-    begin(box, "sk-test-inference")
-    wire = await box.connect()
-    asked = request_bytes("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
-    for _ in range(3):
-        await wire.send(asked)
-        assert (await wire.response()).status == 200
-    now_s = time.time()
-    monkeypatch.setattr(time, "time", lambda: now_s + 61)
-    await wire.send(asked)
-    assert (await wire.response()).status == 401
-
-
 @pytest.mark.parametrize("whose", ["login", "key", "another's login"])
 async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> None:
     box = await start_box()
@@ -261,10 +241,3 @@ async def test_another_page_begins_and_finishes_no_login(start_box: Start, heade
         answer = await box.ask("POST", f"/admin/v1/oidc/{end}", {}, key=None, headers=headers)
         assert answer.status == 403 and answer.error["code"] == "cross_site_request"
     assert not controller.requests
-
-
-async def test_what_needs_no_key_is_small(start_box: Start) -> None:
-    box = await start_box()
-    await box.control(told)
-    large = {"code": "c" * LOGIN_BODY_BYTES}
-    assert (await box.ask("POST", "/admin/v1/oidc/finish", large, key=None, headers=SAME)).status == 413

@@ -85,17 +85,6 @@ async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: 
         wire.close()
 
 
-async def test_request_waits_longer_for_a_busy_engine_than_for_a_sleeping_one(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1)
-    box.serve("m", "e0", slots=1, hold_s=0.01)
-    wires = [await send(box, str(n)) for n in range(2)]
-    await box.until(lambda: box.state.holds.count == 1)
-    await asyncio.sleep(0.03)
-    for n in range(2):
-        engine.end(str(n))
-    assert [(await wire.response()).status for wire in wires] == [200, 200]
-
-
 async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(start_box: Start) -> None:
     box, engine = await crowded(start_box, 1, sweep_s=60.0)
     box.models["ft:a"] = {**box.models["m"], "host": "m", "adapter": "ft:a@v1"}
@@ -107,16 +96,6 @@ async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(s
     engine.end("base")
     engine.end("adapter")
     assert [(await wire.response()).status for wire in (base, adapter)] == [200, 200]
-
-
-async def test_counting_tokens_takes_no_slot(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1)
-    await send(box, "long")
-    await send(box, "waits")
-    await box.until(lambda: len(engine.running) == 1 and box.state.holds.count == 1)
-    engine.end("count")
-    body = {"model": "m", "messages": [{"role": "user", "content": "count"}]}
-    assert (await box.ask("POST", "/v1/messages/count_tokens", body)).status == 200
 
 
 async def test_batch_is_not_held_and_is_no_demand(start_box: Start) -> None:
@@ -181,14 +160,3 @@ async def test_batch_that_gives_way_costs_its_key_nothing(start_box: Start) -> N
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).status == 200
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "rate_limit_exceeded"
     assert (await box.ask("POST", URL, chat())).status == 200, "class batch has an allowance of its own"
-
-
-async def test_batch_whose_engine_dies_fails(start_box: Start) -> None:
-    async def dies(request: UpstreamRequest, reply: Reply) -> None:
-        reply.die()
-
-    box = await start_box()
-    await box.engine("e0", dies)
-    box.serve("m", "e0", slots=4)
-    answer = await box.ask("POST", URL, chat(), headers=BATCH)
-    assert (answer.status, answer.error["code"]) == (502, "engine_failed")

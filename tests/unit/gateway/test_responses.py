@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from appliance.gateway.answers.transcript import Transcript, joined, of_response
+from appliance.gateway.answers.transcript import Transcript
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -150,17 +149,6 @@ async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box:
         box.controller = None
 
 
-async def test_what_an_engine_refuses_is_not_stored(front: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": 400}}, 400)
-
-    front.engines["e0"].script = script
-    assert (await front.ask("POST", URL, {"model": "m", "input": "hi"})).status == 400
-    front.engines["e0"].script = answer_response
-    await front.ask("POST", URL, {"model": "m", "input": "good"})
-    assert [copy["input"] for copy in await stored(front)] == ["good"]
-
-
 async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_box: Start) -> None:
     box = await start_box()
     await box.engine("e0", answer_response)
@@ -206,17 +194,6 @@ async def test_an_answer_too_large_is_not_stored(start_box: Start) -> None:
     told = json.loads(response.body.split(b"data: ")[1])["response"]
     assert told["output"] == long["output"] and told["store"] is False
     assert not controller.requests
-
-
-@pytest.mark.parametrize("status", [400, 500])
-async def test_a_copy_that_the_controller_refuses_is_dropped_in_the_end(front: Box, status: int) -> None:
-    script = front.controller.script  # type: ignore[union-attr]
-    script.status = status  # type: ignore[attr-defined]
-    await front.ask("POST", URL, {"model": "m", "input": "bad"})
-    await front.until(lambda: front.state.metrics.events["responses_not_stored"] == 1)
-    script.status = 200  # type: ignore[attr-defined]
-    await front.ask("POST", URL, {"model": "m", "input": "good"})
-    assert [copy["input"] for copy in await stored(front)] == ["good"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -278,79 +255,6 @@ async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
     assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
-async def test_a_controller_that_is_away_is_503_for_who_goes_on_and_nobody_else(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 0.02})
-    await box.engine("e0", answer_response)
-    box.serve("m", "e0")
-    response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
-    assert response.status == 503 and response.error["code"] == "controller_away"
-    assert (await box.ask("POST", URL, {"model": "m", "input": "x"})).status == 200
-
-
-async def test_who_leaves_while_earlier_turns_are_fetched_costs_nothing(start_box: Start) -> None:
-    box = await start_box()
-    await box.engine("e0", answer_response)
-    box.serve("m", "e0")
-
-    async def silent(request: UpstreamRequest, reply: Reply) -> None:
-        await asyncio.Event().wait()
-
-    controller = await box.control(silent)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"}))
-    await box.until(lambda: bool(controller.requests))
-    wire.close()
-    await asyncio.wait_for(controller.lost.wait(), 60)
-    await box.until(lambda: not box.state.connections)
-    assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
-
-
-async def test_many_that_go_on_at_once_are_no_more_than_an_owner_may_have_open(start_box: Start) -> None:
-    """None of them was open yet while the controller was asked for all."""
-    box = await start_box(limits={"owner_requests": 2})
-
-    async def hang(request: UpstreamRequest, reply: Reply) -> None:
-        await asyncio.Event().wait()
-
-    engine = await box.engine("e0", hang)
-    box.serve("m", "e0")
-    go_on = asyncio.Event()
-
-    async def late(request: UpstreamRequest, reply: Reply) -> None:
-        await go_on.wait()
-        await reply.json([])
-
-    controller = await box.control(late)
-    wires = [await box.connect() for _ in range(4)]
-    for wire in wires:
-        await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"}))
-    await box.until(lambda: len(controller.requests) == 4)
-    go_on.set()
-    await box.until(lambda: box.state.metrics.events["concurrency_limited"] == 2)
-    assert len(engine.requests) <= 2
-    for wire in wires:
-        wire.close()
-    await box.until(lambda: not box.state.connections)
-
-
-async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference(front: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"target": request.target, "key": request.headers["x-appliance-key-id"]})
-
-    assert front.controller is not None
-    front.controller.script = script
-    for method, target in (
-        ("GET", "/resp_1"),
-        ("DELETE", "/resp_1"),
-        ("POST", "/resp_1/cancel"),
-        ("GET", "/resp_1/input_items?limit=3"),
-    ):
-        response = await front.ask(method, URL + target, key="sk-test-inference")
-        assert json.loads(response.body) == {"target": URL + target, "key": "key_inference"}
-        assert (await front.ask(method, URL + target, key="sk-test-tuning")).status == 403
-    assert (await front.ask("GET", "/internal/responses/context?id=resp_1")).status == 404
-
-
 async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         assert request.target == "/v1/responses/render"
@@ -386,40 +290,6 @@ def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str
             resolve(b"POST", b"/v1/responses"), json.dumps({"model": "m", "input": "x", **more}).encode(), Limits()
         )
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
-
-
-def test_nulls_are_as_good_as_nothing() -> None:
-    found = of_response(
-        {
-            "input": "x",
-            "conversation": None,
-            "prompt": None,
-            "store": None,
-            "background": None,
-            "previous_response_id": None,
-        }
-    )
-    assert found.stores and not found.background and found.previous_id == ""
-
-
-@pytest.mark.parametrize(
-    ("earlier", "own", "items"),
-    [
-        (b"[]", b'"x"', [{"type": "message", "role": "user", "content": "x"}]),
-        (b"[1,2]", b"[3]", [1, 2, 3]),
-    ],
-)
-def test_earlier_items_stand_before_the_requests_own(earlier: bytes, own: bytes, items: list[Any]) -> None:
-    body = b'{"model": "m", "input": %b, "previous_response_id": "resp_1"} \n' % own
-    assert json.loads(joined(body, earlier)) == {"model": "m", "input": items, "previous_response_id": None}
-
-
-def test_bytes_that_are_no_response_pass_as_they_are() -> None:
-    for body in (b"not JSON", b"[]", b'{"object":"list"}'):
-        found = Transcript(b'"x"')
-        assert found.whole(body) == body and not found.final
-        broken = b"event: response.completed\ndata: {" + body
-        assert found.event(broken) == broken and not found.final
 
 
 async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:

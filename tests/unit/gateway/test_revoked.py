@@ -185,31 +185,6 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
     assert response.status == 408 and response.error["code"] == "request_timeout"
 
 
-async def test_body_waiting_for_the_controller_is_not_slow(start_box: Start) -> None:
-    """The limit is far above the time that the body takes itself, which this loop sends, relays and reads."""
-    limit_s, size = 0.5, 2_000_000
-    box = await start_box(limits={"body_grace_s": limit_s, "body_bytes_per_s": 1 << 30})
-    reads = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        reader._limit = 1  # type: ignore[attr-defined]
-        await reads.wait()
-        reader._limit = 1 << 20  # type: ignore[attr-defined]
-        await reader.readexactly(size)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-
-    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
-    wire = await box.connect()
-    await wire.send(_head("/v1/files", OTHER, size))
-    wire.writer.write(b"x" * size)
-    await box.until(lambda: any(conn.flow.read_paused for conn in box.state.connections))
-    await asyncio.sleep(1.2 * limit_s)
-    reads.set()
-    assert (await wire.response()).status == 200
-    server.close()
-
-
 async def test_a_key_is_refused_from_its_end_on_in_words_and_told_from_one_that_never_was(box: Box) -> None:
     """By the gateway's own clock, and also once the controller has taken it out of the table."""
     digest = hashlib.sha256(KEY.encode()).hexdigest()

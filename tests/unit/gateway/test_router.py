@@ -11,7 +11,7 @@ from appliance.gateway.routing.router import (
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
-    Load,
+    ReplicaLoad,
     Router,
     Work,
 )
@@ -20,7 +20,7 @@ from appliance.gateway.routing.table import Model, Replica
 
 def _model(name: str = "m", **states: str) -> Model:
     replicas = tuple(Replica(key, f"/s/{key}", "v1", state) for key, state in states.items())
-    return Model(name, "v1", "generate", 60.0, replicas)
+    return Model(name, "v1", "generate", replicas)
 
 
 def _router(*models: Model, max_inflight: int = 100) -> Router:
@@ -43,17 +43,11 @@ def test_draining_paused_and_full_replicas_get_nothing() -> None:
 
 def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_last() -> None:
     silent, other = (Replica(key, f"/s/{key}", "v1", "open", key == "a") for key in "ab")
-    router = _router(Model("m", "v1", "generate", 60.0, (silent, other)), max_inflight=3)
+    router = _router(Model("m", "v1", "generate", (silent, other)), max_inflight=3)
     chosen = [router.choose(["m"], Work(tokens=10_000 * n), 0.0) for n in range(1, 4)]
     assert [choice.replica.id for choice in chosen if choice] == ["b"] * 3, "however loaded the other is"
     last = router.choose(["m"], Work(), 0.0)
     assert last is not None and last.replica.id == "a"
-
-
-def test_choose_takes_the_first_row_with_room_and_skips_unknown_ones() -> None:
-    router = _router(_model(a="open"), _model("m@v2", b="open"), max_inflight=1)
-    rows = [router.choose(["gone", "m@v2", "m"], Work(), 0.0) for _ in range(3)]
-    assert [choice and choice.model for choice in rows] == ["m@v2", "m", None]
 
 
 def test_failures_back_off_and_a_replica_that_left_the_table_starts_anew() -> None:
@@ -97,16 +91,6 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
     assert choice is not None and router.choose(["adapter"], Work(), 0.0) is None
     assert (router.loads["a"].inflight, router.loads["a"].tokens) == (1, 10)
     assert router.end(choice) is False
-
-
-def test_affinity_yields_to_clear_imbalance() -> None:
-    router, most = _router(_model(a="open", b="open")), AFFINITY_SLACK_TOKENS
-    home = router.choose(["m"], Work(tokens=100, prompt_tokens=100, beginning=42), 0.0)
-    assert home is not None
-    same = router.choose(["m"], Work(tokens=most, prompt_tokens=most, beginning=42), 0.0)
-    assert same is not None and same.replica.id == home.replica.id
-    away = router.choose(["m"], Work(tokens=100, prompt_tokens=most, beginning=42), 0.0)
-    assert away is not None and away.replica.id != home.replica.id
 
 
 def test_choose_takes_a_quarter_more_than_an_engines_slots() -> None:
@@ -159,7 +143,7 @@ def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int]]) -> N
         placed.append(choice)
     for choice in placed:
         router.end(choice)
-    assert all(load == Load() for load in router.loads.values())
+    assert all(load == ReplicaLoad() for load in router.loads.values())
 
 
 def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generate() -> None:

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.errors import ConfigInvalid
 from tests.front.collector import Collector, attributes, running_collector
 
 from .conftest import Box, Start, chat, request_bytes
@@ -94,8 +92,3 @@ async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> N
     trace = f"00-{TRACE}-{PARENT}-01"
     await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
     assert box.engines["e0"].requests[0].headers["traceparent"] == trace and box.state.tracing is None
-
-
-def test_an_endpoint_that_is_no_url_is_refused() -> None:
-    with pytest.raises(ConfigInvalid, match="otlp_endpoint: 'collector:4318' given, expected"):
-        GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "otlp_endpoint": "collector:4318"})

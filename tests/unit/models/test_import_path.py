@@ -339,23 +339,17 @@ def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
     "parts",
     [
         {"normalizer": {"type": "Sequence", "normalizers": [replaces({"String": "a"}, "a" * 100)] * 6}},
-        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"String": "xyzzy"}, "xyzzy" * 100)] * 6}},
-        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"Regex": "\u3042"}, "\u3042" * 100)] * 6}},
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
         {"decoder": {"type": "Sequence", "decoders": [replaces({"String": "a"}, "a" * 100)] * 6}},
-        {
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-            "normalizer": replaces({"Regex": "[a-z]"}, "a " * 500),
-        },
     ],
-    ids=["a letter", "a word", "a sign of another script", "an expression", "the decoder", "tokens"],
+    ids=["a letter", "an expression", "the decoder"],
 )
 def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
     """In an engine, which has no limit of its own, one letter took all memory of the machine."""
     source = checkpoints.write(tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
     limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
-    with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|makes|cannot read)"):
+    with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|cannot read)"):
         library.import_path(source)
     assert nothing_there(tmp_path)
 
@@ -455,7 +449,7 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
     assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
 
 
-@pytest.mark.parametrize("step", ["copy_file_range", "fsync", "rename"])
+@pytest.mark.parametrize("step", ["copy_file_range", "fsync", "replace"])
 def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(library, source, tmp_path, monkeypatch, step):
     def full(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -749,24 +743,17 @@ def as_transformers_loads(source, kind):
     (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
 
 
-def sentencepiece(path, *, replaces=None):
-    """A small tokenizer.model at `path`; `replaces`: (a sign, what becomes of it)."""
-    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
-    more = {}
-    if replaces is not None:
-        rule = path.parent / "rule.tsv"
-        rule.write_text("\t".join(" ".join(f"{ord(sign):X}" for sign in text) for text in replaces) + "\n")
-        more["normalization_rule_tsv"] = str(rule)
+def sentencepiece(path):
+    """A small tokenizer.model at `path`."""
     made = io.BytesIO()
-    trainer.train(
+    pytest.importorskip("sentencepiece").SentencePieceTrainer.train(
         sentence_iterator=iter(["cde fgh b b c d e f"] * 50),
         model_writer=made,
-        vocab_size=300 if replaces is None else 30,
+        vocab_size=300,
         model_type="unigram",
-        byte_fallback=replaces is None,
+        byte_fallback=True,
         hard_vocab_limit=False,
         minloglevel=4,
-        **more,
     )
     path.write_bytes(made.getvalue())
 
@@ -781,15 +768,6 @@ def test_a_tokenizer_without_tokenizer_json_is_tried_and_taken(library, source, 
         vocab = json.dumps(signs | {"<|endoftext|>": len(signs)})
         without_tokenizer_json(source, vocab_json=vocab, merges_txt="#version: 0.2\n")
     assert library.import_path(source).version == "v1"
-
-
-def test_a_tokenizer_model_that_makes_endlessly_much_of_little_is_refused(library, source, tmp_path):
-    """Nobody tried it: only tokenizer.json was."""
-    sentencepiece(without_tokenizer_json(source) / "tokenizer.model", replaces=("a", "b" * 1000))
-    as_transformers_loads(source, "SiglipTokenizer")
-    with pytest.raises(TokenizerRefused, match="tokenizer.model: makes 2000001 tokens of 2000 characters"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
 
 
 def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tmp_path):

@@ -50,19 +50,6 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
     assert first.exc_info is not None and first.exc_info[0] is KeyError
 
 
-async def test_cancellation_is_no_failure(background):
-    began = asyncio.Event()
-
-    async def runs_on():
-        began.set()
-        await asyncio.Event().wait()
-
-    task = background.keep("endless", runs_on)
-    await began.wait()
-    await background.stop()
-    assert task.cancelled() and background.degraded() == []
-
-
 async def test_what_fails_while_it_is_cancelled_is_not_begun_anew(background, caplog):
     """A warm parent had just died by itself as it was to be stopped: the error took the place of the cancellation, and
     whoever stopped it waited for ever."""
@@ -141,10 +128,4 @@ async def test_guarded_work_of_others_breaks_nothing_of_theirs(background, caplo
     assert "usage failed, time 1 in a row" in caplog.text
     with background.guard("usage"):
         pass
-    assert background.degraded() == []
-
-
-async def test_a_guard_lets_cancellation_pass(background):
-    with pytest.raises(asyncio.CancelledError), background.guard("usage"):
-        raise asyncio.CancelledError
     assert background.degraded() == []

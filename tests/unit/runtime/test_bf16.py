@@ -3,7 +3,6 @@
 import pytest
 
 from runtime.devices.cpu import bf16_in, lacking_in
-from runtime.devices.kinds import kind_of
 
 ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
 ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
@@ -19,7 +18,3 @@ def test_bf16_is_read_off_the_processors_flags(cpuinfo, found):
 @pytest.mark.parametrize(("cpuinfo", "lacks"), [(ZEN3, "AVX-512"), (ZEN4, ""), (GRAVITON3, ""), (GRAVITON2, "")])
 def test_what_a_processor_lacks_for_quantised_layers_is_read_off_them_too(cpuinfo, lacks):
     assert lacking_in(cpuinfo) == lacks
-
-
-def test_every_gpu_computes_in_it():
-    assert kind_of("cuda").computes_bf16() and not kind_of("cuda").lacks_for_quantised()

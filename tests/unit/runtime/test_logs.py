@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ChildDied
-from runtime.logs import IDS, readable
+from runtime.logs import IDS
 from runtime.processes.child import Child
 
 from .test_warm_parent import ENTRY, warm  # noqa: F401 - a fixture
@@ -55,13 +55,6 @@ def test_one_object_a_line_with_the_ids_that_apply():
     }
     assert (library["event"], library["level"], library["request_id"]) == ("a library says", "warning", "req_1")
     assert wrong["level"] == "error" and "ZeroDivisionError" in wrong["exception"]
-
-
-def test_a_log_is_shown_to_people_as_text():
-    lines = "\n".join(json.dumps(line) for line in written())
-    shown = readable("cut off}\n" + lines + "\n[1]")
-    assert shown.startswith("cut off}\ninfo: 3 of\nmany\nwarning: a library says\nerror: gone wrong\nTraceback")
-    assert shown.endswith("ZeroDivisionError: division by zero\n[1]")
 
 
 async def test_a_forked_process_writes_its_end_as_a_line(warm, tmp_path):  # noqa: F811

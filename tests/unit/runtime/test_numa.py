@@ -25,13 +25,6 @@ def node_tree(root: Path, cpulists: dict[int, str]) -> Path:
     return root
 
 
-@pytest.fixture
-def affinity():
-    before = os.sched_getaffinity(0)
-    yield before
-    os.sched_setaffinity(0, before)
-
-
 @pytest.mark.parametrize(
     ("nodes", "cpus_of", "allowed", "expected"),
     [
@@ -66,17 +59,6 @@ def two_nodes(root: Path) -> tuple[Path, int, int]:
         pytest.skip("a machine with one processor has nothing to choose from")
     rest = ",".join(map(str, cpus[1:]))
     return node_tree(root, {0: str(cpus[0]), 1: rest}), cpus[0], cpus[1]
-
-
-def test_bind_keeps_to_the_nodes_processors(tmp_path, affinity):
-    root, first, _ = two_nodes(tmp_path / "node")
-    assert numa.bind([None], root) is None and numa.bind([], root) is None
-    assert os.sched_getaffinity(0) == affinity
-    assert numa.bind([0], root) == {first} == os.sched_getaffinity(0)
-
-
-def test_a_machine_that_tells_no_nodes_is_left_alone(tmp_path, affinity):
-    assert numa.bind([0], tmp_path / "none") is None and os.sched_getaffinity(0) == affinity
 
 
 async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path):

@@ -1,4 +1,4 @@
-"""Page locking by the runtime that torch brings, on stand-ins for CUDA's and HIP's libraries."""
+"""Page locking by the runtime that torch brings, on a stand-in for CUDA's library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ MAPS = """\
 7f20-7f30 r-xp 00000000 08:01 12 /v/libcudart.so.d/libc.so.6
 7f30-7f40 rw-p 00000000 00:00 0
 7f40-7f50 r-xp 00000000 08:01 13 /v/site packages/nvidia/cu13/lib/libcudart.so.13
-7f50-7f60 r-xp 00000000 08:01 14 /opt/rocm/lib/libamdhip64-7c1f2ab0.so
 """
 
 
@@ -30,13 +29,12 @@ class Call:
 
 
 class Library:
-    """Keeps an error until it is asked for, as the runtime does; knows its calls by one prefix only."""
+    """Keeps an error until it is asked for, as the runtime does."""
 
-    def __init__(self, prefix):
+    def __init__(self):
         self.locked, self.error = {}, 0
-        setattr(self, f"{prefix}HostRegister", Call(self._register))
-        setattr(self, f"{prefix}HostUnregister", Call(self._unregister))
-        setattr(self, f"{prefix}GetLastError", Call(self._take))
+        self.cudaHostRegister, self.cudaHostUnregister = Call(self._register), Call(self._unregister)
+        self.cudaGetLastError = Call(self._take)
 
     def _register(self, address, nbytes, flags):
         assert flags == 0
@@ -53,13 +51,12 @@ class Library:
         return before
 
 
-@pytest.mark.parametrize("kind", ["cuda", "rocm"])
-def test_a_refusal_is_told_and_blames_no_later_call(kind, monkeypatch):
-    asked, library = [], Library({"cuda": "cuda", "rocm": "hip"}[kind])
+def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
+    asked, library = [], Library()
     monkeypatch.setattr(torch_cuda, "loaded", lambda name: asked.append(name) or f"/lib/{name}.so")
     monkeypatch.setattr(torch_cuda.ctypes, "CDLL", lambda path: library)
-    pages = kind_of(kind).page_lock()
-    assert asked == [{"cuda": "libcudart", "rocm": "libamdhip64"}[kind]]
+    pages = kind_of("cuda").page_lock()
+    assert asked == ["libcudart"]
     assert pages.lock(2**46, 16 * 2**20) and library.locked == {2**46: 16 * 2**20}
     assert not pages.lock(2**46, 4096)
     assert library.error == 0
@@ -69,8 +66,8 @@ def test_a_refusal_is_told_and_blames_no_later_call(kind, monkeypatch):
 
 
 def test_addresses_and_sizes_are_not_cut_to_32_bits():
-    library = Library("cuda")
-    RuntimePageLock(library, "cuda")
+    library = Library()
+    RuntimePageLock(library)
     register = library.cudaHostRegister.argtypes
     assert [register[0](2**46).value, register[1](2**36).value] == [2**46, 2**36]
     assert library.cudaHostUnregister.argtypes[0](2**46).value == 2**46
@@ -80,11 +77,5 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(torch_cuda, "_MAPS", tmp_path / "maps")
     (tmp_path / "maps").write_text(MAPS)
     assert loaded("libcudart") == "/v/site packages/nvidia/cu13/lib/libcudart.so.13"
-    assert loaded("libamdhip64") == "/opt/rocm/lib/libamdhip64-7c1f2ab0.so"
     with pytest.raises(RuntimeError, match="libhsa is not loaded in this process.*names the build"):
         loaded("libhsa")
-
-
-def test_a_kind_that_locks_no_pages_has_no_lock():
-    with pytest.raises(NotImplementedError, match="logical CPU device: page_lock"):
-        kind_of("cpu").page_lock()

@@ -46,11 +46,6 @@ def test_of_a_device_kernels_count_and_the_ranges_around_them_do_not():
     }
 
 
-def test_of_the_host_the_thread_that_steps_counts():
-    found = shares([event("aten::mm", 0, 600), event("aten::add", 0, 100, thread=2)], 1e-3, "gloo")
-    assert found["share"] == pytest.approx({"compute": 600e-6, "communication": 0, "input": 0, "idle": 400e-6})
-
-
 @pytest.mark.parametrize(
     "kernel",
     [

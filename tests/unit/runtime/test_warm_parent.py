@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -173,3 +174,23 @@ def test_a_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
 async def test_no_warm_parent_is_a_named_error(tmp_path):
     with pytest.raises(WarmParentError, match="did not fork"):
         await spawn(tmp_path / "absent.sock", tmp_path)
+
+
+async def test_a_silent_client_holds_up_no_fork(warm, tmp_path):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(warm))
+        child = await spawn(warm, tmp_path)
+        assert await child.stop(10)
+
+
+@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False)])
+async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
+    child = await spawn(warm, tmp_path)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
+    if end == "kill":
+        os.kill(child.pid, signal.SIGKILL)
+    else:
+        with pytest.raises(ChildDied):
+            await child.call("exit", status=1)
+    await child.closed()
+    assert child.starved == starved

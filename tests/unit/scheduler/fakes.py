@@ -1,7 +1,7 @@
 """A world of fake devices, engines and groups that survives the death of the loop that moves it.
 
 It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep
-while it has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
+while it has requests. A violation is an AssertionError, never an EffectFailed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.simulator import virtual_time
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
-from scheduler.core.inventory import Device, Lease
+from scheduler.core.inventory import Device
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import (
     Event,
@@ -40,8 +40,6 @@ def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]
 
 
 SECONDS = {
-    "acquire": 0.01,
-    "release": 0.01,
     "start_replica": 1.5,
     "stop_replica": 0.05,
     "open_replica": 0.01,
@@ -74,7 +72,7 @@ class FakeReplica:
 @dataclass
 class FakeGroup:
     job_id: str
-    lease_id: str
+    run: str
     devices: tuple[str, ...]
     ended: GroupEnded | None = None
 
@@ -85,37 +83,33 @@ def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
 
 @dataclass
 class World:
-    """The truth: devices, leases, processes. Shared by the loops that come and go."""
+    """The truth: devices and processes. Shared by the loops that come and go."""
 
     devices: tuple[Device, ...]
-    leases: dict[str, Lease] = field(default_factory=dict)
     replicas: dict[str, FakeReplica] = field(default_factory=dict)
     groups: dict[str, FakeGroup] = field(default_factory=dict)
     steps_trained: dict[str, int] = field(default_factory=dict)
     verbs_done: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self) -> None:
-        held = [d for lease in self.leases.values() for d in lease.device_ids]
-        assert len(held) == len(set(held)), f"a device has two holders: {self.leases}"
-        for replica in self.replicas.values():
-            if replica.state in ("starting", "ready", "open", "draining"):
-                assert set(replica.devices) <= self.devices_of("replica", replica.id), f"{replica} runs unleased"
-        for group in self.groups.values():
-            assert set(group.devices) <= self.devices_of("job", group.job_id), f"{group} runs unleased"
+        held = [d for devices in self.held.values() for d in devices]
+        assert len(held) == len(set(held)), f"a device has two holders: {self.held}"
 
-    def devices_of(self, kind: str, holder_id: str) -> set[str]:
-        leases = (le for le in self.leases.values() if (le.holder.kind, le.holder.id) == (kind, holder_id))
-        return {d for lease in leases for d in lease.device_ids}
+    @property
+    def held(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """The devices on which an engine is awake or a group has ranks, by (kind, id)."""
+        awake = ("starting", "ready", "open", "draining")
+        engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.state in awake}
+        return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
     def observed(self) -> Observed:
         return Observed(
             devices=self.devices,
-            leases=tuple(self.leases.values()),
             replicas=tuple(
                 ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
                 for r in self.replicas.values()
             ),
-            groups=tuple(GroupObserved(g.job_id, g.devices, g.lease_id, g.ended) for g in self.groups.values()),
+            groups=tuple(GroupObserved(g.job_id, g.devices, g.run, g.ended) for g in self.groups.values()),
         )
 
 
@@ -180,30 +174,14 @@ class FakeEffects:
             raise EffectFailed(verb, replica_id, "the engine is dead")
         return replica
 
-    def _is_held(self, verb: str, target: str, lease_id: str, devices: tuple[str, ...]) -> None:
-        """A lease, or a part of it, may have gone with its node."""
-        lease = self.world.leases.get(lease_id)
-        if lease is None or lease.device_ids != devices:
-            raise EffectFailed(verb, target, "its lease is gone")
+    def _are_there(self, verb: str, target: str, devices: tuple[str, ...]) -> None:
+        """A device may have gone with its node."""
+        if not set(devices) <= {d.id for d in self.world.devices}:
+            raise EffectFailed(verb, target, "a device is gone with its node")
 
-    async def acquire(self, lease: Lease) -> dict[str, float]:
+    async def start_replica(self, plan: ReplicaPlan) -> dict[str, float]:
         def effect() -> None:
-            if self.world.leases.get(lease.id, lease) != lease:
-                raise EffectFailed("acquire", lease.id, "known with other devices")
-            if not set(lease.device_ids) <= {d.id for d in self.world.devices}:
-                raise EffectFailed("acquire", lease.id, "a device is gone with its node")
-            others = {d for le in self.world.leases.values() if le.id != lease.id for d in le.device_ids}
-            assert not others & set(lease.device_ids), f"{lease} overlaps {self.world.leases}"
-            self.world.leases[lease.id] = lease
-
-        return await self._verb("acquire", lease.id, effect)
-
-    async def release(self, lease_id: str) -> dict[str, float]:
-        return await self._verb("release", lease_id, lambda: self.world.leases.pop(lease_id, None) and None)
-
-    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> dict[str, float]:
-        def effect() -> None:
-            self._is_held("start_replica", plan.id, lease_id, plan.devices)
+            self._are_there("start_replica", plan.id, plan.devices)
             if plan.id in self.world.replicas:
                 assert self.world.replicas[plan.id].state == "ready"
             self.world.replicas[plan.id] = FakeReplica(
@@ -243,10 +221,9 @@ class FakeEffects:
 
         return await self._verb("sleep_replica", replica_id, effect)
 
-    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> dict[str, float]:
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> dict[str, float]:
         def effect() -> None:
             replica = self._replica("wake_replica", replica_id)
-            assert set(self.world.leases[lease_id].device_ids) == set(replica.devices), "woken away from home"
             replica.state, replica.model, replica.version = "ready", model, version
 
         return await self._verb("wake_replica", replica_id, effect)
@@ -258,12 +235,12 @@ class FakeEffects:
 
         return await self._verb("swap_replica", replica_id, effect)
 
-    async def start_group(self, job_id: str, lease: Lease) -> dict[str, float]:
+    async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> dict[str, float]:
         def effect() -> None:
-            self._is_held("start_group", job_id, lease.id, lease.device_ids)
+            self._are_there("start_group", job_id, devices)
             group = self.world.groups.get(job_id)
-            assert group is None or group.lease_id == lease.id, f"{job_id} would train twice"
-            self.world.groups[job_id] = FakeGroup(job_id, lease.id, lease.device_ids)
+            assert group is None or group.run == run, f"{job_id} would train twice"
+            self.world.groups[job_id] = FakeGroup(job_id, run, devices)
 
         return await self._verb("start_group", job_id, effect)
 
@@ -307,19 +284,14 @@ class FakeEffects:
         self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True, blame: Blame = "own"
     ) -> None:
         group = self.world.groups[job_id]
-        group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable, blame)
+        group.ended = GroupEnded(job_id, group.run, outcome, step, error, retryable, blame)
         self.events.put_nowait(group.ended)
 
     def lose_node(self, node: str) -> None:
-        """Its devices, engines and ranks are gone at once; a lease across nodes keeps what is left of it."""
+        """Its devices, engines and ranks are gone at once; a group across nodes keeps the ranks that are left."""
         world, gone = self.world, {d.id for d in self.world.devices if d.node == node}
         self.gone = tuple(d for d in world.devices if d.id in gone)
         world.devices = tuple(d for d in world.devices if d.id not in gone)
-        for lease in list(world.leases.values()):
-            if left := tuple(d for d in lease.device_ids if d not in gone):
-                world.leases[lease.id] = replace(lease, device_ids=left)
-            else:
-                del world.leases[lease.id]
         world.replicas = {k: r for k, r in world.replicas.items() if gone.isdisjoint(r.devices)}
         for group in world.groups.values():
             if not gone.isdisjoint(group.devices):

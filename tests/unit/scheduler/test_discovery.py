@@ -5,9 +5,8 @@ from dataclasses import replace
 import pynvml
 import pytest
 
-from runtime.devices import kinds, rocm, unsupported
+from runtime.devices import kinds
 from runtime.devices.kind import DevicesRefused
-from runtime.devices.unsupported import Unsupported
 from scheduler.devices import discovery
 from tests.devices_support.nvml import GIB, Machine, eight_h100, four_4090
 
@@ -156,77 +155,3 @@ def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, ma
 @pytest.fixture
 def without_nvidia(monkeypatch):
     Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-
-@pytest.fixture
-def two_mi300x(without_nvidia, monkeypatch, tmp_path):
-    """Two processors, two GPUs joined by XGMI, and a processor's built-in graphics between them."""
-    nodes = "class/kfd/kfd/topology/nodes"
-    for node in (0, 1):
-        write(tmp_path, {f"{nodes}/{node}/gpu_id": 0, f"{nodes}/{node}/properties": "cpu_cores_count 96"})
-    for node, minor, other in ((2, 128, 4), (4, 130, 2)):
-        write(
-            tmp_path,
-            {
-                f"{nodes}/{node}/gpu_id": 40000 + node,
-                f"{nodes}/{node}/name": "ip discovery",
-                f"{nodes}/{node}/properties": f"simd_count 1216\ndrm_render_minor {minor}\nunique_id {0xABC0 + node}",
-                f"{nodes}/{node}/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {192 * GIB}",
-                f"{nodes}/{node}/io_links/0/properties": f"type 2\nnode_from {node}\nnode_to 0",
-                f"{nodes}/{node}/io_links/1/properties": f"type 11\nnode_from {node}\nnode_to {other}",
-                f"class/drm/renderD{minor}/device/product_name": "AMD Instinct MI300X OAM",
-                f"class/drm/renderD{minor}/device/numa_node": node // 4,
-                f"class/drm/renderD{minor}/device/hwmon/hwmon7/temp2_input": 61000,
-                f"class/drm/renderD{minor}/device/hwmon/hwmon7/temp2_crit": 100000,
-                f"class/drm/renderD{minor}/device/ras/umc_err_count": "ue: 0\nce: 3",
-            },
-        )
-    write(tmp_path, {f"{nodes}/3/gpu_id": 77, f"{nodes}/3/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {GIB}"})
-    monkeypatch.setattr(rocm, "SYS", tmp_path)
-    return tmp_path
-
-
-def test_amd_gpus_are_refused_until_told_to_try(two_mi300x):
-    with pytest.raises(DevicesRefused) as refused:
-        discovery.discover_devices("auto")
-    for words in (
-        "2 devices of kind AMD GPU (AMD Instinct MI300X OAM)",
-        "never run",
-        "no lock",
-        "untried_devices = true",
-    ):
-        assert words in str(refused.value)
-    first, second = discovery.discover_devices("auto", untried=True)
-    assert (first.kind, first.index, first.memory_bytes, first.numa_node) == ("rocm", 0, 192 * GIB, 0)
-    assert (second.index, second.numa_node) == (2, 1), "HIP numbers the built-in graphics too, which no box uses"
-    assert first.linked == {"n0/2"} and second.linked == {"n0/0"}
-    assert (first.uuid, second.uuid) == ("000000000000abc2", "000000000000abc4")
-    assert kinds.kind_of("rocm").visibility([2, 0]) == {"HIP_VISIBLE_DEVICES": "2,0", "CUDA_VISIBLE_DEVICES": "2,0"}
-
-
-def test_amd_gpus_are_watched_by_their_drivers_files(two_mi300x):
-    read = kinds.kind_of("rocm").watch({0: "n0/0", 2: "n0/2"})
-    first, second = read(())
-    assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 61, 100)
-    write(two_mi300x, {"class/drm/renderD130/device/ras/umc_err_count": "ue: 2\nce: 3"})
-    (two_mi300x / "class/drm/renderD128/device").rename(two_mi300x / "gone")
-    first, second = read(())
-    assert "left the bus" in first.lost and second.ecc_uncorrected == 2 and not second.lost
-    assert [reading.device_id for reading in read({"n0/0"})] == ["n0/2"]
-
-
-def test_devices_that_the_box_cannot_use_are_named(without_nvidia, monkeypatch, tmp_path):
-    control = tmp_path / "davinci_manager"
-    control.touch()
-    (ascend,) = unsupported.UNSUPPORTED
-    monkeypatch.setattr(unsupported, "UNSUPPORTED", (Unsupported(ascend.title, control, ascend.missing),))
-    with pytest.raises(DevicesRefused, match=r"Ascend.*torch_npu.*vllm-ascend.*\[box\] devices"):
-        discovery.discover_devices("auto")
-    assert len(discovery.discover_devices(2)) == 2

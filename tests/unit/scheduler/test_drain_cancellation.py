@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import replace
 
 from scheduler.core.allocation import Allocation, ReplicaPlan
-from scheduler.core.inventory import Holder, Ledger
+from scheduler.core.inventory import Holder
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
-from scheduler.handover.box import Box
+from scheduler.handover.moves import Box
 from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_cancel, worth_asking
 from scheduler.loop.view import Transition
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
@@ -49,13 +49,7 @@ async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
         record = rig.journal.since(0)[-1]
         assert record.state == "undone"
         assert record.error == "cancelled: mode serve keeps replica r1-0 open"
-        assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
-            "drain_replica": "skipped",
-            "sleep_replica": "skipped",
-            "release": "skipped",
-            "acquire": "skipped",
-            "start_group": "skipped",
-        }
+        assert {s.verb: s.state for s in record.steps if s.undoes is None} == {"drain_replica": "skipped"}
         assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
 
 
@@ -145,7 +139,7 @@ def test_only_a_change_from_outside_asks() -> None:
 
 def test_what_waits_for_the_drain_is_as_before_it() -> None:
     draining = replace(REPLICA, state="draining", since_s=9.0)
-    box = Box({}, Ledger(()), {"r1": draining})
+    box = Box({}, {"r1": draining})
     job, other = Holder("job", "j1"), Holder("job", "j2")
     moving = {
         DRAIN.holder: Transition(1, (), None),
@@ -155,7 +149,7 @@ def test_what_waits_for_the_drain_is_as_before_it() -> None:
     as_before, left = as_if_not_begun(box, moving, [DRAIN])
     assert as_before.replicas == {"r1": REPLICA}
     assert left == {job: Transition(1, (), None), other: moving[other]}, "its suspend goes on, its take is not begun"
-    assert box.replicas == {"r1": draining} and moving[job].chains == 2, "nothing is changed in place"
+    assert box.replicas == {"r1": draining} and moving[job].moves == 2, "nothing is changed in place"
 
 
 def test_a_replica_that_would_be_open_elsewhere_is_not_kept_here() -> None:

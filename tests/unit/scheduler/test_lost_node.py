@@ -31,9 +31,6 @@ async def test_the_loop_comes_to_rest_without_the_node(sizes, lost):
         assert {g.job_id: len(g.devices) for g in world.groups.values()} == {job.id: job.min_devices for job in jobs}
         gone = {device.id for device in world.devices if device.node == lost}
         world.devices = tuple(device for device in world.devices if device.id not in gone)
-        dead = {lease.id for lease in world.leases.values() if set(lease.device_ids) <= gone}
-        for name in dead:
-            del world.leases[name]
         world.replicas = {k: r for k, r in world.replicas.items() if not set(r.devices) & gone}
         world.groups = {k: g for k, g in world.groups.items() if not set(g.devices) & gone}
         effects.events.put_nowait(InventoryChanged())
@@ -42,26 +39,23 @@ async def test_the_loop_comes_to_rest_without_the_node(sizes, lost):
         world.check()
         ran = {g.job_id: len(g.devices) for g in world.groups.values()}
         assert all(ran.get(job.id) == job.min_devices or store.reasons.get(job.id) for job in jobs), ran
-        assert not {d for lease in world.leases.values() for d in lease.device_ids} & gone
+        assert not {d for devices in world.held.values() for d in devices} & gone
     finally:
         loop.stop()
         await running
 
 
 @in_virtual_time
-async def test_a_node_that_is_lost_while_its_devices_are_granted_ends_that_start_alone():
-    """The loop looks at the box meanwhile: once the device was not in its books when Ray had granted it, and the loop
-    ended."""
+async def test_node_lost_while_an_engine_starts_on_it_ends_that_start_alone():
     world, store = World(box_of(2, nodes=2)), FakeStore(Policy("serve"), (), (DeploymentView("m", "v1", 1, 4, 4),))
     effects, lost = FakeEffects(world), list[str]()
 
     def lose(when: str, verb: str, target: str) -> None:
-        granted = world.leases.get(target)
-        if (when, verb) == ("in", "acquire") and granted and granted.device_ids == ("n1/0",) and not lost:
+        if (when, verb) == ("before", "start_replica") and not lost:
             lost.append(target)
             effects.lose_node("n1")
 
-    effects.hook, effects.seconds["acquire"] = lose, 5.0
+    effects.hook = lose
     loop = SchedulerLoop(effects, store, MemoryJournal(), clock=virtual_time.VirtualClock())
     running = asyncio.create_task(loop.run())
     try:

@@ -25,7 +25,10 @@ def planned(now_s: float = 1000.0, **fields) -> Allocation:  # noqa: ANN003
     fields.setdefault("policy", Policy("auto"))
     found = PlanInput(**fields)
     allocation = plan(found, now_s, CONFIG)
-    allocation.ledger(tuple(d.id for d in found.devices))
+    placed = [d for r in allocation.open_replicas for d in r.devices] + [
+        d for g in allocation.groups for d in g.devices
+    ]
+    assert len(placed) == len(set(placed)) and set(placed) <= {d.id for d in found.devices}
     return allocation
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +10,6 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
-from runtime.processes.kernel import life
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors
 from scheduler.ray.actors import Supervisor, ask, blame_of, within
@@ -44,10 +39,10 @@ class Method:
 
 
 class Actor:
-    """A handle whose methods are given by name; `pid` of the process that it is."""
+    """A handle whose methods are given by name."""
 
-    def __init__(self, pid: int | None = None, **methods: Callable[..., Any]):
-        self._methods = {"life": lambda: {**life(), "pid": pid or os.getpid()}, **methods}
+    def __init__(self, **methods: Callable[..., Any]):
+        self._methods = {"life": dict, **methods}
 
     def __getattr__(self, name: str) -> Method:
         return Method(self._methods[name])
@@ -65,50 +60,10 @@ async def never(*arguments: Any) -> None:
 
 
 @pytest.fixture
-def process():
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
-    ) as found:
-        found.stdout.readline()
-        yield found
-        found.kill()
-
-
-@pytest.fixture
 def killed(monkeypatch) -> list[Actor]:
     found: list[Actor] = []
     monkeypatch.setattr(actors.ray, "kill", found.append)
     return found
-
-
-async def test_a_call_ends_at_once_when_its_process_is_killed_though_ray_says_nothing(process) -> None:
-    supervisor = Supervisor(Actor(process.pid, work=never), "rank:n0/0")
-    work = asyncio.create_task(supervisor.call("work"))
-    while supervisor._pidfd < 0:
-        await asyncio.sleep(0)
-    process.kill()
-    with pytest.raises(SupervisorDied, match="rank:n0/0 died: its process was killed"):
-        await asyncio.wait_for(work, 60)
-    assert supervisor.over
-    with pytest.raises(SupervisorDied):
-        await supervisor.call("life")
-
-
-async def test_a_process_that_is_gone_before_it_is_watched_is_dead(process) -> None:
-    process.kill()
-    process.wait()
-    supervisor = Supervisor(Actor(process.pid, work=never), "r")
-    with pytest.raises(SupervisorDied):
-        await supervisor.call("work")
-
-
-async def test_a_process_of_another_machine_is_not_watched_by_its_number(process) -> None:
-    actor = Actor(work=lambda: 7, life=lambda: {"pid": process.pid, "kernel": "another"})
-    supervisor = Supervisor(actor, "r")
-    assert await supervisor.call("work") == 7
-    process.kill()
-    process.wait()
-    assert await supervisor.call("work") == 7 and not supervisor.over
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
@@ -127,15 +82,23 @@ async def test_one_that_cannot_be_reached_now_may_be_asked_again() -> None:
     assert await supervisor.call("work") == 1
 
 
-async def test_one_that_does_not_answer_at_all_is_killed(process, killed, monkeypatch) -> None:
-    monkeypatch.setattr(actors, "PROVE_EVERY_S", 0.01)
-    monkeypatch.setattr(actors, "HUNG_S", 0.02)
-    lives = iter([lambda: {**life(), "pid": process.pid}])
+@in_virtual_time
+async def test_supervisor_that_stays_silent_is_killed(killed) -> None:
+    lives = iter([lambda: {}])
     actor = Actor(work=never, life=lambda: next(lives, never)())
     supervisor = Supervisor(actor, "r")
     with pytest.raises(SupervisorDied, match="it did not answer"):
         await supervisor.call("work")
-    assert killed == [actor] and process.wait() == -signal.SIGKILL
+    assert killed == [actor] and supervisor.over
+
+
+@in_virtual_time
+async def test_supervisor_that_dies_ends_calls_that_ray_does_not_answer(killed) -> None:
+    lives = iter([lambda: {}])
+    supervisor = Supervisor(Actor(work=never, life=lambda: next(lives, raising(ActorDiedError()))()), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert supervisor.over and not killed
 
 
 @in_virtual_time
@@ -146,32 +109,10 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
         await begun.wait()
         return 5
 
-    async def when_begun() -> dict[str, Any]:
-        await begun.wait()
-        return {**life(), "kernel": "another"}
-
-    calling = asyncio.create_task(Supervisor(Actor(work=work, life=when_begun), "r").call("work"))
+    calling = asyncio.create_task(Supervisor(Actor(work=work, life=begun.wait), "r").call("work"))
     await asyncio.sleep(10 * actors.HUNG_S)
     begun.set()
     assert await calling == 5 and not killed
-
-
-async def test_work_that_takes_long_is_waited_for_while_its_supervisor_lives(killed, monkeypatch) -> None:
-    monkeypatch.setattr(actors, "PROVE_EVERY_S", 0.002)
-    done, asked = asyncio.Event(), []
-
-    async def work() -> int:
-        await done.wait()
-        return 5
-
-    def alive() -> dict[str, Any]:
-        asked.append(1)
-        if len(asked) == 5:
-            done.set()
-        return life()
-
-    assert await Supervisor(Actor(work=work, life=alive), "r").call("work") == 5
-    assert not killed
 
 
 async def test_who_looks_is_not_stopped_by_one_that_is() -> None:

@@ -10,13 +10,13 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device, Holder, Lease
+from scheduler.core.inventory import Device
 from scheduler.ray import actors, groups
-from scheduler.ray.groups import ACTOR, Groups, is_whole
+from scheduler.ray.groups import RANK, Groups, is_whole
 from scheduler.ray.node import stored_bytes
 
-LEASE = Lease("l1:job:j", Holder("job", "j"), ("n0/0", "n0/1"))
-IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None, "parked": ""}
+START = "j", ("n0/0", "n0/1"), "l1:job:j"
+IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
 
 
 def status(rank, size=3, alive=True, done=False):
@@ -79,13 +79,10 @@ class RankHost:
         self.died.set()
 
     async def do_life(self) -> dict[str, Any]:
-        return {"pid": 1, "kernel": "another"}
+        return {}
 
     async def do_status(self) -> dict[str, Any]:
         return self.reported
-
-    async def do_parked(self) -> None:
-        return None
 
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
         self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
@@ -107,8 +104,6 @@ class RankHost:
     async def do_kill(self) -> None:
         await self.killing.wait()
         self.reported = dict(IDLE)
-
-    async def do_drop_parked(self, job_id: str) -> None: ...
 
 
 class Box:
@@ -133,7 +128,6 @@ class Box:
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
             taken=self.taken.append,
-            may_continue=lambda job: True,
             on_event=lambda job, event: None,
             will_succeed=self.will_succeed,
             on_stopped=lambda job: None,
@@ -161,7 +155,7 @@ class Box:
 
     @property
     def hosts(self) -> list[RankHost]:
-        return [self.alive[f"{ACTOR}n0/{n}"] for n in range(2)]
+        return [self.alive[f"{RANK}n0/{n}"] for n in range(2)]
 
     def kill(self, error: BaseException) -> None:
         """All supervisors die, and Ray forgets their names."""
@@ -182,7 +176,7 @@ async def box(monkeypatch):
 @pytest.mark.parametrize("verb", ["suspend_group", "stop_group"])
 async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_living_ones(box, error, verb):
     async with asyncio.timeout(60):
-        await box.groups.start_group("j", LEASE)
+        await box.groups.start_group(*START)
         box.kill(error)
         if verb == "suspend_group":
             with pytest.raises(EffectFailed, match="supervisor .* died") as failed:
@@ -190,18 +184,18 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
             assert failed.value.blame == "outside"
             assert [(ended.job_id, ended.blame) for ended in box.told] == [("j", "outside")]
         await box.groups.stop_group("j")
-        detail = await box.groups.start_group("j", LEASE)
-        assert detail["ranks"] == "forked" and box.made == 4
+        detail = await box.groups.start_group(*START)
+        assert detail["snapshot"] is None and box.made == 4
 
 
 async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
     """Without it they computed on GPUs as on processors: all on the first one, joined by gloo, keeping its memory."""
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     assert [host.spec["device_kind"] for host in box.hosts] == ["cuda", "cuda"]
 
 
 async def test_what_a_start_reads_is_given_free_when_it_has_read_it_and_when_it_fails(box, monkeypatch):
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     assert box.taken == ["j"]
     monkeypatch.setattr(groups, "FRESH_S", 0.01)
     await box.groups.stop_group("j")
@@ -210,16 +204,16 @@ async def test_what_a_start_reads_is_given_free_when_it_has_read_it_and_when_it_
     box.groups._nodes.here = lambda *_: made
     box.groups._hosts.clear()
     with pytest.raises(EffectFailed):
-        await box.groups.start_group("j", LEASE)
+        await box.groups.start_group(*START)
     assert box.taken == ["j", "j"]
 
 
 async def test_a_handle_whose_actor_died_while_nobody_asked_it_is_not_used(box):
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     await box.groups.stop_group("j")
     box.kill(ActorDiedError())
     async with asyncio.timeout(60):
-        await box.groups.start_group("j", LEASE)
+        await box.groups.start_group(*START)
     assert box.made == 4 and all("start" in host.asked for host in box.hosts)
 
 
@@ -229,18 +223,17 @@ async def test_supervisors_that_never_come_are_not_the_jobs_fault(box, monkeypat
     made.dead = ActorDiedError()
     box.find_or_make = box.groups._nodes.here = lambda *_: made
     with pytest.raises(EffectFailed) as failed:
-        await box.groups.start_group("j", LEASE)
+        await box.groups.start_group(*START)
     assert failed.value.blame == "outside"
 
 
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
     """While one hung, the box could not be observed: nobody was started anew, on any device."""
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
-        assert [group.job_id for group in await box.groups.observe((LEASE,))] == ["j"]
-        assert await box.groups.parked("n0") == ()
+        assert [group.job_id for group in await box.groups.observe()] == ["j"]
 
 
 async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
@@ -250,7 +243,7 @@ async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
         raise OSError("no space left")
 
     box.groups.on_death = full_disk
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     for host in box.hosts:
         host.die(ActorDiedError())
     watcher = box.groups._groups["j"].watcher
@@ -269,7 +262,7 @@ async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
 async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted):
     died: list[str] = []
     box.groups.on_death = lambda devices, holder, reason: died.extend(devices)
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     box.hosts[1].raised = raised
     box.hosts[1].died.set()
     await asyncio.wait_for(box.groups._groups["j"].watcher, 60)
@@ -280,31 +273,31 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     """After a restart of the controller its devices would look free."""
     monkeypatch.setattr(groups, "ANSWER_S", 0.05)
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
-    box.find_or_make(None, f"{ACTOR}n0/0").do_not_answer()
+    box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
     with pytest.raises(EffectFailed, match="has not answered"):
-        await box.groups.observe((LEASE,))
+        await box.groups.observe()
 
 
 async def test_a_stopped_supervisor_without_a_rank_is_replaced_soon(box, monkeypatch):
-    monkeypatch.setattr(actors, "IDLE_HUNG_S", 0.05)
-    await box.groups.start_group("j", LEASE)
+    monkeypatch.setattr(groups, "IDLE_HUNG_S", 0.05)
+    await box.groups.start_group(*START)
     await box.groups.stop_group("j")
-    monkeypatch.setattr(actors.ray, "kill", lambda actor: box.alive.pop(f"{ACTOR}n0/1"))
+    monkeypatch.setattr(actors.ray, "kill", lambda actor: box.alive.pop(f"{RANK}n0/1"))
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
-        await box.groups.start_group("j", LEASE)
+        await box.groups.start_group(*START)
     assert box.made == 3
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     for host in box.hosts:
         host.killing.clear()
     stopping = asyncio.create_task(box.groups.stop_group("j"))  # the job was cancelled
     while not all("kill" in host.asked for host in box.hosts):
         await asyncio.sleep(0)
-    assert await box.groups.observe((LEASE,)) == ()
-    looking = asyncio.create_task(box.groups.observe((LEASE,)))
+    assert await box.groups.observe() == ()
+    looking = asyncio.create_task(box.groups.observe())
     await asyncio.sleep(0)
     for host in box.hosts:
         host.killing.set()
@@ -313,7 +306,7 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
 
 
 async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
-    await box.groups.start_group("j", LEASE)
+    await box.groups.start_group(*START)
     asked = asyncio.Event()
 
     async def slow_status(self: RankHost) -> dict[str, Any]:
@@ -325,7 +318,7 @@ async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
     stopped = asyncio.Event()
     type(box.hosts[0]).do_status, before = slow_status, RankHost.do_status
     try:
-        looking = asyncio.create_task(box.groups.observe((LEASE,)))
+        looking = asyncio.create_task(box.groups.observe())
         await asked.wait()
         RankHost.do_status = before
         await box.groups.stop_group("j")
@@ -339,7 +332,7 @@ async def test_what_the_success_of_a_job_needs_is_made_before_it_is_told(box):
     async def succeeded() -> Any:
         return SimpleNamespace(outcome="succeeded", error=None, step=3)
 
-    box.groups._attend("j", SimpleNamespace(wait=succeeded), LEASE, LEASE.device_ids, None)
+    box.groups._attend("j", SimpleNamespace(wait=succeeded), START[2], START[1], None)
     await box.groups._groups["j"].watcher
     will, ended = box.told
     assert will == "j will succeed" and (ended.job_id, ended.outcome, ended.step) == ("j", "succeeded", 3)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from runtime.processes.kernel import life
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import replicas
-from scheduler.ray.replicas import ACTOR, Replicas
+from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineFailed, VersionUnreadable
 from serve.core.sizing import NotServable
@@ -30,7 +29,7 @@ class Supervisor:
             if self.stopped or method == "wait_dead":
                 await asyncio.Event().wait()
             if method == "life":
-                return {**life(), "kernel": "another"}
+                return {}
             return {
                 "state": self.state,
                 "model": "m",
@@ -47,7 +46,7 @@ class Supervisor:
 
 @pytest.fixture
 async def two(monkeypatch):
-    actors = {f"{ACTOR}r{n}": Supervisor(n) for n in range(2)}
+    actors = {f"{REPLICA}r{n}": Supervisor(n) for n in range(2)}
 
     async def names() -> list[str]:
         return list(actors)
@@ -59,8 +58,9 @@ async def two(monkeypatch):
     nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(version=lambda replica_id: "v1")
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
     yield found, list(actors.values())
-    for watcher in found._watchers.values():
-        watcher.cancel()
+    for engine in found._engines.values():
+        if engine.watcher is not None:
+            engine.watcher.cancel()
 
 
 async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two):
@@ -91,7 +91,7 @@ async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):
     supervisors[0].state = "starting"
     seen = {replica.id: replica for replica in await found.observe()}
     assert (seen["r0"].state, seen["r0"].devices, seen["r1"].state) == ("starting", ("n0/0",), "open")
-    assert list(found._watchers) == ["r1"]
+    assert [name for name, engine in found._engines.items() if engine.watcher is not None] == ["r1"]
 
 
 async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):
@@ -118,7 +118,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
     monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
-    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"), "lease")
+    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"))
     supervisors[0].stopped = True
     after = {replica.id: replica for replica in await found.observe()}
     assert not after["r0"].answered and after["r1"].answered
@@ -167,9 +167,10 @@ async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
     for silent in (True, False):
         status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
-        found._replicas["r1"] = SimpleNamespace(  # type: ignore[assignment]
+        actor = SimpleNamespace(
             over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
         )
+        found._engines.setdefault("r1", replicas._Engine(None)).supervisor = actor
         await found._observe_replica("r1")
         assert avoided == {"r1": silent}
 
@@ -185,7 +186,7 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
         return {}
 
     await found.observe()
-    monkeypatch.setattr(found._replicas["r0"], "call", call)
+    monkeypatch.setattr(found._engines["r0"].supervisor, "call", call)
     blames = []
     while answers:
         try:
@@ -205,7 +206,7 @@ async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
 
     await found.observe()
     for replica_id in ("r0", "r1"):
-        monkeypatch.setattr(found._replicas[replica_id], "call", call)
+        monkeypatch.setattr(found._engines[replica_id].supervisor, "call", call)
     loads = [found._reload("swap_replica", one, "swap", "m", "v2", "/v") for one in ("r0", "r1")]
     assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy
 from scheduler.loop.job_pauses import LONG_START_S, JobPauses
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
@@ -27,14 +28,14 @@ class SlowlyStartingRig(Rig):
 async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: bool) -> None:
     async with SlowlyStartingRig(FakeStore(Policy("train"), (JOB,))) as rig:
         await asyncio.sleep(5.0)
-        assert rig.loop.status()["handovers"] and rig.world.leases
+        assert rig.loop.status()["handovers"] and rig.loop.box.holders
         began_s = rig.now_s
         if paused:
             rig.store.jobs["j1"] = replace(JOB, phase="paused")
         else:
             del rig.store.jobs["j1"]
         await rig.settle()
-        assert rig.now_s - began_s < 5.0 and rig.world.leases == {} and rig.jobs() == {}
+        assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {} and rig.jobs() == {}
         assert not rig.store.ended and not rig.store.troubles
         assert rig.journal.since(0)[-1].error == "cancelled: the job does not run any more"
 
@@ -43,7 +44,7 @@ async def test_the_start_of_a_job_that_ended_or_was_paused_ends_at_once(paused: 
 async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_one_does_not() -> None:
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (JOB,), (replace(MODEL, min_replicas=0),))) as rig:
         await asyncio.sleep(5.0)
-        assert len(rig.world.leases) == 1 and rig.states() == []
+        assert set(rig.loop.box.holders.values()) == {Holder("job", "j1")} and rig.states() == []
         rig.store.ask("m", held=1, now_s=rig.now_s)
         rig.loop.nudge()
         await asyncio.sleep(LONG_START_S - 10.0)
@@ -112,4 +113,4 @@ async def test_a_start_that_has_long_still_ends_at_once_with_its_job() -> None:
         del rig.store.jobs["j1"]
         began_s = rig.now_s
         await rig.settle()
-        assert rig.now_s - began_s < 5.0 and rig.world.leases == {}
+        assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {}

@@ -20,7 +20,7 @@ NO_ROUTING = SimpleNamespace(
 
 def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting:
     """Routing whose keys nobody reads."""
-    return BusRouting(bus, db, 60.0, sizes, SimpleNamespace(publish_keys=lambda: None))  # type: ignore[arg-type]
+    return BusRouting(bus, db, sizes, SimpleNamespace(publish_keys=lambda: None))  # type: ignore[arg-type]
 
 
 def states_of(

@@ -25,7 +25,6 @@ class World:
         self.home = self.away = MemoryReading(24 * GB, 20 * GB)
         self.replicas: list[dict[str, Any]] = []
         self.jobs: list[dict[str, Any]] = []
-        self.parked_on: dict[str, tuple[str, ...]] = {}
         self.pool_bytes, self.idle = 0, 0
         self.done: list[tuple[Any, ...]] = []
         self.there = True
@@ -54,13 +53,6 @@ class World:
         freed, self.idle = self.idle, 0
         return freed
 
-    async def parked(self, node: str) -> tuple[str, ...]:
-        return self.parked_on.get(node, ())
-
-    async def drop_parked(self, node: str) -> None:
-        self.done.append(("drop_parked", node))
-        self.parked_on.pop(node)
-
 
 @pytest.fixture
 def world() -> World:
@@ -73,7 +65,6 @@ async def box(db, store, world: World) -> BoxMemory:
         engine_bytes=lambda model: 2 * GB,
         job_bytes=lambda row: {1: 6 * GB},
         devices={"n0": 1, "n1": 2}.__getitem__,
-        parked=world,
         nudge=lambda: None,
     )
 
@@ -157,11 +148,8 @@ async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhe
     await box.look(world.status())
     assert box.job_nodes(job) == ("n1",) and box.waits_for(job) == ""
     short(world, 3 * GB)
-    world.parked_on = {"n1": ("ftjob-0",)}
     await box.look(world.status())
     assert "Needs about 6.0 GB" in box.waits_for(job) and box.job_nodes(job) == ("n0", "n1")
-    await box.look(world.status())
-    assert world.done == [("drop_parked", "n1")], "for it each node gives what nobody computes with"
 
 
 async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothing(box, world, db, add_model, add_job):
@@ -175,15 +163,14 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
         {"model": "code", "state": "asleep", "devices": ["n1/3"]},
         {"model": "code", "state": "asleep", "devices": ["n0/2"]},
     ]
-    world.parked_on = {"n0": ("ftjob-8",), "n1": ("ftjob-9",)}
     world.pool_bytes, world.idle = GB // 10, GB // 10
     short(world)
     assert await pass_by(box, world, 2) == ["-pool", "-versions", "-sleeper"]
     assert box.max_asleep() == {"n1": 0}
     del world.replicas[2]
-    assert await pass_by(box, world, 3.5) == ["-parked", "-job"]
-    assert world.done == [("trim_pool", "n1"), ("evict", "n1"), ("drop_parked", "n1")]
-    assert world.parked_on == {"n0": ("ftjob-8",)} and box.status()["given_back"] == []
+    assert await pass_by(box, world, 3.5) == ["-job"]
+    assert world.done == [("trim_pool", "n1"), ("evict", "n1")]
+    assert box.status()["given_back"] == []
     assert box.status()["short"] == "" and "0.5 GB of n1 available" in box.nodes()["n1"]["short"]
     assert box.notes() == ["memory of n1 is short: 0.5 GB available; training waits"]
 
@@ -191,7 +178,7 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
     assert box.job_nodes(jobs.get(db, "ftjob-1")) == ("n0", "n1"), "one after the other"
     assert "n0" in box.job_nodes(jobs.get(db, "ftjob-0")) and box.waits_for(jobs.get(db, "ftjob-0")) == ""
     rows = [(row.action, row.target) for row in audit.page(db, after=None, limit=10).data]
-    assert sorted(rows) == [("memory.given", "ftjob-2"), ("memory.given", "n1"), ("memory.given", "n1")]
+    assert sorted(rows) == [("memory.given", "ftjob-2"), ("memory.given", "n1")]
 
     world.jobs[2] |= {"devices": [], "phase": "suspended"}
     short(world, 20 * GB)

@@ -79,17 +79,10 @@ class World:
         self.now_s, self.reading = 1000.0, MemoryReading(24 * GB, 20 * GB)
         self.replicas: list[dict[str, Any]] = []
         self.jobs: list[dict[str, Any]] = []
-        self.parked_jobs: tuple[str, ...] = ()
         self.nudges, self.enough, self.saved = 0, 0, 0
 
     def status(self) -> dict[str, Any]:
         return {"replicas": self.replicas, "jobs": self.jobs}
-
-    async def parked(self, node: str) -> tuple[str, ...]:
-        return self.parked_jobs
-
-    async def drop_parked(self, node: str) -> None:
-        self.parked_jobs = ()
 
     def nudge(self) -> None:
         self.nudges += 1
@@ -109,7 +102,6 @@ def host(db, store, world: World) -> HostMemory:
         engine_bytes=lambda model: 2 * GB,
         job_bytes=lambda row: {1: 6 * GB},
         devices=lambda node: 8,
-        parked=world,
         nudge=world.nudge,
         on_enough=lambda: world.count("enough"),
         save=lambda: world.count("saved"),
@@ -141,8 +133,7 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     add_job("ftjob-2", phase="running")
     world.jobs = [{"id": f"ftjob-{n}", "devices": ["n0/0"], "phase": "running"} for n in (1, 2)]
     assert await looks(host, world, 20 * GB, 5) == [] and world.nudges == 0
-    world.parked_jobs = ("ftjob-0",)
-    assert await looks(host, world, GB // 2, 2) == ["-parked", "-job"] and world.parked_jobs == ()
+    assert await looks(host, world, GB // 2, 2) == ["-job"]
     waits = waits_for(host, jobs.get(db, "ftjob-2"))
     assert waits.startswith("Memory is short (0.5 GB available") and "continues by itself" in waits
     assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "one after the other"
@@ -155,7 +146,6 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     assert waits_for(host, jobs.get(db, "ftjob-2")) == "" and host.notes() == [] and world.enough == 1
     rows = audit.page(db, after=None, limit=10).data
     assert sorted((row.action, row.target) for row in rows) == [
-        ("memory.given", "box"),
         ("memory.given", "ftjob-2"),
         ("memory.taken", "ftjob-2"),
     ]
@@ -183,11 +173,6 @@ async def test_job_may_begin_on_as_many_devices_as_there_is_memory_for(host, wor
     assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: True}
     await looks(host, world, 5 * GB, 0.5)
     assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: False}
-    host._parked = frozenset({"ftjob-1"})
-    assert host.sizes(row) == {1: True, 2: True, 8: True}, (
-        "parked ranks have theirs: they were ended for a start on fewer"
-    )
-    host._parked = frozenset()
     # Its own ranks' memory is there for it when it grows.
     jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
     row = jobs.get(db, "ftjob-1")
@@ -243,20 +228,6 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
     assert done.count("-versions") == 1, "what frees nothing is not tried over and over"
 
 
-async def test_a_job_whose_ranks_are_parked_waits_for_no_memory(host, world, db, add_model, add_job):
-    """Its ranks held 11 GB; it waited for as much again, for ever."""
-    add_model()
-    add_job("ftjob-1")
-    jobs.set_phase(db, "ftjob-1", "suspended")
-    job = jobs.get(db, "ftjob-1")
-    await looks(host, world, 5 * GB, 1)
-    assert "6.0 GB" in waits_for(host, job)
-    world.parked_jobs = (job.id,)
-    nudges = world.nudges
-    await looks(host, world, 5 * GB, 1)
-    assert waits_for(host, job) == "" and world.nudges > nudges
-
-
 async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host, world, db, add_model, add_job):
     add_model()
     add_job("ftjob-1")
@@ -271,10 +242,10 @@ async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host
     assert waits_for(host, job)
     await looks(host, world, 5 * GB, 1)
     assert host.max_asleep() == 0
-    world.replicas, world.parked_jobs = world.replicas[1:], ("job-other",)
+    world.replicas = world.replicas[1:]
     assert waits_for(host, job)
     await looks(host, world, 5 * GB, 4)
-    assert world.parked_jobs == () and world.saved == 0
+    assert world.saved == 0
     # Jobs and engines that compute go on: nothing else is left to be given.
     assert waits_for(host, job)
     await looks(host, world, 5 * GB, 30)

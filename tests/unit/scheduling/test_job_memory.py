@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from appliance.controller.models.capacity import BoxFacts
@@ -82,25 +80,6 @@ def test_a_plan_names_the_memory_of_the_host_that_the_job_will_wait_for(db, stor
     told = JobMemory(db, store, facts)._verdict(row, facts).numbers["host_memory"]
     assert told["job_bytes"] == JobMemory(db, store, facts).host_bytes(row)[8] == told["ranks_bytes"] + 14 * MB
     assert told["reserve_bytes"] == 3 * MB
-
-
-def test_of_a_cancelled_job_nothing_is_kept(db, events, store, add_model, add_job):
-    """Both numbers of each job that was cancelled while it waited stayed until the controller ended."""
-    add_model(params=1_000_000)
-    add_job("ftjob-waits", resolved=RESOLVED)
-    add_job("ftjob-gone", resolved=RESOLVED)
-    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-
-    def lacks(row):
-        room.host_bytes(row)
-        return room.waits_for(row)
-
-    states = states_of(db, events, job_memory=SimpleNamespace(waits_for=lacks, keep=room.keep))
-    states.load(free_devices=0)
-    assert room._needs.keys() == room._host_needs.keys() == {"ftjob-waits", "ftjob-gone"}
-    jobs.set_wanted(db, "ftjob-gone", "cancel")
-    states.load(free_devices=0)
-    assert room._needs.keys() == room._host_needs.keys() == {"ftjob-waits"}
 
 
 def test_what_a_job_takes_follows_the_devices_that_it_may_run_on(db, events, store, add_model, add_job):

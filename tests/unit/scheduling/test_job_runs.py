@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from appliance.controller.scheduling import job_runs
 from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
@@ -19,9 +20,9 @@ from scheduler.loop.inbox import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
-from train.run import event_log
-from train.run.event_log import EventLog, read_events
-from train.run.tensorboard_writer import TensorboardWriter
+from train.trainer import event_log
+from train.trainer.event_log import EventLog, read_events
+from train.trainer.metrics import Curves
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
@@ -55,24 +56,6 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
     await runs.catch_up("ftjob-1")
     assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
-
-
-async def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_again(db, tmp_path, add_job, runs):
-    """It went back while no controller ran, and the next world would have begun at the rate that broke it."""
-    add_job(phase="running")
-    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
-    folder = tmp_path / "data" / "jobs" / "ftjob-1"
-    folder.mkdir(parents=True)
-    log = EventLog(folder, lambda event, **data: None)
-    told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "it jumped"}
-    log("anomaly", step=7, action="rollback", cuts=[], **told)
-    for _ in range(2):
-        await runs.catch_up("ftjob-1")
-        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4]
-    log("anomaly", step=9, action="lower_rate", cuts=[4, 9], **told)
-    for _ in range(2):
-        await runs.catch_up("ftjob-1")
-        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4, 9]
 
 
 async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
@@ -143,7 +126,7 @@ def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
-    board = TensorboardWriter(tmp_path / "tb")
+    board = Curves(tmp_path / "tb")
     with room(0):
         board.write("train", 1, {"loss": 1.0})
         board.close()
@@ -201,54 +184,6 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
-async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
-    runs, flow, store, db, add_job, add_model, tmp_path, tiers, monkeypatch
-):
-    """A rollback went to the newest snapshot, whose weights were broken already, until it had gone back in vain."""
-    add_model()
-    add_job(phase="running", resolved={"publish": "end", "rate_cuts": [10], "full": True})
-
-    def write(step):
-        with store.reserve(
-            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
-        ) as draft:
-            return draft.commit(meta={"step": step})
-
-    for step in (8, 9, 10):
-        write(step)
-        await flow.run_once("remote", everything=True)  # which keeps one
-    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "remote"]
-    jobs.update(db, "ftjob-1", snapshot={"step": 10, "path": "/s", "written": 3})
-    assert runs._snapshots.older("ftjob-1") == 2
-    told = {
-        "event": "anomaly",
-        "kind": "not_finite",
-        "loss": None,
-        "grad_norm": None,
-        "usual": 1.0,
-        "text": "no number",
-    }
-    remove, threads = store.remove, list[int]()
-    monkeypatch.setattr(store, "remove", lambda stored: (threads.append(threading.get_ident()), remove(stored)))
-    for _ in range(2):  # told again after a restart of the controller
-        runs.on_event("ftjob-1", {**told, "step": 11, "action": "rollback", "cuts": [10], "poisoned": 10})
-    await runs.catch_up("ftjob-1")
-    assert [stored.version for stored in store.list("snapshot", "ftjob-1")] == ["step-8", "step-9"]
-    assert len(threads) == 1 and threading.get_ident() not in threads, "nor does the loop wait for memory"
-    row = jobs.get(db, "ftjob-1")
-    assert row.resolved["rate_cuts"] == [10, 9] and row.snapshot["step"] == 9
-    assert row.snapshot["path"].endswith("step-9")
-    runs.taken("ftjob-1")
-    assert runs.newest_snapshot("ftjob-1").name == "step-9" and runs._snapshots.older("ftjob-1") == 1
-    await flow.run_once("remote")
-    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == []
-    write(10)  # the step done again
-    assert runs.newest_snapshot("ftjob-1").name == "step-10" and runs._snapshots.older("ftjob-1") == 2
-    runs.taken("ftjob-1")
-    runs.on_event("ftjob-1", {**told, "step": 9, "action": "rollback", "cuts": [10, 9], "poisoned": 8})
-    assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [10, 9, 9], "there is none before it: to the one there is"
-
-
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
     """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
     rank opened it, and the job failed though the disk had the snapshot whole."""
@@ -273,15 +208,15 @@ async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(r
     ) as draft:
         draft.commit(meta={"step": 5})
     await flow.run_once("disk")
-    found, gone = runs._snapshots.newest, [True]
+    found, gone = job_runs.newest_snapshot, [True]
 
-    def just_too_late(job_id):
-        answer = found(job_id)
+    def just_too_late(tiers, job_id):
+        answer = found(tiers, job_id)
         if gone.pop() if gone else False:
             store.evict(10**9)
         return answer
 
-    monkeypatch.setattr(runs._snapshots, "newest", just_too_late)
+    monkeypatch.setattr(job_runs, "newest_snapshot", just_too_late)
     path = runs.newest_snapshot("ftjob-1")
     assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
     runs.taken("ftjob-1")
@@ -445,7 +380,7 @@ async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs
     loop."""
     folder = tmp_path / "data" / "jobs" / "ftjob-gone"
     folder.mkdir(parents=True)
-    EventLog(folder, lambda event, **data: None)("anomaly", action="lower_rate", cuts=[1])
+    EventLog(folder, lambda event, **data: None)("metrics", step=1)
     for ask in (runs.catch_up, runs.prepare):
         with pytest.raises(LookupError, match="ftjob-gone"):
             await ask("ftjob-gone")

@@ -29,7 +29,6 @@ class Box:
     pool: int = GB
     versions: int = 2 * GB
     sleepers: int = 2
-    parked: tuple[str, ...] = ("job-old",)
     jobs: tuple[str, ...] = ("job-last", "job-first")  # first to yield first
     engines: dict[str, int] = field(default_factory=lambda: {"chat": 2, "code": 1})
     now_s: float = 1000.0
@@ -38,13 +37,13 @@ class Box:
 
     @property
     def available(self) -> int:
-        own = self.pool + self.versions + len(self.parked) * GB // 5 + self.sleepers * GB // 4
+        own = self.pool + self.versions + self.sleepers * GB // 4
         own += len(self.jobs) * 3 * GB + sum(self.engines.values()) * GB
         return 24 * GB - self.others - own
 
     @property
     def holdings(self) -> Holdings:
-        return Holdings(self.pool, self.versions, self.sleepers, self.parked, self.jobs)
+        return Holdings(self.pool, self.versions, self.sleepers, self.jobs)
 
     def run(self, seconds: float) -> list[str]:
         """Half a second at a time; what was done, in words."""
@@ -67,8 +66,6 @@ class Box:
                 self.versions -= action.nbytes
             case "sleeper", False:
                 self.sleepers = action.bound
-            case "parked", False:
-                self.parked = ()
             case "job", False:
                 self.jobs = tuple(job for job in self.jobs if job != action.what)
             case "job", True:
@@ -101,7 +98,6 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
         "-versions",
         "-sleeper",
         "-sleeper",
-        "-parked",
         "-job job-last",
         "-job job-first",
     ]
@@ -116,7 +112,7 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
 
 
 def test_each_thing_is_given_time_to_show_what_it_brought():
-    box = Box(others=60 * GB, parked=(), engines={})
+    box = Box(others=60 * GB, engines={})
     moments = []
     while len(box.log) < 6 and box.now_s < 1100:
         before = len(box.log)
@@ -128,7 +124,7 @@ def test_each_thing_is_given_time_to_show_what_it_brought():
 
 
 def test_a_job_that_is_still_being_suspended_is_waited_for():
-    box = Box(others=60 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={})
+    box = Box(others=60 * GB, pool=0, versions=0, sleepers=0, engines={})
     box.carry_out = lambda action: None  # type: ignore[method-assign]
     assert box.run(50) == ["-job job-last"]
     assert box.run(30) == ["-job job-first"], "but not for ever"
@@ -136,7 +132,7 @@ def test_a_job_that_is_still_being_suspended_is_waited_for():
 
 def test_between_the_marks_nothing_moves():
     """What is given back at the reserve comes back at half as much again: no to and fro in between."""
-    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={}, jobs=("a",))
+    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, engines={}, jobs=("a",))
     box.others += box.available - RESERVE // 2
     assert box.run(5) == ["-job a"]
     box.others += box.available - int(RESERVE * 1.2)

@@ -23,8 +23,6 @@ from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 from tests.unit.scheduling.fakes import states_of
 
-DAY_S = 86400.0
-
 
 @pytest.fixture
 def scheduler_of(db):

@@ -10,7 +10,6 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.records import Mode
 from appliance.controller.scheduling.state_store import BoxSize
-from appliance.store import database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
@@ -59,23 +58,6 @@ def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model
     assert seen["ftjob-paused"].phase == "paused"
     assert (seen["ftjob-run"].max_devices, seen["ftjob-run"].sizes) == (4, (1, 2, 4))
     assert jobs.get(db, "ftjob-gone").phase == "cancelled"
-
-
-def test_a_round_reads_nothing_of_jobs_that_only_their_owners_read(states, add_model, add_job, db, monkeypatch):
-    """Metadata and integrations within OpenAI's limits are a quarter of a megabyte as JSON: of one owner's two hundred
-    queued jobs each round parsed 50 MB, and held the controller's loop for 0.16 s."""
-    add_model()
-    add_job(
-        metadata={"of": "x" * 5000},
-        integrations=[{"type": "wandb", "of": "x" * 5000}],
-        hyperparameters={"of": "x" * 5000},
-    )
-    read, loads = [], database.json.loads
-    monkeypatch.setattr(database.json, "loads", lambda text: read.append(len(text)) or loads(text))
-    (job,) = states.load(free_devices=0).jobs
-    assert (job.id, max(read) < 5000) == ("ftjob-1", True)
-    (row,) = jobs.list_unfinished_whole(db)
-    assert row.metadata == {"of": "x" * 5000} and row.integrations and row.hyperparameters
 
 
 def test_a_running_job_that_is_cancelled_stays_running_until_its_ranks_are_gone(states, add_job, db):

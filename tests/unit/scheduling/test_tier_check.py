@@ -28,7 +28,7 @@ async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
     add_job("ftjob-1", phase="running")
     write(store, "v1")
     write(store, "step-2", model="ft:x", kind="adapter")
-    store.seal(snapshot(store, 7))
+    snapshot(store, 7, checksums=True)
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
     return LibraryOps(None, store, tiers, flow, Opening(db), lambda name: None)
@@ -86,7 +86,7 @@ async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, 
 
 
 async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, tiers, tmp_path):
-    lone = store.seal(snapshot(store, 8))
+    lone = snapshot(store, 8, checksums=True)
     damage(largest(lone.path))
     with pytest.raises(OperationFailed, match="snapshot step-8 of ftjob-1 is damaged in the memory tier"):
         await ops.verify_tiers(lambda progress: None)

@@ -5,42 +5,22 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm import device_allocator
 from vllm.device_allocator import AllocationData
-from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker import gpu_worker as gpu_worker_module
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.gpu.sample import thinking_budget
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
 from serve.load.loader import _where_it_was
 from serve.vllm import loose_tensors
-from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
+from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors
 from serve.vllm.patches import forget_devices
 from serve.vllm.worker import ShmGPUWorker
-
-IDS = {
-    "reasoning_start_token_ids": [5],
-    "natural_reasoning_end_token_ids": [7],
-    "reasoning_end_token_ids": [6, 7],
-}
-
-
-class OnHost:
-    def __init__(self, size, dtype):
-        self.np = np.zeros(size, dtype=np.int32)
-
-    def copy_to_uva(self):
-        pass
 
 
 def span(tensor):
@@ -87,15 +67,6 @@ def test_gpu_wake_zeroes_the_kv_cache(monkeypatch):
     assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (half, *states))
 
 
-def test_a_woken_gpu_knows_the_ids_that_end_thinking(slept, monkeypatch):
-    monkeypatch.setattr(thinking_budget, "UvaBackedTensor", OnHost)
-    requests = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"))
-    sampler = object.__new__(Sampler)
-    sampler.thinking_budget_state = budget = ThinkingBudgetState(requests, SimpleNamespace(**IDS))
-    slept(torch.nn.Linear(4, 4), [getattr(budget, name) for name in kept(budget)], sampler=sampler)
-    assert {name: getattr(budget, name).tolist() for name in IDS} == IDS
-
-
 @pytest.mark.parametrize("most_bytes", [MOST_BYTES, 16])
 def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_batch(slept, monkeypatch, most_bytes):
     """Of Qwen2.5-VL and the like: a step of three tokens leaves the fourth row of the graph that it runs as it was. The
@@ -109,27 +80,6 @@ def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_ba
     assert len(lost) == 2
     slept(torch.nn.Linear(4, 4), lost, model_state=state)
     assert not any(tensor.any() for tensor in lost)
-
-
-def test_a_woken_qwen4_exp_finds_the_tokens_before_each(slept, monkeypatch):
-    """By how far back they stand, which the model's state keeps beside the weights."""
-    monkeypatch.setattr(MambaHybridModelState, "__init__", lambda self, *_: vars(self).update(OF_QWEN4_EXP))
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
-    state = Qwen4ExpModelState(config, None, None, torch.device("cpu"))
-    slept(torch.nn.Linear(4, 4), [getattr(state, name) for name in kept(state)], model_state=state)
-    tokens = SimpleNamespace(gpu=torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]], dtype=torch.int32))
-    requests = SimpleNamespace(all_token_ids=tokens, num_computed_tokens=SimpleNamespace(gpu=torch.tensor([3, 1])))
-    batch = SimpleNamespace(num_reqs=2, idx_mapping=torch.tensor([0, 1]))
-    assert state._prepare_ngram_context(batch, requests)[:2].tolist() == [[12, 13], [9, 21]]
-
-
-OF_QWEN4_EXP = {
-    "max_num_reqs": 3,
-    "device": torch.device("cpu"),
-    "model_config": SimpleNamespace(
-        hf_text_config=SimpleNamespace(ple_layer_ids=[1], ngram_size=3, eos_token_id=9),
-    ),
-}
 
 
 def test_a_woken_qwen3_vl_adds_no_picture_to_a_text(slept):
@@ -184,16 +134,6 @@ def test_layerwise_reload_leaves_tensors_where_captured_graphs_read_them():
     with _where_it_was(layer):
         layer.weight.data = made
     assert layer.weight.data_ptr() == graphs_read.data_ptr() and torch.equal(graphs_read, made)
-
-
-def test_what_is_discarded_with_the_weights_is_what_vllms_allocator_says(monkeypatch):
-    told = {
-        1000: AllocationData((0, 64, 1000, 7), "weights"),
-        2000: AllocationData((0, 32, 2000, 8), "kv_cache"),
-    }
-    allocator = SimpleNamespace(pointer_to_data=told)
-    monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
-    assert spans_of_weights() == [(1000, 64)]
 
 
 def test_an_engine_asks_anew_what_its_parent_was_told_about_another_gpu():

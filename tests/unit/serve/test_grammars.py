@@ -63,11 +63,6 @@ def test_backend_follows_every_kind_with_masks_of_the_models_length(known: int) 
     assert first_tokens(of, TAG, tag({"type": "integer"})) == {"<"}
 
 
-def test_masks_are_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not backend().allocate_token_bitmask(1).is_pinned()
-
-
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, CYCLE])
 def test_compile_schema_without_any_value_raises(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no first token"):

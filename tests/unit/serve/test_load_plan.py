@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from serve.core.errors import VersionMismatch, VersionUnreadable
 from serve.load.host_ring import HostRing
-from serve.load.load_plan import LoadRecorder, Region
-from serve.load.shm_source import ToLock, VersionSource, page_runs
+from serve.load.load_plan import LoadRecorder
+from serve.load.shm_source import VersionSource
 
 
 class Fused(torch.nn.Module):
@@ -109,18 +109,6 @@ def test_a_cast_on_load_is_part_of_the_plan(tmp_path):
     assert plan.bytes_read(source) == source.nbytes
 
 
-def test_plan_follows_clones_of_stored_tensors(tmp_path):
-    class Cloning(Fused):
-        def load_weights(self, weights):
-            super().load_weights((name, tensor.clone()) for name, tensor in weights)
-
-    source, model = write(tmp_path / "a", tensors(1)), Cloning()
-    plan, loaded = record(model, source), model.qk.detach().clone()
-    model.qk.data.zero_()
-    replay(plan, model, source)
-    assert plan.complete and torch.equal(model.qk, loaded)
-
-
 def test_a_parameter_that_nothing_fills_is_unwritten(tmp_path):
     content = tensors(1)
     del content["k"]
@@ -137,19 +125,6 @@ def test_a_parameter_computed_on_load_is_unplanned_but_written(tmp_path):
 
     plan = record(Computed(), write(tmp_path / "a", tensors(1)))
     assert plan.unplanned == ["down"] and plan.unwritten == []
-
-
-def test_tied_parameters_share_their_target(tmp_path):
-    class Tied(Fused):
-        def __init__(self):
-            super().__init__()
-            self.head = torch.nn.Module()
-            self.head.weight = self.embedding
-
-    source, model = write(tmp_path / "a", tensors(1)), Tied()
-    plan = record(model, source)
-    assert plan.targets[id(model), "embedding"] is plan.targets[id(model.head), "weight"]
-    assert plan.bytes_read(source) == source.nbytes
 
 
 class Twice(Fused):
@@ -181,14 +156,6 @@ def test_plan_names_the_head_that_vllm_has_tied_after_the_load(tmp_path):
     assert plan.follow_first_load(model) == "head"
 
 
-def test_what_a_kernel_keeps_in_a_form_of_its_own_is_tied_to_nothing(tmp_path):
-    source, model = write(tmp_path / "a", twice(1)), Twice()
-    plan = record(model, source)
-    model.head.weight = model.embedding = None
-    assert plan.follow_first_load(model) == ""
-    plan.check(source)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -204,18 +171,6 @@ def test_another_models_version_does_not_pass(tmp_path, change, text):
     change(content)
     with pytest.raises(VersionMismatch, match=text):
         plan.check(write(tmp_path / "b", content))
-
-
-def test_computed_tensors_in_old_checkpoints_are_ignored(tmp_path):
-    plan = record(Fused(), write(tmp_path / "a", tensors(1)))
-    content = {**tensors(2), "layers.0.rotary_emb.inv_freq": torch.ones(4)}
-    plan.check(write(tmp_path / "b", content))
-
-
-def test_dense_regions():
-    whole = torch.empty(6, 4)
-    assert Region.of(whole, 0).dense and Region.of(whole[2:4], 8).dense
-    assert not Region.of(whole[:, :2], 0).dense and not Region.of(whole.t(), 0).dense
 
 
 def test_writing_to_a_view_reaches_neither_the_file_nor_another_reader(tmp_path):
@@ -234,44 +189,3 @@ def test_unreadable_directories_are_named(tmp_path):
     file.write_bytes((2**63).to_bytes(8, "little") + file.read_bytes()[8:])
     with pytest.raises(VersionUnreadable, match="model.safetensors"):
         VersionSource(tmp_path / "a")
-
-
-def test_what_is_locked_is_whole_pages_and_none_of_them_twice():
-    spans = [(10, 4096), (4096, 5000), (9000, 9100), (20_000, 30_000), (25_000, 26_000), (7, 7)]
-    assert page_runs(spans, 4096) == [(0, 12_288), (16_384, 32_768)]
-    assert page_runs([], 4096) == []
-
-
-class Driver:
-    """Refuses every second range."""
-
-    def __init__(self):
-        self.locked, self.asked = set(), 0
-
-    def lock(self, address, nbytes):
-        self.asked += 1
-        if self.asked % 2:
-            self.locked.add(address)
-        return bool(self.asked % 2)
-
-    def unlock(self, address):
-        self.locked.remove(address)
-
-
-def test_a_worker_locks_what_it_copies_in_one_piece_and_unlocks_all_of_it(tmp_path):
-    source = write(tmp_path / "a", tensors(1))
-    spans = record(Fused(1, 2), source).copied_spans(source)["model.safetensors"]
-    placed = {name: source.layout.find(name) for name in tensors(1)}
-    assert (placed["q"].start + 16, placed["q"].end) in spans and (placed["k"].start + 16, placed["k"].end) in spans
-    assert (placed["embedding"].start, placed["embedding"].end) in spans
-    assert not any(placed["down"].start <= start < placed["down"].end for start, _ in spans), "read in strides"
-
-    driver, page = Driver(), 4096
-    save_file({"big": torch.zeros(8 * page, dtype=torch.uint8)}, tmp_path / "big.safetensors")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "big.safetensors").rename(tmp_path / "b" / "model.safetensors")
-    lock = ToLock({"model.safetensors": [(0, 10), (3 * page, 3 * page + 1), (6 * page, 7 * page)]}, driver)
-    mapped = VersionSource(tmp_path / "b").map(lock)
-    assert (driver.asked, len(driver.locked)) == (3, 2)
-    mapped.close()
-    assert not driver.locked

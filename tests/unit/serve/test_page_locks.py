@@ -14,7 +14,7 @@ from serve.load import shm_source
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan, Piece, Region, Target
 from serve.load.loader import VersionLoader
-from serve.load.shm_source import Described, ToLock, VersionSource, lock_pieces
+from serve.load.shm_source import Described, ToLock, VersionSource
 
 PAGE = 4096
 ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
@@ -166,18 +166,6 @@ def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, 
     engine.close()
 
 
-def test_only_what_a_worker_reads_becomes_present(version, worker, monkeypatch):
-    path, _ = version
-    faulted = []
-    monkeypatch.setattr(shm_source, "_fault_in", lambda mapping, first, last: faulted.append((first, last)))
-    source = VersionSource(path)
-    source.map(None, plan_of(7, 8).read_spans(source)).close()
-    (first, last), placed = (faulted[0][0], faulted[-1][1]), source.layout.find("a")
-    assert first >= placed.start + 7 * (placed.end - placed.start) // 8 - PAGE
-    assert sum(end - start for start, end in faulted) <= (placed.end - placed.start) * 9 // 8 + 2 * PAGE
-    assert last <= -(-source.layout.find("b").end // PAGE) * PAGE
-
-
 def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
     path, _ = version
     driver = Driver()
@@ -189,22 +177,6 @@ def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
     assert all(before[1] == after[0] for before, after in zip(runs, runs[1:], strict=False))
     assert all((start + end) % (4 * PAGE) == 0 for _, end in runs[:-1]) and len(runs) > 2
     source.close()
-
-
-def test_what_could_not_be_locked_goes_through_the_ring(version):
-    path, _ = version
-    driver = Driver()
-    driver.lock = lambda *_: False
-    source = VersionSource(path)
-    source.map(ToLock(plan_of(0, 1).copied_spans(source), driver))
-    assert source.locked_runs("a", 0, 10) is None
-    source.close()
-
-
-def test_pieces_end_at_multiples_and_with_the_file(monkeypatch):
-    monkeypatch.setattr(shm_source, "LOCK_BYTES", 2 * PAGE)
-    pieces = list(lock_pieces([(PAGE, 5 * PAGE + 1)], 5 * PAGE + 7))
-    assert pieces == [(PAGE, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE + 7)]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (2, 3, 4), (1, 50)])

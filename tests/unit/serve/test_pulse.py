@@ -72,12 +72,6 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     assert (await supervisor.status())["state"] == "dead"
 
 
-async def test_supervisor_reports_a_silent_engine_without_asking_it(monkeypatch, tmp_path):
-    supervisor = replica.Replica("/w", str(tmp_path))
-    supervisor._child, supervisor._last = StuckChild(), {"state": "ready", "silent": False}
-    assert await supervisor.status() == {"state": "ready", "silent": True}
-
-
 async def test_supervisor_keeps_a_silent_engine_during_an_operation(fast, tmp_path):
     child, asked = StuckChild(), asyncio.Event()
     supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=1e-6))
@@ -185,11 +179,6 @@ async def test_start_whose_core_was_killed_says_nothing_of_its_settings(refusal,
     error = await refusal({"event": "fatal", "type": kind, "kinds": kinds, "message": "its core was ended by SIGILL"})
     assert isinstance(error, EngineRefused) is refused
     assert "start: its core was ended by SIGILL; " in str(error)
-
-
-async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(refusal):
-    told = "config.json: has 'auto_map'. So the files of m may not be opened"
-    assert str(await refusal({"event": "fatal", "type": "OpeningRefused", "message": told})) == told
 
 
 @pytest.mark.parametrize(

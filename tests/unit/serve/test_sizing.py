@@ -14,7 +14,6 @@ from serve.core.sizing import (
     GRAPH_BYTES,
     LEAST_ACTIVATIONS_BYTES,
     NotServable,
-    asleep_bytes,
     engine_size,
 )
 
@@ -66,17 +65,6 @@ def test_a_gpu_engine_gets_what_all_else_leaves():
     assert settings(config, tensor_parallel=2)["kv_cache_bytes"] == int(72 * GIB) - 8 * GIB - reserve
 
 
-def test_what_guesses_take_of_a_gpu_is_not_given_to_the_kv_cache():
-    """vLLM keeps the tokens of all requests there, to look guesses up in them: 1,024 x 131,072 x 4 bytes."""
-    shape = ServedShape(16 * GIB, context=131_072, vocab=151_936)
-    plain, guessing = size(shape=shape), size(shape=shape, draft_tokens=4)
-    rows, texts = 1024 * 4 * 151_936 * 4, 1024 * 131_072 * 4
-    assert plain.memory.kv_cache_bytes - guessing.memory.kv_cache_bytes == rows + texts
-    many = size(shape=shape, draft_tokens=32)
-    assert guessing.memory.kv_cache_bytes - many.memory.kv_cache_bytes == (8192 - 4096) * 151_936 * 4, "a batch's rows"
-    assert size(shape=shape, draft_tokens=4, task="embed").memory == size(shape=shape, task="embed").memory
-
-
 def test_weights_count_in_the_dtype_that_a_gpu_computes_in():
     """A checkpoint in bfloat16 takes twice its bytes in float32, one in float32 half of them in bfloat16."""
     config = EngineConfig(adapter_slots=0)
@@ -90,12 +78,6 @@ def test_weights_count_in_the_dtype_that_a_gpu_computes_in():
         assert size(shape=packed).memory.weights_bytes == 3 * SMOL_PARAMETERS
     elsewhere = ServedShape.from_config(SMOL, SMOL_PARAMETERS, SMOL_PARAMETERS)
     assert size(shape=elsewhere).memory.weights_bytes == SMOL_PARAMETERS, "hf_quant_config.json says it"
-
-
-def test_batched_tokens_count_in_activations():
-    shape = ServedShape(16 * GIB, context=131_072, hidden=8192, ffn=28672)
-    one, two = (size(shape=shape, batched_tokens=tokens).memory.activations_bytes for tokens in (None, 16384))
-    assert two == 2 * one
 
 
 def test_keys_and_values_are_not_kept_in_another_half_precision_on_a_gpu():
@@ -128,10 +110,6 @@ def test_adapters_are_not_computed_in_float32_on_a_gpu():
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():
     with pytest.raises(NotServable, match="raise the deployment's tensor_parallel"):
         settings(shape=ServedShape(70 * GIB))
-
-
-def test_the_configuration_wins_over_the_arithmetic():
-    assert settings(EngineConfig(kv_cache_bytes=GIB))["kv_cache_bytes"] == GIB
 
 
 def test_the_shorter_of_model_and_configuration_is_the_context():
@@ -217,42 +195,6 @@ def test_heads_that_the_cpus_kernel_does_not_compute_are_refused_before_an_engin
 
 def test_the_sizes_of_heads_are_those_of_the_engine():
     assert set(CPUAttentionBackend.get_supported_head_sizes()) == kinds.kind_of("cpu").head_sizes
-
-
-def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes():
-    none, four = on_cpu(EngineConfig(adapter_slots=0)), on_cpu(EngineConfig(adapter_slots=4, adapter_max_rank=32))
-    assert none.memory.adapters_bytes == 0 and four.memory.adapters_bytes > 70_000_000
-    assert asleep_bytes(smol()) == none.memory.engine_bytes < none.memory.device_bytes / 2
-    assert on_cpu(tensor_parallel=2).memory.kv_cache_bytes == CPU_KV_BYTES
-
-
-@pytest.mark.parametrize(("rank", "allocated"), [(32, 32), (24, 32), (33, 64)])
-def test_adapters_count_with_the_rank_that_vllm_allocates_and_at_least_what_each_worker_keeps(rank, allocated):
-    """Llama 3 70B. A of q, k, v, gate and up reads the whole hidden state, B of o and down writes it, on every worker
-    (vllm/lora/layers: column_parallel_linear.py, base_linear.py)."""
-    llama = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    shape = ServedShape.from_config({**SMOL, **llama, "num_key_value_heads": 8}, 141 * 10**9, 70 * 10**9)
-    config = EngineConfig(adapter_slots=4, adapter_max_rank=rank)
-    whole, cut = 80 * 7 * 8192, 80 * (8192 + 1024 + 1024 + 28672 + 28672 + 8192 + 28672)
-    one, eight = (size(config, shape, tensor_parallel=n, dtype="bfloat16").memory.adapters_bytes for n in (1, 8))
-    assert one == 4 * allocated * (whole + cut) * 2
-    assert 1 <= eight / (4 * allocated * (whole + cut // 8) * 2) < 1.4
-
-
-def test_latent_attention_and_layers_without_a_cache():
-    latent = ServedShape.from_config({**SMOL, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1, 1)
-    assert latent.kv_elements_per_token(8) == 30 * 576
-    mixed = ServedShape.from_config({**SMOL, "layer_types": ["linear_attention", "full_attention"] * 15}, 1, 1)
-    assert mixed.kv_elements_per_token(1) == 2 * 15 * 3 * 64
-    assert mixed.kv_elements_per_token(8) == 2 * 15 * 64, "each of eight workers keeps a copy of one head"
-    unknown = on_cpu(shape=ServedShape(10**8, 10**8, context=4096))
-    assert unknown.max_model_len == 4096 and unknown.kv_tokens is None and not unknown.problem
-
-
-def test_fp8_keys_and_values_take_half():
-    half = on_cpu(EngineConfig(kv_cache_bytes=GIB), dtype="bfloat16", kv_cache_dtype="fp8")
-    assert half.kv_tokens > 1.9 * on_cpu(EngineConfig(kv_cache_bytes=GIB), dtype="bfloat16").kv_tokens
-    assert kinds.kind_of("cpu").on_host
 
 
 def test_engines_take_adapters_where_every_layer_of_the_model_does():

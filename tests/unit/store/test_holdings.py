@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.store.database import Database
-from appliance.store.objects import models, responses, uploads
-from appliance.store.rows import ModelRow, ResponseRow, UploadPartRow, UploadRow, VersionRow
+from appliance.store.objects import models, uploads
+from appliance.store.rows import ModelRow, UploadPartRow, UploadRow, VersionRow
 from appliance.store.upkeep import holdings
 
 
@@ -29,13 +29,6 @@ class Watched:
         return self._db.execute(sql, parameters)
 
     value = Database.value
-
-
-def test_what_an_owner_holds_is_told_by_an_index_alone(db: Database):
-    """Evals had none: each request to make or to run one read all of all owners, 3 MiB each, which took 0.3 s."""
-    watched = Watched(db)
-    holdings.evals(watched, "key_1")  # type: ignore[arg-type]
-    assert any("COVERING INDEX" in step and "key_id=?" in step for _, plan in watched.asked for step in plan)
 
 
 @pytest.mark.parametrize("count", [holdings.eval_runs, holdings.responses, holdings.files])
@@ -95,35 +88,6 @@ def test_what_is_kept_is_what_would_be_counted(db: Database, table: str, changes
             kept = db.execute("SELECT key_id, whose, number, bytes FROM held WHERE kind = ?", [table])
             assert sorted(map(tuple, kept)) == sorted(map(tuple, counted))
         raise ZeroDivisionError  # the next example begins with an empty table
-
-
-def test_what_is_still_to_be_answered_is_not_looked_for_among_all_that_was(db: Database):
-    watched = Watched(db)
-    holdings.background(watched, "key_1")  # type: ignore[arg-type]
-    assert any("responses_waiting" in step for _, plan in watched.asked for step in plan)
-
-
-def test_owners_are_summed_once_however_many_responses_go(db: Database):
-    """Summed anew for each hundred, 1,700 that went of 100,000 held the controller's loop for four seconds."""
-    with db.transaction():
-        for place in range(900):
-            owner = "much" if place % 3 else "little"
-            text = "x" * 100
-            row = ResponseRow(
-                f"resp_{place}", f"key_{owner}", "completed", float(place), float(place), 100, text, text, owner=owner
-            )
-            responses.insert(db, row)
-    watched = Watched(db)
-    with db.transaction():
-        assert responses.shrink(watched, 90_000 - 45_000) == 450  # type: ignore[arg-type]
-    assert sum("GROUP BY" in sql for sql, _ in watched.asked) == 1
-    assert not any(step.startswith("SCAN responses") and "COVERING" not in step for _, p in watched.asked for step in p)
-    left = {
-        owner: db.execute("SELECT count(*) FROM responses WHERE owner = ?", [owner]).fetchone()[0]
-        for owner in ("much", "little")
-    }
-    assert abs(left["much"] - left["little"]) <= 100 and sum(left.values()) == 450
-    assert db.execute("SELECT min(used_s) FROM responses WHERE owner = 'much'").fetchone()[0] > 300
 
 
 @given(changes=st.lists(st.tuples(st.sampled_from(["insert", "update", "delete"]), st.integers(0, 9)), max_size=30))

@@ -20,15 +20,6 @@ def db(tmp_path: Path):
         yield opened
 
 
-def test_of_many_with_one_body_only_the_newest_is_looked_at(db: Database):
-    steps: list[None] = []
-    db._connection.set_progress_handler(lambda: steps.append(None), 50)
-    assert idempotency.last_by_body(db, "k1", "batches", "same", since_s=1e9) is None
-    assert len(steps) < 4, "fifty instructions of SQLite each; fifty rows take 12 such steps"
-    found = idempotency.last_by_body(db, "k1", "batches", "same", since_s=99.0)
-    assert found is not None and found.resource_id == "batch_99"
-
-
 def test_those_without_a_key_of_their_own_go_sooner(db: Database):
     idempotency.delete_before(db, 0.0, 50.0)
     left = [

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.train_support.tiny import make_model_dir
-from train.control.group import is_same_world
 from train.model.model import load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.run.prepare import hold_base, refuse_unsafe
+from train.trainer.prepare import hold_base, refuse_unsafe
 from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings
@@ -63,18 +62,6 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
     with pytest.raises(VersionNotFound, match="base/v1, which j is trained from"):
         hold_base(spec)
     forget_mappings()
-
-
-def test_parked_ranks_fit_although_the_base_lies_elsewhere_by_now(tmp_path):
-    spec = spec_of("/disk/base/v1", tmp_path)
-    parked = [
-        {"job_id": "j", "rank": rank, "world_size": 2, "meeting": "here", "device": "cpu", "spec": asdict(spec)}
-        for rank in range(2)
-    ]
-    assert is_same_world(parked, asdict(replace(spec, base_path="/dev/shm/versions/base/v1")), ["cpu", "cpu"])
-    assert not is_same_world(parked, asdict(replace(spec, base_version="v2")), ["cpu", "cpu"])
-    assert not is_same_world(parked, asdict(replace(spec, learning_rate=1.0)), ["cpu", "cpu"])
-    assert not is_same_world(parked, asdict(spec), ["cpu"])
 
 
 def test_a_rank_opens_nothing_that_names_other_files(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
-from train.data.chat import ChatEncoder, refuse_costly, vocabulary_of
+from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.formats import BadRecord, to_chat
 from train.plan.errors import UnsupportedModel
 
@@ -357,33 +357,6 @@ def test_rows_in_the_older_form_of_calls_become_tool_calls():
 def test_an_example_has_so_many_messages():
     with pytest.raises(BadRecord, match="has 8193 messages, at most 8192"):
         to_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
-
-
-def talk_of(pairs: int, text: str = "a", calls: int = 0, tools: int = 0) -> dict:
-    answer: dict = {"role": "assistant", "content": text}
-    if calls:
-        named = [{"name": f"f{n}", "arguments": "{}"} for n in range(calls)]
-        answer["tool_calls"] = [{"id": "c", "type": "function", "function": one} for one in named]
-    return {
-        "messages": [{"role": "user", "content": text}, answer] * pairs,
-        "tools": [{"type": "function", "function": {"name": "f", "description": "a" * tools}}],
-    }
-
-
-def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
-    for good in (
-        talk_of(725, "a" * 140),
-        talk_of(350, "a" * 2100),
-        talk_of(100, "a" * 50_000),
-        talk_of(1, calls=20_000),
-    ):
-        refuse_costly(to_chat(good))
-    refuse_costly(to_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk_of(1)["messages"]}))
-    for bad in (talk_of(1100), talk_of(4096), talk_of(300, "a" * 50_000), talk_of(100, calls=800)):
-        with pytest.raises(BadRecord, match="answers among .* bytes with its tools: to find them takes too long"):
-            refuse_costly(to_chat(bad))
-    with pytest.raises(BadRecord, match="has 400 answers among 800 messages"):
-        ChatEncoder(tokenizer()).encode(to_chat(talk_of(400, tools=300_000)))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -112,30 +112,15 @@ def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
     assert remarks(tmp_path) == {"renamed": {"lm_head.weight": "model.embed_tokens.weight"}}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"qweight": (4, 32), "qzeros": (1, 4), "scales": (1, 32), "g_idx": (32,)},
-        {"weight": (32, 32), "weight_scale_inv": (1, 1)},
-        {"weight": (512, 1), "weight.absmax": (16,), "weight.quant_state.bitsandbytes__nf4": (90,)},
-        {"weight_packed": (32, 4), "weight_scale": (32, 1), "weight_shape": (2,)},
-    ],
-    ids=["gptq", "fp8", "bitsandbytes", "compressed-tensors"],
-)
-def test_compare_takes_quantised_layers_by_their_modules(tmp_path, parts):
+def test_compare_leaves_quantised_tensors_to_their_format(tmp_path):
     tensors = write(tmp_path)
-    made = {}
-    for name, tensor in tensors.items():
-        module = name.removesuffix(".weight")
-        made |= {f"{module}.{p}": torch.zeros(s) for p, s in parts.items()} if "_proj" in name else {name: tensor}
-    save_file(made, tmp_path / "model.safetensors")
+    packed = {f"module.{name}_packed": torch.zeros(4, dtype=torch.int32) for name in tensors}
+    save_file(packed, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    assert remarks(tmp_path) == {}
-    made = {name: tensor for name, tensor in made.items() if "1.mlp.up_proj" not in name}
-    save_file(made | {"model.extra.thing": torch.zeros(1)}, tmp_path / "model.safetensors")
-    found = remarks(tmp_path)
-    assert found == {"missing": ["model.layers.1.mlp.up_proj.weight"], "unknown": ["model.extra.thing"]}
+    found = compare(tmp_path, "LlamaForCausalLM")
+    assert found["unchecked"] and found["rows"] == 300
+    assert found["renamed"] == {name: name.removeprefix("module.") for name in packed}
 
 
 def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):

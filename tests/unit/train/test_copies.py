@@ -15,7 +15,7 @@ def written(tmp_path, layout, pieces):
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
         for placed in layout:
             draft.view(placed.spec.name)[:] = bytes(placed.nbytes)
-        assert sum(plan.write(draft)) == plan.elements
+        plan.write(draft)
         stored = draft.commit(meta={})
     with store.lease(stored) as lease:
         found = {p.spec.name: as_tensor(lease.view(p.spec.name), "F32", p.spec.shape).clone() for p in layout}
@@ -37,10 +37,9 @@ def test_what_lies_side_by_side_on_both_sides_is_one_move(tmp_path):
             whole = flat[n * 2_100_000 : (n + 1) * 2_100_000]
             pieces.append((f"{kind}.{n}", Strided(first, last - first, last - first, 1), whole[first:last]))
     plan, found = written(tmp_path, layout, pieces)
-    assert len(plan.moves) == 2 and plan.elements == 2 * (1_099_999 + 2_100_000 + 777)
+    assert [move.runs.size for move in plan.moves] == [1_099_999 + 2_100_000 + 777] * 2
     for kind, first in ((kind, n) for kind in "ab" for n in range(3)):
         assert torch.count_nonzero(found[f"{kind}.{first}"]) > 0
-    assert [(last - start) // 4 for _, start, last in plan.ranges()] == [plan.elements // 2] * 2
 
 
 def test_gaps_other_storages_and_columns_stay_moves_of_their_own(tmp_path):

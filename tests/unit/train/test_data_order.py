@@ -17,8 +17,8 @@ from train.methods.methods import method_of
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
-from train.run.prepare import prepare
-from train.run.reference import Reference
+from train.trainer.prepare import prepare
+from train.trainer.reference import Reference
 
 
 def lengths_of(run):

@@ -1,4 +1,4 @@
-"""What `train.state.fragments` and `train.run.engine` take from DeepSpeed's inside is there and means what we think."""
+"""What `train.state.fragments` and `train.trainer.engine` take from DeepSpeed's inside is there and means the same."""
 
 import inspect
 import os
@@ -16,8 +16,8 @@ from torch import nn
 
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
-from train.run.engine import _groups, build_engine, init_world, meeting_url, place_buffers
 from train.state import fragments
+from train.trainer.engine import _groups, build_engine, init_world, meeting_url, place_buffers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
-from train.data.packing import StepPlan, build_row
+from train.data.packing import build_row
 from train.data.token_set import open_token_set
 from train.methods import head_gradient
 from train.methods.dpo import METHOD as DPO
@@ -26,10 +26,10 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
 from train.plan.spec import TrainSpec
-from train.run import loop
-from train.run.prepare import prepare
-from train.run.reference import Reference
 from train.state import snapshot
+from train.trainer import train as training
+from train.trainer.prepare import prepare
+from train.trainer.reference import Reference
 
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
 TRL = [
@@ -97,13 +97,13 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         micro_batch=2,
         max_length=64,
         packing=False,
+        data_order="given",
         learning_rate=1e-3,
         adam_betas=(0.9, 0.999),
         precision="fp32",
         device_kind="cpu",
     )
-    monkeypatch.setattr(StepPlan, "_order", lambda plan, epoch: np.arange(plan.n_packs))
-    monkeypatch.setattr(loop, "learning_rate", lambda *_, **__: 1e-3)
+    monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     told = []
     run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
     assert run.run()["outcome"] == "succeeded"
@@ -134,7 +134,7 @@ def test_accuracy_is_of_the_preferred_output_alone(tmp_path):
         preferred = torch.cat([torch.full((size,), side % 2 == 0) for side, size in enumerate(batch["sequence_sizes"])])
         batch["labels"] = torch.where(preferred, said, (said + 1) % 250)
         objective(batch)
-    assert objective.take_hits() == [preferred.sum(), preferred.sum()]
+    assert objective.take_metrics()[0][:2] == [preferred.sum(), preferred.sum()]
 
 
 def tiny_spec(tmp_path, **fields):

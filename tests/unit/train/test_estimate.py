@@ -94,7 +94,7 @@ def test_offloaded_state_leaves_the_device():
 
 
 def test_buckets_of_a_reduction_hold_the_largest_parameter():
-    """reduce_bucket_size of train.run.engine; 50 M elements alone were counted, 0.2 of 4.2 GB with Llama 3 8B."""
+    """reduce_bucket_size of train.trainer.engine; 50 M elements alone were counted, 0.2 of 4.2 GB with Llama 3 8B."""
     full = fields(full=True, zero_stage=1) | {"device_kind": "cuda"}
     embedding = 128256 * 4096
     assert estimate.rank_memory(LLAMA_8B, full, 8).buffers_bytes == 2 * 4 * embedding, "one is filled, one reduced"

@@ -10,15 +10,15 @@ import torch
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.methods.supervised_objective import SupervisedObjective
+from train.methods.supervised import METHOD as SUPERVISED
 from train.model.model import load_model
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
-from train.run.engine import build_engine
 from train.state import fragments
 from train.state.publish import publish
-from train.state.snapshot import begin_snapshot, snapshot_layout
+from train.state.snapshot import plan_of_written, snapshot_layout, write_snapshot
+from train.trainer.engine import build_engine
 from weights.memory.store import WeightStore
 
 HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
@@ -49,7 +49,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert estimate.trained_parameters(shape, asdict(spec)) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
-    engine = build_engine(SupervisedObjective(model), spec)
+    engine = build_engine(SUPERVISED.objective(model, {}), spec)
     fragments.create_moments(engine, 1)
     memory = estimate.rank_memory(shape, asdict(spec), 1)
 
@@ -60,7 +60,8 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
-    snapshot = begin_snapshot(engine, spec, store, snapshot_layout(engine), 1).finish()
+    layout = snapshot_layout(engine)
+    snapshot = write_snapshot(spec, store, layout, plan_of_written(engine, layout), step=1, tokens="")
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(engine, spec, store, version="v1", meta={})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
@@ -111,7 +112,7 @@ def test_what_offloading_leaves_on_the_device_beside_the_weights_is_what_was_est
     spec = _full_spec(tmp_path, base, zero_stage=stage, offload="optimizer")
     model = load_model(spec)
     shape = shape_of(base, model)
-    engine = build_engine(SupervisedObjective(model), spec)
+    engine = build_engine(SUPERVISED.objective(model, {}), spec)
     zero, most = engine.optimizer, [0]
     build = zero._build_compact_grad_partition_buffer
 
@@ -139,7 +140,7 @@ def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, st
     spec = _full_spec(tmp_path, base, zero_stage=stage, offload=offload, precision=precision)
     model = load_model(spec)
     shape = shape_of(base, model)
-    engine = build_engine(SupervisedObjective(model), spec)
+    engine = build_engine(SUPERVISED.objective(model, {}), spec)
     step(engine)
     zero = engine.optimizer
     state = zero.optimizer.state

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.model.tensor_parallel import Grid
-from train.run import loop
-from train.run.loop import Run
-from train.run.prepare import moving
+from train.trainer import train as training
+from train.trainer.metrics import Metrics
+from train.trainer.prepare import moving
+from train.trainer.train import Run
 
 
 class Clocked(Progress):
@@ -41,33 +43,37 @@ def test_each_example_that_is_tokenised_moves(progress):
 
 
 @pytest.mark.parametrize(("wanted", "takes_s"), [(False, 60.0), (True, 60.0), (True, 0.0)])
-def test_each_row_of_a_validation_moves_and_a_long_one_is_left(world_of_one, progress, monkeypatch, wanted, takes_s):  # noqa: F811
-    """Devices that were wanted came at the end of a validation, however large its file was."""
+def test_long_validation_moves_with_each_row_and_is_left(
+    world_of_one,  # noqa: F811
+    progress,
+    monkeypatch,
+    tmp_path,
+    wanted,
+    takes_s,
+):
     run: Any = Run.__new__(Run)
-    told = []
-    now_s = iter(np.arange(100) * takes_s)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    run.progress, run.rollouts, run.grid, run.rank = progress, None, Grid(0, 1), 0
-    run.signals = ControlSignals(suspend=wanted)
-    run.valid = SimpleNamespace(packs=range(5), row=lambda packs: packs)
+    now_s = iter(n * takes_s for n in range(100))
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    run.progress, run.grid, run.signals = progress, Grid(0, 1), ControlSignals(suspend=wanted)
+    valid: Any = SimpleNamespace(packs=range(5), row=lambda packs: packs)
     run.method = SimpleNamespace(
         denominator=lambda tokens, packs: len(packs),
         metric_names=(),
-        hits=lambda module: [3, 4],
-        metrics=lambda module: [],
-        peaks=lambda module: [],
+        peak_names=(),
         batch=lambda row, scale, device: torch.tensor(float(row[0]) * scale),
     )
 
     class Engine:
-        device, module = torch.device("cpu"), None
+        device, module = torch.device("cpu"), SimpleNamespace(take_metrics=lambda: ([3, 4], []))
         eval = train = lambda self: None
 
         def __call__(self, batch):
             return batch
 
-    run.engine, run._tell_validation = Engine(), told.append
-    run._validate()
+    run.engine = Engine()
+    spec = host_spec(run_dir=str(tmp_path))
+    run.metrics = Metrics(spec, run.method, run.engine, run.grid, lambda event, **data: None)
     left = wanted and takes_s > 0
+    found = run._validation(valid)
     assert progress.entered == ["validating"] * (0 if left else 5)
-    assert told == [None if left else {"loss": pytest.approx(np.mean(range(5))), "mean_token_accuracy": 0.75}]
+    assert found == (None if left else {"loss": pytest.approx(np.mean(range(5))), "mean_token_accuracy": 0.75})

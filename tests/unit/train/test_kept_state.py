@@ -11,7 +11,7 @@ from train.model import attention
 from train.model.model import keeps_state, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.run.prepare import refuse_shared_rows
+from train.trainer.prepare import refuse_shared_rows
 
 SHAPE = {
     "vocab_size": 64,

@@ -24,6 +24,7 @@ from train.data.formats import BadRecord, to_chat
 from train.data.token_set import open_token_set
 from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, convert, method_of, table
+from train.methods.packed_objective import LogProbObjective
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
@@ -62,19 +63,17 @@ class Echoing(Method):
     def objective(self, model, options):
         return Objective(model, options["strength"])
 
-    def metrics(self, objective):
-        echoes, objective.echoes = objective.echoes, 0.0
-        return [echoes]
 
-
-class Objective(torch.nn.Module):
+class Objective(LogProbObjective):
     def __init__(self, model, strength):
-        super().__init__()
-        self.model, self.strength, self.echoes = model, strength, 0.0
-        self.plain = DEFAULT.objective(model, {})
+        super().__init__(model, lambda log_probs, batch: (-log_probs.sum(), []), 2)
+        self.strength = strength
+
+    def plain(self, batch):
+        return super().forward(batch)
 
     def forward(self, batch):
-        self.echoes += len(batch["sequence_sizes"]) / 2
+        self.report([torch.tensor(len(batch["sequence_sizes"]) / 2)], batch["scale"])
         return self.plain(batch) * (1 + self.strength) / 2
 
 
@@ -224,8 +223,9 @@ def test_a_small_method_from_its_file_to_its_loss(echo, tmp_path):
     objective = echo.objective(load_model(spec), spec.options)
     batch = echo.batch(row, 1.0, "cpu")
     loss = objective(batch)
+    (*_, echoes), _ = objective.take_metrics()
+    assert echoes == len(tokens.packs[0]) and objective.take_metrics() == ([0, 0], [])
     assert loss.item() == pytest.approx(2 * objective.plain(batch).item()) and loss.dtype == torch.float32
-    assert echo.metrics(objective) == [len(tokens.packs[0])] and echo.metrics(objective) == [0.0]
 
 
 def test_a_file_of_no_job_yet_is_checked_by_the_method_that_takes_it(tmp_path):

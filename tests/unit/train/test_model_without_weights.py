@@ -11,8 +11,8 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.control.progress import ControlSignals, Progress
 from train.model.model import load_model
-from train.run import prepare
 from train.state.stored_names import stored_names
+from train.trainer import prepare
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])

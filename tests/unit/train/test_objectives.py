@@ -13,7 +13,7 @@ from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
 from train.methods import head_gradient
 from train.methods.packed_objective import to_batch
-from train.methods.supervised_objective import SupervisedObjective
+from train.methods.supervised import METHOD as SUPERVISED
 from train.model.model import linear_layers, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
@@ -64,7 +64,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
     expected.backward()
     wanted = gradients(model)
 
-    objective = SupervisedObjective(model)
+    objective = SUPERVISED.objective(model, {})
     row = build_row([data[:4], data[4:]], 256, 0, packing=True)
     got = objective(to_batch(row, 1.0, "cpu"))
     got.backward()
@@ -76,7 +76,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
     monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
-    objective = SupervisedObjective(load_model(spec))
+    objective = SUPERVISED.objective(load_model(spec), {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
     with torch.no_grad():
@@ -87,26 +87,26 @@ def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
     with torch.no_grad():
         objective(batch)
     right = -(-len(said) // 3)
-    assert objective.take_hits() == [2 * right, 2 * len(said)] and objective.take_hits() == []
+    assert objective.take_metrics()[0] == [2 * right, 2 * len(said)] and objective.take_metrics()[0] == [0, 0]
     with torch.no_grad():
         objective._fused = False  # by the model's own forward
         objective(batch)
         objective(batch | {"as_reference": True})
-    assert objective.take_hits() == [right, len(said)]
+    assert objective.take_metrics()[0] == [right, len(said)]
 
 
 def test_a_row_that_only_fills_a_step_moves_and_counts_nothing(spec):
     model = load_model(spec)
-    objective = SupervisedObjective(model)
+    objective = SUPERVISED.objective(model, {})
     loss = objective(to_batch(build_row([examples(2)], 128, 0, packing=True), 0.0, "cpu"))
     loss.backward()
     # Every weight has a gradient: ZeRO's ranks wait for each.
     assert loss == 0 and all(not gradient.any() for gradient in gradients(model).values())
-    assert objective.take_hits() == []
+    assert objective.take_metrics()[0] == [0, 0]
 
 
 def test_what_stands_in_one_example_never_reaches_another(spec):
-    objective = SupervisedObjective(load_model(spec))
+    objective = SUPERVISED.objective(load_model(spec), {})
     a, b, c = examples(3, seed=1)
     with torch.no_grad():
         alone = objective(to_batch(build_row([[a]], 128, 0, packing=True), 1.0, "cpu"))
@@ -117,7 +117,7 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
 
 def test_the_scale_scales_loss_and_gradients(spec):
     model = load_model(spec)
-    objective = SupervisedObjective(model)
+    objective = SUPERVISED.objective(model, {})
     row = build_row([examples(2)], 128, 0, packing=True)
     losses, grads = [], []
     for scale in (1.0, 0.25):
@@ -132,7 +132,7 @@ def test_the_scale_scales_loss_and_gradients(spec):
 def test_heads_with_extras_go_through_the_models_own_forward(spec):
     model = load_model(spec)
     row = build_row([examples(2)], 128, 0, packing=True)
-    fused = SupervisedObjective(model)
+    fused = SUPERVISED.objective(model, {})
     with torch.no_grad():
         expected = fused(to_batch(row, 1.0, "cpu"))
         fused._fused = False
@@ -147,7 +147,7 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
     assert set(linear_layers(base)) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     row = build_row([examples(2)], 128, 0, packing=True)
     with torch.no_grad():
-        losses = [SupervisedObjective(m)(to_batch(row, 1.0, "cpu")) for m in (base, lora)]
+        losses = [SUPERVISED.objective(m, {})(to_batch(row, 1.0, "cpu")) for m in (base, lora)]
     assert losses[0] == losses[1]
     with pytest.raises(UnsupportedModel, match="lora_targets"):
         load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_targets": ("nowhere",)}))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from train.control.progress import ControlSignals, Progress
-from train.run import profiling
-from train.run.profiling import Profiling
+from train.trainer import profiling
+from train.trainer.profiling import Profiling
 
 
 class Told:

@@ -296,19 +296,6 @@ async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback
     assert not meeting.exists(), "a world dies as one, and leaves nothing"
 
 
-async def test_the_file_of_a_parked_world_goes_with_it(monkeypatch, tmp_path):
-    one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "first", "cpu")
-    meeting = tmp_path / "worlds" / "first"
-    meeting.touch()
-    made[0].say("done", outcome="suspended", parked=True)
-    await one.next_event(0)
-    assert await one.parked() and meeting.exists(), "the groups of its next life are made through it"
-    await one.start({"job_id": "next", "device_kind": "cpu"}, 0, 1, "second", "cpu")
-    await asyncio.gather(*one._ending)
-    assert not meeting.exists()
-
-
 async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
     await one.start({"job_id": "j", "device_kind": "cuda"}, 3, 8, "meeting", "5")

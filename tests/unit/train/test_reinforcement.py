@@ -35,7 +35,7 @@ from train.rollouts.form import Form
 from train.rollouts.grader import advantages, calls_in, standard_error
 from train.rollouts.rollouts import FILE, REQUESTS_AT_ONCE, Rollouts
 from train.rollouts.sampler import Answers, sample
-from train.run.prepare import prepare
+from train.trainer.prepare import prepare
 from weights.memory.store import WeightStore
 
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
@@ -287,9 +287,9 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
     assert loss.item() / 0.25 / 21 == pytest.approx(-0.0407224, abs=1e-6)
     norm = torch.sqrt(sum(one.grad.square().sum() for one in objective.model.parameters())).item()
     assert norm / 0.25 / 21 == pytest.approx(1.8867627, rel=1e-5)
-    mismatch, moved, clipped = REINFORCEMENT.metrics(objective)
+    (*_, mismatch, moved, clipped), _ = objective.take_metrics()
     assert 0 < mismatch and 0 < moved and 0 < clipped < len(row.labels)
-    assert REINFORCEMENT.metrics(objective) == [0.0] * 3
+    assert objective.take_metrics() == ([0, 0], [])
 
 
 def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
@@ -316,11 +316,10 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     ratios = torch.cat(ratios)
     assert (ratios > 2).any() and (ratios < 0.8).any(), "the cap is met, and what a clip would stop"
     moved = ratios.log().abs()
-    kl, mean, cut = objective.take_metrics()
+    (*_, kl, mean, cut), peaks = objective.take_metrics()
     assert kl == pytest.approx(0.25 * (ratios - 1 - ratios.log()).sum().item(), rel=1e-3)
     assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
-    assert REINFORCEMENT.peaks(objective) == [pytest.approx(moved.max().item(), rel=1e-4)]
-    assert REINFORCEMENT.peaks(objective) == [0.0]
+    assert peaks == [pytest.approx(moved.max().item(), rel=1e-4)]
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
@@ -371,7 +370,7 @@ def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, mo
     monkeypatch.setattr(sampler, "SAMPLING_BYTES", 1)
     assert torch.equal(sampled(objective.model, prompts, chances).ids, made.ids)
     objective(to_batch(found, 1.0, "cpu"))
-    mismatch, moved, clipped = objective.take_metrics()
+    (*_, mismatch, moved, clipped), _ = objective.take_metrics()
     assert abs(mismatch) < 1e-6 and abs(moved) < 1e-3 and clipped == 0
 
 

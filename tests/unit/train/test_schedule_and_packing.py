@@ -11,8 +11,8 @@ from train.data.packing import Row, StepPlan, build_row, plan_packs
 from train.plan.best_fit import best_fit
 from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
-from train.run import prepare
-from train.run.feed import DataFeed
+from train.trainer import prepare
+from train.trainer.feed import DataFeed
 
 SPEC = {
     "job_id": "j",

@@ -96,7 +96,7 @@ def test_a_plan_copies_a_devices_tensors_through_the_ring(tmp_path, monkeypatch)
     plan = CopyPlan.of(layout, [("a", Strided(0, ours.numel(), ours.numel(), 1), ours)])
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
-        assert sum(plan.write(draft)) == ours.numel()
+        plan.write(draft)
         stored = draft.commit(meta={})
     assert made and made[0].waits >= 9
     was = ours.clone()

@@ -1,7 +1,7 @@
 """Which validation of a run was the best, from its event log."""
 
-from train.run.event_log import EventLog
-from train.run.validations import Validations
+from train.trainer.event_log import EventLog
+from train.trainer.validations import Validations
 
 
 def log(folder):

@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weights.format.errors import InvalidLayout, ManifestInvalid, UnknownTensor
+from weights.format.errors import InvalidLayout, ManifestInvalid
 from weights.format.header import DTYPE_BITS
 from weights.format.layout import Layout, TensorSpec
-from weights.format.torch_views import CODES, TORCH_DTYPES, as_tensor, dtype_code, torch_dtype
+from weights.format.torch_views import as_tensor, dtype_code
 
 
 def lay_down(layout: Layout, directory) -> None:
@@ -57,23 +57,6 @@ def test_every_dtype_is_accepted_by_the_library(tmp_path, code):
         assert opened.get_slice("x").get_dtype() == code
 
 
-def test_tensors_start_aligned_and_in_order():
-    specs = [
-        TensorSpec("a", "U8", (7,)),
-        TensorSpec("b", "F32", (16, 8)),
-        TensorSpec("c", "I64", (3,)),
-        TensorSpec("d", "BF16", (32,)),
-        TensorSpec("e", "BF16", (64,)),
-    ]
-    layout = Layout.plan(specs)
-    assert len(layout.file("model.safetensors").header) % 64 == 0
-    assert [placed.spec.name for placed in layout] == ["b", "d", "e", "c", "a"]
-    for placed in layout:
-        if placed.nbytes % 64 == 0:
-            assert placed.start % 64 == 0
-        assert placed.start % (DTYPE_BITS[placed.spec.dtype] // 8) == 0
-
-
 def test_files_are_cut_at_the_limit_with_a_transformers_index(tmp_path):
     specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
     layout = Layout.plan(specs, max_file_bytes=800)
@@ -88,16 +71,6 @@ def test_files_are_cut_at_the_limit_with_a_transformers_index(tmp_path):
     assert Layout.read(tmp_path) == layout
 
 
-def test_a_tensor_larger_than_the_limit_gets_its_own_file():
-    layout = Layout.plan([TensorSpec("big", "F32", (1000,)), TensorSpec("s", "F32", (1,))], max_file_bytes=100)
-    assert [len(file.tensors) for file in layout.files] == [1, 1]
-
-
-def test_adapter_stem():
-    layout = Layout.plan([TensorSpec("a", "F32", (4,))], stem="adapter_model")
-    assert [file.name for file in layout.files] == ["adapter_model.safetensors"]
-
-
 def test_reads_what_the_safetensors_library_wrote(tmp_path):
     tensors = {"x": torch.arange(10, dtype=torch.bfloat16), "y": torch.rand(3, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -110,19 +83,10 @@ def test_reads_what_the_safetensors_library_wrote(tmp_path):
         assert torch.equal(as_tensor(view, placed.spec.dtype, placed.spec.shape), tensor)
 
 
-@pytest.mark.parametrize(
-    "specs, keywords, said",
-    [
-        ([], {}, "at least one tensor"),
-        ([TensorSpec("a", "F32", (1,)), TensorSpec("a", "F32", (1,))], {}, "twice"),
-        ([TensorSpec("a", "F32", (1,))], {"align_bytes": 48}, "power of two"),
-        ([TensorSpec("a", "F32", (1,))], {"max_file_bytes": 0}, "positive"),
-        ([TensorSpec("a", "F32", (1,))], {"stem": "../x"}, "file name"),
-    ],
-)
-def test_plan_refuses(specs, keywords, said):
-    with pytest.raises(InvalidLayout, match=said):
-        Layout.plan(specs, **keywords)
+@pytest.mark.parametrize("specs", [[], [TensorSpec("a", "F32", (1,))] * 2])
+def test_plan_of_no_tensor_or_a_name_twice_raises(specs):
+    with pytest.raises(InvalidLayout):
+        Layout.plan(specs)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +96,10 @@ def test_plan_refuses(specs, keywords, said):
         ("__metadata__", "F32", (1,)),
         ("a\nb", "F32", (1,)),
         ("\ud800", "F32", (1,)),
-        ("a" * 2000, "F32", (1,)),
         ("a", "float32", (1,)),
         ("a", "F32", (-1,)),
         ("a", "F32", (True, 2)),
         ("a", "F32", (1.0,)),
-        ("a", "F32", (2**62, 2**62)),
         ("a", "F4", (3,)),
         ("a", "F32", (1,) * 40),
     ],
@@ -163,35 +125,3 @@ def test_index_cannot_point_outside(tmp_path, target):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(ManifestInvalid):
         Layout.read(tmp_path)
-
-
-def test_directories_without_safetensors(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(InvalidLayout, match="convert"):
-        Layout.read(tmp_path)
-    with pytest.raises(InvalidLayout, match="cannot be read"):
-        Layout.read(tmp_path / "absent")
-
-
-def test_unknown_tensor_says_what_there_is():
-    layout = Layout.plan([TensorSpec("a", "F32", (1,))])
-    with pytest.raises(UnknownTensor, match="'b'.*1 tensors.*a"):
-        layout.find("b")
-    assert "a" in layout and "b" not in layout
-
-
-def test_torch_views_share_memory_and_check_sizes():
-    for code, dtype in TORCH_DTYPES.items():
-        assert torch_dtype(code) is dtype and CODES[dtype] == code
-        assert torch.empty(0, dtype=dtype).element_size() * 8 == DTYPE_BITS[code]
-    raw = bytearray(24)
-    tensor = as_tensor(memoryview(raw), "F32", (2, 3))
-    tensor.fill_(1.0)
-    assert bytes(raw) == b"\x00\x00\x80?" * 6
-    assert as_tensor(memoryview(b""), "BF16", (0, 4)).shape == (0, 4)
-    with pytest.raises(InvalidLayout, match="48 bytes, the view has 24"):
-        as_tensor(memoryview(raw), "F64", (2, 3))
-    with pytest.raises(InvalidLayout, match="no dtype"):
-        as_tensor(memoryview(raw), "F4", (48,))
-    with pytest.raises(InvalidLayout, match="no code"):
-        dtype_code(torch.complex128)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, StringConstraints
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Carried
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -66,6 +65,5 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
         return await running.roll_back(name, caller)
 
     @router.post("/models/{name:path}/promote")
-    async def promote(name: str, request: Request, caller: Caller) -> dict[str, Any]:
-        """A request that comes again is told what the first has changed: by then another canary may run."""
-        return await running.promote(name, caller, carried=Carried(request, caller, "models.promote", name))
+    async def promote(name: str, caller: Caller) -> dict[str, Any]:
+        return await running.promote(name, caller)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
-from appliance.controller.access.model_access import absent_model, stored_model
+from appliance.controller.access.model_access import stored_model, unknown_model
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
@@ -42,7 +42,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         model = models.find(db, name)
         version = models.find_version(db, name, model.active_version) if model and model.active_version else None
         if model is None or version is None:
-            raise absent_model(name)
+            raise unknown_model(name)
         if version.meta.get("adapter"):
             base = version.meta["adapter"]["base"]
             raise InvalidValue(f"{name} is an adapter and is served by the engines of {base}: set {base} up.", "model")

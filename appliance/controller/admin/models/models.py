@@ -1,4 +1,4 @@
-"""/admin/v1/models: list and show models, roll back, pin a version, delete them. operation_routes.py imports them.
+"""/admin/v1/models: list and show models, roll back, pin a version. operation_routes.py imports them.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
@@ -24,7 +24,6 @@ from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
-from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database, Part
 from appliance.store.objects import models
 from appliance.store.records import canaries
@@ -59,8 +58,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
         version = body.version if body else None
         stored_model(db, name)
         carried = Carried(request, caller, "models.rollback", [name, version])
-        if version is None and canaries.find_running(db, name) is not None:
-            return await compared.roll_back(name, caller, carried=carried)
+        if version is None and (canary := canaries.find_running(db, name)) is not None:
+            ended = {"model": name, "from": canary.version, "to": canary.before, "swap": {}}
+            if (deed := carried.before(lambda: Deed.of(**ended))) is not None:
+                return deed
+            return await compared.roll_back(name, caller, judged=canary)
         async with activations.lock(name):
             row = stored_model(db, name)
             before = row.active_version
@@ -106,12 +108,6 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
             return found | {"canary": shown_canary}
 
         return await answer(db, shown_model)
-
-    @router.delete("/models/{name:path}")
-    async def delete(name: str, caller: Caller) -> dict[str, Any]:
-        await remove(context, doomed(context, name), caller)
-        record(context, caller, "model.delete", name)
-        return {"name": name, "deleted": True}
 
 
 _VERSIONS_NAMED = 5

@@ -5,7 +5,7 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -53,35 +53,28 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:
-        attempt, earlier = _attempted(context, request, caller, "model.import", body.model_dump(mode="json"))
-        if earlier is not None:
-            return _accepted(earlier)
-        for field, text in (("source", body.source), ("origin", body.origin or "")):
-            if not text.isprintable():
-                raise InvalidValue(f"The {field} contains control characters.", field)
-        if body.name is not None:
-            _check_new_name(db, body.name)
-        context.quotas.disk.check()  # only the import itself finds out how much more it needs
-        adapter = await _adapter(context, body)
         told = {"source": body.source, "revision": body.revision}
-        given = {**told, "name": body.name, "origin": body.origin, "adapter": adapter}
-        target = body.name or body.source
-        return _start(context, attempt, caller, "import", target, "model.import", told, given)
+
+        async def given() -> dict[str, Any]:
+            for field, text in (("source", body.source), ("origin", body.origin or "")):
+                if not text.isprintable():
+                    raise InvalidValue(f"The {field} contains control characters.", field)
+            if body.name is not None:
+                _check_new_name(db, body.name)
+            context.quotas.disk.check()  # only the import itself finds out how much more it needs
+            return {**told, "name": body.name, "origin": body.origin, "adapter": await _adapter(context, body)}
+
+        sent, target = body.model_dump(mode="json"), body.name or body.source
+        return await _begin(context, request, caller, "model.import", target, sent, given, told)
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
         row = stored_model(db, name)
-        attempt, earlier = _attempted(context, request, caller, "model.verify", row.id)
-        if earlier is not None:
-            return _accepted(earlier)
-        return _start(context, attempt, caller, "verify", row.id, "model.verify")
+        return await _begin(context, request, caller, "model.verify", row.id, row.id)
 
     @router.post("/tiers/verify", status_code=202)
     async def verify_tiers(request: Request, caller: Caller) -> JSONResponse:
-        attempt, earlier = _attempted(context, request, caller, "tiers.verify", "")
-        if earlier is not None:
-            return _accepted(earlier)
-        return _start(context, attempt, caller, "verify", operations.TIERS, "tiers.verify")
+        return await _begin(context, request, caller, "tiers.verify", operations.TIERS, "")
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
@@ -95,11 +88,30 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"operation": operations.view(row)}
 
 
-def _attempted(
-    context: ControllerContext, request: Request, caller: Principal, action: str, body: Any
-) -> tuple[Attempt[OperationRow], OperationRow | None]:
-    """The attempt, and the operation that an earlier one of it began. One that failed is no answer to a mere retry: it
-    may be that of an earlier request."""
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
+async def _begin(
+    context: ControllerContext,
+    request: Request,
+    caller: Principal,
+    action: str,
+    target: str,
+    body: Any,
+    given: Callable[[], Awaitable[dict[str, Any]]] = _nothing,
+    told: Mapping[str, Any] = MappingProxyType({}),
+) -> JSONResponse:
+    """Starts an operation, or answers with the one that an earlier attempt of the request began. One that failed is no
+    answer to a mere retry: it may be that of an earlier request.
+
+    Args:
+        action: "noun.kind" of the audit row; the kind is the operation's.
+        body: of the request, as JSON.
+        given: checks a new request and returns what the operation begins with. Raises ApiError.
+        told: for the audit log.
+    """
+    kind = action.partition(".")[2]
 
     def begun(operation_id: str) -> OperationRow | None:
         row = operation_rows.find(context.db, operation_id)
@@ -109,20 +121,8 @@ def _attempted(
     attempt = Attempt(request, caller, f"operations.{action}", body, begun)
     if (earlier := attempt.earlier()) is not None:
         record(context, caller, action, earlier.target, repeated=True)
-    return attempt, earlier
-
-
-def _start(
-    context: ControllerContext,
-    attempt: Attempt[OperationRow],
-    caller: Principal,
-    kind: str,
-    target: str,
-    action: str,
-    told: Mapping[str, Any] = MappingProxyType({}),
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> JSONResponse:
-    """told: for the audit log. given: what the operation begins with."""
+        return _accepted(earlier)
+    begins_with = await given()
 
     def make() -> OperationRow:
         twin = operation_rows.find_running(context.db, kind, target)
@@ -132,7 +132,7 @@ def _start(
                 param=None,
                 code="operation_running",
             )
-        return operations.start(context, kind, target, caller.key_id, **given)
+        return operations.start(context, kind, target, caller.key_id, **begins_with)
 
     row, new = attempt.once(make)
     if new:
@@ -150,15 +150,11 @@ def _check_new_name(db: Database, name: str) -> None:
     if name.startswith("ft:"):
         raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
     if models.find(db, name) is not None or made_by_jobs(db, name):
-        raise _exists(name)
-
-
-def _exists(name: str) -> Conflict:
-    return Conflict(
-        f"The model {shown(name)} exists, or a job makes it; delete it first or choose another name.",
-        param="name",
-        code="model_exists",
-    )
+        raise Conflict(
+            f"The model {shown(name)} exists, or a job makes it; delete it first or choose another name.",
+            param="name",
+            code="model_exists",
+        )
 
 
 async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:

@@ -12,14 +12,12 @@ import glob
 import secrets
 import shutil
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
-from appliance.controller.admin.owners.first_key import drop_first_key
+from appliance.controller.admin.owners.key_ends import end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
@@ -32,7 +30,6 @@ from appliance.controller.models import removal as models
 from appliance.store.database import Database
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
-from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
 from appliance.store.upkeep import forgotten, retention
 
@@ -50,7 +47,7 @@ class Forget(StrictBody):
     models: bool = False
 
 
-def routes(context: ControllerContext, router: APIRouter, forgetting: Forgetting) -> None:
+def routes(context: ControllerContext, router: APIRouter, evaluations: EvalRunner) -> None:
     """Add the routes to the admin router."""
 
     @router.get("/forget", dependencies=[Depends(needs(ADMIN))])  # it names an owner's keys
@@ -63,88 +60,72 @@ def routes(context: ControllerContext, router: APIRouter, forgetting: Forgetting
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
         if body.owner == BOX_ITSELF:
             raise InvalidValue("The box itself cannot be forgotten.", "owner")
-        return await forgetting.forget(body, caller)
+        return await _forget(context, evaluations, body, caller)
 
 
-class Forgetting:
-    """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays."""
+async def _forget(
+    context: ControllerContext, evaluations: EvalRunner, body: Forget, caller: Principal
+) -> dict[str, Any]:
+    """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays. Raises Conflict if the
+    owner's work goes on and may not be cancelled, or somebody uses one of its models."""
+    db, owner = context.db, body.owner
+    there = await asyncio.to_thread(_found, db, owner)
+    if there["unfinished"] and not body.cancel:
+        raise Conflict(
+            f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
+            f"{', '.join(there['unfinished'][:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`).",
+            param="owner",
+            code="owner_busy",
+        )
+    # Newest first: an adapter goes before its base.
+    doomed = there["models"][::-1] if body.models else []
+    # Before the first change: a model that somebody else uses would stop the request halfway.
+    for name in doomed:
+        models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
+    for row in forgotten.keys_of(db, owner):
+        end_key(context, row.id)
+    context.spending.publish_keys()
+    for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
+        ask(context, job_id, "cancel", caller)
+    deadline_s = time.monotonic() + ENDS_WITHIN_S
+    while (left := await asyncio.to_thread(forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
+        await asyncio.sleep(_LOOK_EVERY_S)
+    if left:
+        record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
+        return {"owner": owner, "done": False, "waits_for": left, **there}
+    for name in doomed:
+        await models.remove(context, models.doomed(context, name), caller)
+    for kind in ("eval_runs", "evals"):
+        for one in forgotten.ids(db, kind, owner):
+            await evaluations.delete(one)
+    pseudonym = f"forgotten-{secrets.token_hex(4)}"
+    await asyncio.to_thread(_delete, context, owner, pseudonym)
+    context.spending.publish_keys()
+    counted = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
+    record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
+    await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
+    done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
+    return {"owner": owner, **done, **there}
 
-    def __init__(self, context: ControllerContext, evaluations: EvalRunner):
-        self._context, self._db, self._evaluations = context, context.db, evaluations
 
-    async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
-        """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
-        context, db, owner = self._context, self._db, body.owner
-        there = await asyncio.to_thread(_found, db, owner)
-        if there["unfinished"] and not body.cancel:
-            raise Conflict(
-                f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
-                f"{', '.join(there['unfinished'][:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`).",
-                param="owner",
-                code="owner_busy",
-            )
-        # Newest first: an adapter goes before its base.
-        doomed = there["models"][::-1] if body.models else []
-        # Before the first change: a model that somebody else uses would stop the request halfway.
-        leaving = {*there["unfinished"], *doomed}
-        for name in doomed:
-            models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
-        for row in forgotten.keys_of(db, owner):
-            drop_first_key(context, keys.revoke(db, row.id))
-        context.publish_keys()
-        if left := await self._end_work(owner, caller):
-            record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
-            return {"owner": owner, "done": False, "waits_for": left, **there}
-        for name in doomed:
-            await models.remove(context, models.doomed(context, name), caller)
-        await self._delete(owner)
-        pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        await asyncio.to_thread(forgotten.rename, db, owner, pseudonym)
-        context.publish_keys()
-        counted = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
-        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
-        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
-        return {
-            "owner": owner,
-            "done": True,
-            "waits_for": [],
-            "pseudonym": pseudonym,
-            "models_deleted": doomed,
-            **there,
-        }
-
-    async def _end_work(self, owner: str, caller: Principal) -> list[str]:
-        """End unfinished work and wait for it briefly; returns what has not ended by then."""
-        context, db = self._context, self._db
-        for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
-            if (job := jobs.find(db, job_id)) is not None and not job.finished:
-                ask(context, job.id, "cancel", caller)
-        for key in forgotten.keys_of(db, owner):  # which are revoked
-            context.tasks.end_key(key.id)
-        deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while (left := await asyncio.to_thread(forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
-            await asyncio.sleep(_LOOK_EVERY_S)
-        return left
-
-    async def _delete(self, owner: str) -> None:
-        context, db = self._context, self._db
-        for job_id in forgotten.ids(db, "jobs", owner):
-            job = jobs.find(db, job_id)
-            for file_id in job.result_files if job is not None else ():
-                if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-                    files.remove(context, row)
-            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
-            await to_thread.run_sync(_delete_of_trackers, context.files_dir.parent / "tracking", job_id)
-            await asyncio.to_thread(retention.delete_texts_of_job, db, job_id)
-        for file_id in forgotten.ids(db, "files", owner):
-            if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-                files.remove(context, row)
-        for upload_id in forgotten.ids(db, "uploads", owner):
-            await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
-        gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
-        for one in gone:
-            await self._evaluations.delete(one, within_s=None)
-        await asyncio.to_thread(forgotten.delete, db, owner)
+def _delete(context: ControllerContext, owner: str, pseudonym: str) -> None:
+    """Delete the owner's bytes and rows, and rename what stays."""
+    db = context.db
+    job_ids, file_ids = forgotten.ids(db, "jobs", owner), forgotten.ids(db, "files", owner)
+    for job_id in job_ids:
+        file_ids += jobs.get(db, job_id).result_files
+        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+        # W&B's files on the box have the job's name, its tags and its project.
+        for run in (context.files_dir.parent / "tracking" / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
+            shutil.rmtree(run, ignore_errors=True)
+        retention.delete_texts_of_job(db, job_id)
+    for file_id in file_ids:
+        if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
+            files.remove(context, row)
+    for upload_id in forgotten.ids(db, "uploads", owner):
+        shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
+    forgotten.delete(db, owner)
+    forgotten.rename(db, owner, pseudonym)
 
 
 def _found(db: Database, owner: str) -> dict[str, Any]:
@@ -155,9 +136,3 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
         "unfinished": forgotten.unfinished(db, owner),
         **{kind: len(forgotten.ids(db, kind, owner)) for kind in counted},
     }
-
-
-def _delete_of_trackers(folder: Path, job_id: str) -> None:
-    """The files of a job's runs that W&B keeps on the box: they have the job's name, its tags and its project."""
-    for run in (folder / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
-        shutil.rmtree(run, ignore_errors=True)

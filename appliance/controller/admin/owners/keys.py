@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, create_model
 
-from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
-from appliance.controller.admin.owners.first_key import drop_first_key
+from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, part
@@ -30,7 +28,7 @@ from appliance.controller.interfaces.principal import (
     check_stands,
     needs,
 )
-from appliance.controller.jobs import claims, pauses
+from appliance.controller.jobs import pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
@@ -48,8 +46,6 @@ EXPIRED_EVERY_S = 2.0
 """Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
-Jobs = Annotated[int, Field(ge=0, le=10**6)]
-_LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
 
 
 _BOUNDS: Any = dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None))
@@ -63,9 +59,9 @@ KeyBounds = create_model(
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
-    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs;
-    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: a new key's default.
-    expires_s: Unix time at which it ends by itself.
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
+    jobs, which may be not preemptible or have a deadline if it is above 0. expires_s: Unix time at which it ends by
+    itself.
     """
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
@@ -74,9 +70,6 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    max_non_preemptible: Jobs | None = None
-    max_deadlines: Jobs | None = None
-    max_held: Jobs | None = None
     bounds: KeyBounds | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
@@ -85,7 +78,9 @@ class KeyLimits(StrictBody):
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
             given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
-        return {name: _LIMITS_OF_NEW.get(name) if value is None else value for name, value in given.items()}
+        if given.get("max_priority", 0) is None:
+            given["max_priority"] = 0
+        return given
 
 
 class KeyCreate(KeyLimits):
@@ -97,52 +92,7 @@ class KeyCreate(KeyLimits):
     owner: OwnerName | None = None
 
 
-class KeyEnds:
-    """What ends with a key: its tasks fail, its jobs are paused."""
-
-    def __init__(self, context: ControllerContext):
-        self._context = context
-
-    def revoke(self, caller: Principal, key_id: str) -> dict[str, list[str]]:
-        """Returns what was stopped, nothing of a key that was revoked before."""
-        stopped = self._stop(caller, key_id, "key.revoke")
-        self._tell(f"{key_id} was revoked")
-        return stopped
-
-    async def look(self) -> None:
-        """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
-        keys is written once for all of them: a course's three hundred end in the same second."""
-        ended = keys.list_ending(self._context.db, time.time())
-        try:
-            for row in ended:
-                self._stop(caller_of(self._context.db, None), row.id, "key.expire")
-        finally:
-            if ended:
-                self._tell(f"{len(ended)} keys have expired")
-
-    def _tell(self, what: str) -> None:
-        self._context.publish_keys()
-        self._context.scheduler.nudge(what)
-
-    def _stop(self, caller: Principal, key_id: str, action: str) -> dict[str, list[str]]:
-        context = self._context
-        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
-        with context.db.transaction():
-            fresh = not keys.is_revoked(context.db, key_id)
-            row = keys.revoke(context.db, key_id)
-            if fresh:
-                stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
-                stopped |= context.tasks.of_key(row.id)
-            record(
-                context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
-            )
-        context.tasks.end_key(key_id)
-        context.asking.end_key(key_id)
-        drop_first_key(context, row)
-        return stopped
-
-
-def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None:
+def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -168,13 +118,13 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
         row, key = _make(context, caller, body)
-        context.publish_keys()
+        context.spending.publish_keys()
         return views.key(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
         row, paused = _limit(context, caller, id_or_name, body)
-        context.publish_keys()
+        context.spending.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
         return views.key(row)
@@ -195,7 +145,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
         with db.transaction():
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
-        context.publish_keys()
+        context.spending.publish_keys()
         return views.key(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
@@ -205,7 +155,9 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds) -> None
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
-        stopped = ends.revoke(caller, before.id)
+        stopped = end_key(context, before.id, caller, "key.revoke")
+        context.spending.publish_keys()
+        context.scheduler.nudge(f"{before.id} was revoked")
         row = keys.find(db, before.id) or before
         return (
             views.key(row)

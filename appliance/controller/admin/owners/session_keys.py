@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from appliance.controller.admin.owners.key_ends import end_key
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.audited import unaudited
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
@@ -44,7 +45,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 headers={"retry-after": "10"},
             )
         row, key = keys.create(db, f"session-{time.time_ns():x}", [INFERENCE], session_keys.OWNER, session=1)
-        context.publish_keys()
+        context.spending.publish_keys()
         return {"id": row.id, "key": key}
 
     @router.delete("/session-keys/{key_id}")
@@ -53,19 +54,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = keys.find(db, key_id)
         if row is None or not row.session or row.id != key_id:
             raise NotFound(f"No key of a command with the id {shown(key_id)}.", param="key_id", code="key_not_found")
-        keys.revoke(db, row.id)
-        context.tasks.end_key(row.id)
-        context.publish_keys()
+        end_key(context, row.id)
+        context.spending.publish_keys()
         return {"id": row.id, "deleted": True}
 
 
-def revoke_old(context: ControllerContext, now_s: float) -> None:
-    """Revoke keys whose command was killed."""
-    if session_keys.revoke_before(context.db, now_s - KEPT_S):
-        context.publish_keys()
-
-
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete ended keys: their usage counts as the box's."""
+    """Revoke keys whose command was killed, and delete ended ones a day later: their usage counts as the box's."""
+    old = [row for row in keys.list_live(context.db) if row.session and row.created_s < now_s - KEPT_S]
+    for row in old:
+        end_key(context, row.id)
+    if old:
+        context.spending.publish_keys()
     session_keys.delete_responses(context.db, now_s - KEPT_S)
     session_keys.forget(context.db, now_s - KEPT_S)

@@ -17,14 +17,13 @@ export function Page({ rest }) {
   return html`<div class="buttons top">${tunes ? html`<a class="button main" href="#/jobs/new">${t("jobs.new")}</a>` : html`<p class="dim">${t("jobs.read_only")}</p>`}</div><${List} />`;
 }
 
-/** Where this person sees jobs: all, or their own. Both have the same objects. */
-const useJobs = () => (useMay("read") ? "/admin/v1/jobs" : "/v1/fine_tuning/jobs");
+/** Of all owners for who may read, else of one's own. */
+const JOBS = "/v1/fine_tuning/jobs";
 
 function List() {
-  const path = useJobs();
-  const jobs = useLive((signal) => get(`${path}?limit=100`, signal), 2, [path]);
+  const jobs = useLive((signal) => get(`${JOBS}?limit=100`, signal), 2);
   return html`<${Live} of=${jobs}>${(answer) => html`<${Card}>
-    <${Rows} answer=${answer} older=${(after) => `${path}?limit=100&after=${after}`} empty=${t("jobs.none")}
+    <${Rows} answer=${answer} older=${(after) => `${JOBS}?limit=100&after=${after}`} empty=${t("jobs.none")}
       text=${(row) => [row.id, row.fine_tuned_model, row.output_model, row.model, row.owner, row.phase || row.status].join(" ")}>${(found, empty) => html`
     <${Table} label=${t("nav.jobs")} rows=${found} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.fine_tuned_model || row.output_model || row.id}</a><br /><span class="dim">${row.model}</span>`],
@@ -39,7 +38,7 @@ function List() {
 }
 
 function Job({ id }) {
-  const path = `${useJobs()}/${id}`;
+  const path = `${JOBS}/${id}`;
   const tunes = useMay("fine_tuning");
   const job = useLive((signal) => get(path, signal), 2, [path]);
   const events = useEvents(id, tunes);

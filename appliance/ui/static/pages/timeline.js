@@ -17,7 +17,7 @@ export function Page() {
     const [handovers, status, jobs] = await Promise.all([
       get("/admin/v1/handovers?limit=500", signal),
       get("/admin/v1/status", signal),
-      get("/admin/v1/jobs?limit=200", signal),
+      get("/v1/fine_tuning/jobs?limit=200", signal),
     ]);
     return { handovers: handovers.data, status: { ...status, jobs: jobs.data } };
   }, 2);

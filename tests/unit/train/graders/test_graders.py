@@ -110,16 +110,6 @@ def test_no_template_takes_long_to_read(text: str) -> None:
     assert time.process_time() - began_s < 30 and len(refused.value.message) < 1000
 
 
-def test_an_answer_is_read_once_for_all_variables_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 40,000 read it again: minutes, with the priority of the job that waits for its reward."""
-    read, loads = list[str](), json.loads
-    monkeypatch.setattr(templates.json, "loads", lambda text: read.append(text) or loads(text))
-    call = {"function": {"arguments": '{"a": 1}'}}
-    sample = Sample('{"a": "x"}', output_tools=[call])
-    variable = "{{sample.output_text.a}}{{sample.output_tools[0].function.arguments.a}}"
-    assert fill(variable * 1000, sample, {}) == "x1" * 1000 and len(read) == 2
-
-
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
@@ -163,6 +153,12 @@ def test_what_models_are_to_read_for_a_sample_is_bounded() -> None:
     assert told.reward == 0 and any("was not asked" in text for text in told.messages)
     told = grade(parse(judge), Sample(""), item, {}, no_python)
     assert any("at most 1048576 are asked" in text for text in told.messages)
+
+
+def test_half_a_sign_of_an_answer_is_no_text_that_a_model_is_asked() -> None:
+    judge = parse(SCORE | {"input": [{"role": "user", "content": "{{ sample.output_json.a }}é你"}]})
+    (asked,) = requests(judge, Sample('{"a": "\\ud800"}'), None).values()
+    assert asked["messages"][0]["content"] == "?é你"
 
 
 def test_an_output_that_is_no_json_has_its_own_flag() -> None:
@@ -262,7 +258,7 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
     found = graded(given, "4", {"answer": "4"})
     assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
     # As OpenAI's SDK reads it from a job: its type has one alone, whose fields are where they were said.
-    assert parse(given).model_dump(mode="json", exclude_unset=True) == given
+    assert parse(given).as_given() == given
 
 
 @pytest.mark.parametrize(
@@ -274,8 +270,7 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
         ("same.real", "a formula has numbers"),
         ("(lambda: 1)()", "a formula has numbers"),
         ("True", "a formula has numbers"),
-        ("sqrt(1, 2)", "takes one number"),
-        ("min(same)", "takes two"),
+        ("sqrt(number=1)", "a formula has numbers"),
         ("-" * 3000 + "same", ""),
         ("(" * 3000 + "same" + ")" * 3000, ""),
         ("same" + " " * 5000, "at most 4096"),
@@ -305,7 +300,18 @@ def test_formulas_know_powers_and_functions() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a / b", "log(b)", "sqrt(0 - a)", "(0 - a) ^ 0.5", "max((0 - a) ^ 0.5, 1)", "9 ^ 9 ^ 9 ^ 9", "1e308 * 10 * a"],
+    [
+        "a / b",
+        "sqrt(1, 2)",
+        "min(a)",
+        "min + 1",
+        "log(b)",
+        "sqrt(0 - a)",
+        "(0 - a) ^ 0.5",
+        "max((0 - a) ^ 0.5, 1)",
+        "9 ^ 9 ^ 9 ^ 9",
+        "1e308 * 10 * a",
+    ],
 )
 def test_a_formula_without_a_value_says_so(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value for a = 1, b = 0") as failure:

@@ -1,112 +1,183 @@
-"""Owners' workers: none waits for another's code."""
+"""Grading in another process: owners in turns, whatever is broken or given up, and nothing left."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import os
+import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 
-from train.graders import hosts
-from train.graders.hosts import MAX_BUSY, MAX_IDLE, GraderHosts
+from train.graders import hosts as hosts_module
+from train.graders import worker
+from train.graders.graders import parse
+from train.graders.grading import ModelAnswer
+from train.graders.hosts import MAX_BUSY, NICENESS, ForkBroke, GraderHosts, WorkerBroke
+from train.graders.templates import Sample
 
+SAME = {"type": "string_check", "name": "c", "input": "{{sample.output_text}}", "reference": "{{item}}"}
+CHECK = parse(SAME | {"operation": "eq"})
+JUDGE = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "{{item}}"}]}
 
-class Host:
-    """In place of a worker process."""
-
-    stopped = 0
-
-    async def stop(self) -> None:
-        Host.stopped += 1
+needs_confinement = pytest.mark.skipif(bool(worker.refusal()), reason=worker.refusal())
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> GraderHosts:
-    owner = hosts._Owner
-    monkeypatch.setattr(hosts, "_Owner", lambda: owner(Host()))  # type: ignore[arg-type]
-    Host.stopped = 0
-    return GraderHosts()
+async def hosts() -> AsyncIterator[GraderHosts]:
+    made = GraderHosts()
+    yield made
+    process = made._process
+    await made.stop()
+    assert process is None or process.returncode is not None
 
 
-async def test_what_one_has_graded_for_minutes_keeps_no_other_waiting(made: GraderHosts) -> None:
-    end, begun = asyncio.Event(), []
+def python(body: str):
+    return parse({"type": "python", "name": "p", "source": f"def grade(sample, item):\n    {body}"})
+
+
+async def test_samples_are_graded_in_order(hosts: GraderHosts) -> None:
+    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
+    assert [one.reward for one in found] == [1, 0, 1]
+
+
+@needs_confinement
+async def test_what_takes_long_to_import_is_imported_once_and_before_the_fork(hosts: GraderHosts) -> None:
+    source = "import sys\nthere = 'sympy' in sys.modules\nimport sympy\ndef grade(sample, item):\n    return there"
+    others = "import sys\ndef grade(sample, item):\n    return not sys.modules.keys() & {'skl' + 'earn', 'pan' + 'das'}"
+    for text in (source, source, others):
+        grader = parse({"type": "python", "name": "p", "source": text})
+        found = await hosts.grade("ann", grader, [(Sample(""), None)] * 2)
+        assert [one.reward for one in found] == [1, 1]
+
+
+async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
+    judge, samples = parse(JUDGE), [(Sample("x"), "one"), (Sample("x"), "two")]
+    answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
+    found = await hosts.grade("ann", judge, samples, answers)
+    assert [one.reward for one in found] == [0.25, 0] and found[0].tokens_by_model == {"m": 7}
+    assert found[1].errors.model_grader_server_error_details == "gone"
+
+
+async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> None:
+    await hosts.grade("ann", CHECK, [(Sample("a"), "a")])
+    assert hosts._process is not None
+    hosts._process.kill()
+    await hosts._process.wait()
+    assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        ("from train.graders import worker; worker._child = lambda *_: os._exit(7); worker.main()", ForkBroke),
+        ("from train.graders import worker; worker._handle = lambda *_: os._exit(7); worker.main()", WorkerBroke),
+        ("raise SystemExit", WorkerBroke),
+    ],
+)
+async def test_whether_the_request_or_the_worker_broke_is_told(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, begin: str, kind: type[WorkerBroke]
+) -> None:
+    monkeypatch.setattr(hosts_module, "_BEGIN", f"import os; {begin}")
+    with pytest.raises(WorkerBroke) as caught:
+        await hosts.refused_schema("ann", {})
+    assert type(caught.value) is kind
+
+
+@needs_confinement
+async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
+    slow = asyncio.create_task(hosts.grade("ann", python("while True: pass"), [(Sample(""), None)]))
+    child = psutil.Process(await _child_of(await _handler(hosts)))
+    slow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+    assert (await hosts.grade("ann", python("return 3"), [(Sample(""), None)]))[0].reward == 3
+    await asyncio.to_thread(child.wait, 10)
+
+
+@needs_confinement
+@pytest.mark.parametrize("waited_for", [False, True])
+async def test_what_a_step_waits_for_has_its_priority(hosts: GraderHosts, waited_for: bool) -> None:
+    """At a lower one, grading was most of a step wherever other processes took the processors."""
+    grading = hosts.grade("ann", python("while True: pass"), [(Sample(""), None)], waited_for=waited_for)
+    going = asyncio.create_task(grading)
+    child = await _child_of(await _handler(hosts))
+    expected = os.getpriority(os.PRIO_PROCESS, 0) + (0 if waited_for else NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, child) == min(expected, 19)  # what Linux has at most
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going
+
+
+async def _handler(hosts: GraderHosts) -> int:
+    while hosts._process is None:
+        await asyncio.sleep(0.01)
+    return await _child_of(hosts._process.pid)
+
+
+async def _child_of(pid: int) -> int:
+    while not (found := psutil.Process(pid).children()):
+        await asyncio.sleep(0.01)
+    return found[0].pid
+
+
+@needs_confinement
+async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
+    body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
+    assert (await hosts.grade("ann", python(body), [(Sample(""), None)]))[0].reward == 1
+
+
+@needs_confinement
+async def test_half_a_sign_of_users_code_is_no_text_that_is_told(hosts: GraderHosts) -> None:
+    (found,) = await hosts.grade("ann", python("raise ValueError('\\ud800')"), [(Sample(""), None)])
+    assert found.messages == ["p: ValueError: ? (line 2)"]
+
+
+async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
+    """By what it computes, so that a busy machine refuses no honest one."""
+    with pytest.raises(ForkBroke, match="1 s of CPU"):
+        await hosts.refused_items("ann", {"pattern": "(a+)+$"}, ["a" * 64 + "b"], cpu_s=1)
+    found = await hosts.refused_items("ann", {"type": "string"}, ["a", 1])
+    assert found == [(1, "item: 1 is not of type 'string'")]
+
+
+async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, begun = asyncio.Event(), list[str]()
+
+    async def ask(head: dict[str, Any], samples: list[Any], *_: Any) -> bytes:
+        begun.append(samples[0]["item"] if samples else "checked")
+        if samples:
+            await end.wait()
+        return b"[]"
+
+    monkeypatch.setattr(hosts, "_ask", ask)
 
     async def slow(owner: str) -> None:
-        async with made.of(owner):
-            begun.append(owner)
-            await end.wait()
+        await hosts.grade(owner, CHECK, [(Sample(""), owner)])
 
     tasks = [asyncio.create_task(slow("greedy")) for _ in range(2 * MAX_BUSY)]
-    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(slow(f"owner {number}")) for number in range(MAX_BUSY - 1)]
+    tasks.append(asyncio.create_task(slow("late")))
     async with asyncio.timeout(60):
-        for number in range(MAX_BUSY - 1):  # however many of one owner wait, they take one place
-            tasks.append(asyncio.create_task(slow(f"owner {number}")))
+        while len(begun) < MAX_BUSY:
             await asyncio.sleep(0)
-        assert begun == ["greedy", *(f"owner {number}" for number in range(MAX_BUSY - 1))]
-        tasks.append(asyncio.create_task(slow("late")))
-        await asyncio.sleep(0)
-        assert "late" not in begun
+        # However many of one owner wait, they take one place, and none of a check.
+        assert sorted(begun) == ["greedy", *(f"owner {number}" for number in range(MAX_BUSY - 1))]
+        assert await hosts.unusable("greedy", {"source": ""}) == [] and begun[-1] == "checked"
         end.set()
         await asyncio.gather(*tasks)
     assert begun.count("greedy") == 2 * MAX_BUSY and "late" in begun
 
 
-async def test_few_idle_workers_are_kept(made: GraderHosts) -> None:
-    used = []
-    for number in range(5):
-        async with made.of(f"owner {number}") as host:
-            used.append(host)
-    assert Host.stopped == 5 - MAX_IDLE
-    async with made.of("owner 4") as host:
-        assert host is used[4]
-    async with made.of("owner 0") as host:
-        assert host is not used[0]
-    await made.stop()
-    assert Host.stopped == 6
-
-
-async def test_a_worker_that_is_wanted_again_is_not_ended(made: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one idle worker ends, which takes a moment, owners of others come and go."""
-    ending, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow_stop(self: Host) -> None:
-        ending.set()
-        await go_on.wait()
-
-    async with contextlib.AsyncExitStack() as busy:
-        for number in range(MAX_BUSY):
-            await busy.enter_async_context(made.of(f"owner {number}"))
-        monkeypatch.setattr(Host, "stop", slow_stop)
-        for number in range(MAX_BUSY):  # all but the last are idle once `busy` ends; nothing is ended in between
-            made._owners[f"owner {number}"].wanted += 1
-    for one in made._owners.values():
-        one.wanted = 0
-    first = asyncio.create_task(made._end_idle())
-    await ending.wait()
-    kept = list(made._owners)[0]
-    async with made.of(kept):
-        second = asyncio.create_task(made._end_idle())
-        go_on.set()
-        await asyncio.gather(first, second)
-        assert kept in made._owners
-
-
-async def test_code_that_takes_long_to_read_keeps_no_other_owner_waiting(
-    made: GraderHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One worker reads the code of all: they went first come, first served, however many requests one owner had."""
-    read: list[str] = []
-
-    async def exchange(header: bytes, written: bytes) -> dict[str, Any]:
-        read.extend(json.loads(written)["sources"])
-        await asyncio.sleep(0)
-        return {"unusable": []}
-
-    monkeypatch.setattr(made._reader, "_exchange", exchange)
-    owners = ["greedy"] * 5 + ["ann"]
-    reading = [asyncio.create_task(made.unusable(owner, {owner: "1"})) for owner in owners]
-    assert await asyncio.gather(*reading) == [[]] * 6
-    assert read.index("ann") == 1, read
-    await made.stop()
+async def test_long_questions_are_not_written_on_the_loop(hosts: GraderHosts, monkeypatch) -> None:
+    written_on, lines = list[int](), hosts_module._lines
+    monkeypatch.setattr(
+        hosts_module, "_lines", lambda *given: written_on.append(threading.get_ident()) or lines(*given)
+    )
+    graded = await hosts.grade("ann", CHECK, [(Sample("a"), {})])
+    assert graded[0].reward == 0 and written_on and threading.get_ident() not in written_on

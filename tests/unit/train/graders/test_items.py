@@ -5,16 +5,15 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from train.graders import templates, worker
+from train.graders import templates
 from train.graders.errors import InvalidGrader
-from train.graders.host import GraderHost, WorkerBroke
-from train.graders.worker import refused_items
+from train.graders.schemas import refused_items
 
 
 @pytest.fixture
@@ -66,27 +65,6 @@ def test_a_variable_has_few_steps() -> None:
     templates.check("{{ item" + ".a" * (templates.MAX_STEPS - 1) + " }}", "input")
     with pytest.raises(InvalidGrader, match="steps"):
         templates.check("{{ item" + ".a" * templates.MAX_STEPS + " }}", "input")
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[GraderHost]:
-    made = GraderHost()
-    yield made
-    await made.stop()
-
-
-async def test_a_schema_that_takes_for_ever_is_ended(host: GraderHost) -> None:
-    """By what it computes, so that a busy machine refuses no honest one."""
-    with pytest.raises(WorkerBroke, match="1 s of CPU"):
-        await host.refused_items({"pattern": "(a+)+$"}, ["a" * 64 + "b"], cpu_s=1)
-    assert await host.refused_items({"type": "string"}, ["a", 1]) == [(1, "item: 1 is not of type 'string'")]
-
-
-async def test_a_schema_is_checked_in_a_process_that_only_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    confined: list[tuple[int, int]] = []
-    monkeypatch.setattr(worker, "only_compute", lambda *limits: confined.append(limits))
-    assert worker.answer({"schema": {"type": "object"}, "items": [{}]}) == {"refused": []}
-    assert confined == [(worker.CHECK_BYTES, worker.CHECK_CPU_S)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,368 @@
+"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure: takes a
+parsed body, returns another one.
+
+Clients send history without ids, thoughts that only OpenAI can read, and items of tools that only its server has. vLLM
+takes the first part of an earlier answer alone, refuses encrypted thoughts, and knows no other items: these are left
+out and named.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from weights.format import legacy_functions as legacy
+
+Object = dict[str, Any]
+
+IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
+IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
+GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+"""vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
+_INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
+"""Values of `include` that engines do not know; they add to items that only OpenAI's own tools make."""
+_TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
+_REFUSED: Final = {
+    "item_reference": "send the item itself, or continue its response with `previous_response_id`",
+    "compaction_trigger": "no engine compacts; ask for a summary in a message",
+}
+_BLOCKS: Final = frozenset(
+    "text image tool_use tool_result tool_reference thinking redacted_thinking tool_addition tool_removal".split()
+)
+"""Types of Anthropic's blocks that engines know."""
+_OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
+"""Types of tools that engines take, by route."""
+_CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
+_NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
+_SAYS_NOTHING: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
+
+
+def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
+    """The request as engines read it, and headers of the answer, naming what is left out. given: without nulls, its
+    fields checked. Raises HttpError 400."""
+    route = route.removesuffix(".input_tokens").removesuffix(".count_tokens")
+    data, items = dict(given), list[str]()
+    try:
+        tools = _set_tools(route, data)
+        if route == "messages" and "messages" in data:
+            data["messages"] = [_anthropic_message(at, message, items) for at, message in enumerate(data["messages"])]
+        elif "messages" in data:
+            data["messages"] = _chat_messages(data["messages"])
+    except legacy.LegacyRefused as error:
+        raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
+    if data.get("top_p") == 0:  # greedy, which engines refuse in this form
+        data["temperature"], data["top_p"] = 0, 1
+    if data.get("temperature") == 0 and data.get("n", 1) != 1:  # several greedy answers: the same
+        data["temperature"], data["top_k"] = 1, 1
+    _set_format(data)
+    if route == "responses":
+        data.pop("client_metadata", None)  # Codex's own notes
+        if isinstance(data.get("input"), list):
+            data["input"] = normalize_items(data["input"], items)
+        if "include" in data:
+            data["include"] = [value for value in data["include"] if value not in _INCLUDES]
+    return data, [*_header(IGNORED_TOOLS, tools), *_header(IGNORED_ITEMS, items)]
+
+
+def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
+    """The header that names these, each once, in ASCII, and a few; none without any."""
+    if not left_out:
+        return []
+    plain = ["".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "_" for c in text) for text in left_out]
+    return [(name, ", ".join([text[:80] for text in dict.fromkeys(plain)][:16]).encode())]
+
+
+def _set_format(data: Object) -> None:
+    """One schema in the place where engines look for it, whatever field the client put it into."""
+    for older, newer in GUIDED.items():
+        if older in data:
+            data["structured_outputs"] = {newer: data.pop(older), **data.get("structured_outputs", {})}
+    wanted, text = data.get("response_format"), data.get("text")
+    if wanted and (flat := _format(wanted)) is not wanted:
+        inner = {name: value for name, value in flat.items() if name != "type"}
+        data["response_format"] = {"type": "json_schema", "json_schema": inner}
+    if text and isinstance(text.get("format"), dict):
+        data["text"] = {**text, "format": _format(text["format"])}
+
+
+def _format(wanted: Object) -> Object:
+    """A format with its schema beside its type, as /v1/responses has it, wherever the client put the schema; the
+    argument itself where there is none."""
+    inner = wanted.get("json_schema")
+    inner = inner if isinstance(inner, dict) else {}
+    schema = wanted.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
+    if wanted.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
+        return wanted
+    named = {key: inner.get(key, wanted.get(key)) for key in ("name", "description", "strict")}
+    made = {"type": "json_schema", "name": "answer", "schema": schema}
+    return made | {key: value for key, value in named.items() if value is not None}
+
+
+# -- tools: those that only their maker's own server runs are left out, where functions remain
+
+
+def _set_tools(route: str, data: Object) -> list[str]:
+    """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
+    HttpError 400, LegacyRefused."""
+    if data.get("functions") == []:
+        data.pop("functions")
+        data.pop("function_call", None)
+    elif route == "chat.completions" and legacy.is_legacy(data):
+        data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
+    if "tools" not in data:
+        return []
+    ignored: dict[str, Any] = {}  # label -> own name
+    kept = _runnable(route, data["tools"], ignored)
+    choice = data.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if isinstance(choice, dict) and isinstance(kind, str):
+        named = choice.get("server_label", _own_name(choice))
+        if kind not in _CHOICES or (named is not None and named in ignored.values() and kind != "allowed_tools"):
+            raise _cannot_run("tool_choice", "`tool_choice` demands", kind)
+    if ignored and not kept and kind != "none":
+        raise _cannot_run("tools[0]", "`tools[0]` is", next(iter(ignored)))
+    if kind == "allowed_tools" and isinstance(choice, dict):
+        kept, kind = _allowed(kept, choice)
+        data["tool_choice"] = kind
+    if not kept:  # so nothing can be chosen
+        del data["tools"]
+        if kind in ("auto", "none"):
+            del data["tool_choice"]
+        data.pop("parallel_tool_calls", None)
+    else:
+        data["tools"] = kept if kind in ("auto", "none", None) else [_enforced(route, tool) for tool in kept]
+    return list(ignored)
+
+
+def _enforced(route: str, tool: Object) -> Object:
+    """The tool with its schema enforced, as engines do for `strict` tools alone: a small model that had to call
+    `get_weather(city)` wrote schemas."""
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": {**tool["function"], "strict": True}}
+    if tool.get("type") == "namespace":
+        return {**tool, "tools": [_enforced(route, inner) for inner in tool["tools"]]}
+    return tool if route == "responses" and tool.get("type") == "custom" else {**tool, "strict": True}
+
+
+def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: str = "") -> list[Object]:
+    """The tools that an engine gets. ignored: gets the others. space: the namespace that they are in."""
+    kept: list[Object] = []
+    for tool in tools:
+        kind, form = tool.get("type"), tool.get("format")
+        has_grammar = isinstance(form, dict) and form.get("type") != "text"
+        own = ("function",) if space else _OWN.get(route, (None, "function"))
+        if kind not in own or has_grammar:
+            ignored[space + _label(tool)] = None if space else _own_name(tool)
+        elif kind == "namespace" and isinstance(tool.get("tools"), list):
+            inner = [one for one in tool["tools"] if isinstance(one, dict)]
+            if functions := _runnable(route, inner, ignored, f"{tool.get('name')}."):
+                kept.append({**tool, "tools": functions})
+        elif kind == "custom" and route == "responses":
+            kept.append(tool)
+        elif route != "responses" and isinstance(tool.get("function"), dict):
+            kept.append({**tool, "function": _with_parameters("parameters", tool["function"])})
+        else:
+            kept.append(_with_parameters("input_schema" if route == "messages" else "parameters", tool))
+    return kept
+
+
+def _with_parameters(name: str, tool: Object) -> Object:
+    """The tool with a schema that takes nothing, if it has none or its own says nothing else. name: of its field."""
+    schema = tool.get(name) or {}
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or schema.keys() - _SAYS_NOTHING:
+        return tool
+    if any(schema.get(key) for key in ("properties", "required", "additionalProperties")):
+        return tool
+    return {**tool, name: _NOTHING}
+
+
+def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
+    """The allowed ones of the tools, which the model gets alone, and the mode. Raises HttpError 400 where none is."""
+    inner = choice.get("allowed_tools", choice)
+    inner = inner if isinstance(inner, dict) else {}
+    given = inner.get("tools")
+    names = [_own_name(tool) for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
+    kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
+    if not kept or mode not in ("auto", "required"):
+        raise errors.bad_request(
+            "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    return kept, mode
+
+
+def _own_name(tool: Object) -> Any:
+    inner = tool.get("function") or tool.get("custom")
+    return inner.get("name") if isinstance(inner, dict) else tool.get("name", tool.get("server_label"))
+
+
+def _label(tool: Object) -> str:
+    """Its type, with its own name where it has one: `custom:apply_patch`."""
+    kind, own = str(tool.get("type"))[:64], _own_name(tool)
+    return f"{kind}:{own[:64]}" if isinstance(own, str) and own != kind else kind
+
+
+def _cannot_run(param: str, asks: str, name: str) -> HttpError:
+    return errors.bad_request(
+        f"{asks} the tool '{name[:64]}', which only its maker's own server runs. This server calls functions that your "
+        "program runs: turn this tool off in your client's settings, or add a function.",
+        param=param,
+        code="unsupported_tool",
+    )
+
+
+# -- messages of chat completions and of Anthropic's API
+
+
+def _chat_messages(messages: list[Object]) -> list[Object]:
+    """Raises LegacyRefused for a message that has the older and the newer form of a call."""
+    made: list[Object] = []
+    unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
+    for place, message in enumerate(messages):
+        if legacy.has_call(message):
+            message = legacy.with_tool_call(place, message)
+        if calls := message.get("tool_calls"):
+            ids = [call.get("id") or f"call_{place}_{at}" for at, call in enumerate(calls)]
+            unnamed = [id for id, call in zip(ids, calls, strict=True) if not call.get("id")]
+            named = [{**_function_call(call), "id": id} for id, call in zip(ids, calls, strict=True)]
+            message = {**message, "tool_calls": named}
+        if message.get("role") == "tool":
+            message = {**message, "content": _result_as_text(message.get("content"))}
+            if unnamed and not message.get("tool_call_id"):
+                message["tool_call_id"] = unnamed.pop(0)
+        elif any(isinstance(part, list) for part in message.get("content") or ()):
+            flat = [inner for part in message["content"] for inner in (part if isinstance(part, list) else [part])]
+            message = {**message, "content": flat}
+        made.append(message)
+    return made
+
+
+def _function_call(call: Object) -> Object:
+    """A call of a custom tool as one of a function."""
+    custom = call.get("custom")
+    if not isinstance(custom, dict):
+        return call
+    arguments = orjson.dumps({"input": custom.get("input")}).decode()
+    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
+
+
+def _result_as_text(content: Any) -> Any:
+    """A tool's result that is data, not a text or parts of a message, as its JSON."""
+    parts = content if isinstance(content, list) else [None]
+    if isinstance(content, str) or all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in parts):
+        return content
+    return "" if content is None else orjson.dumps(content).decode()
+
+
+def _anthropic_message(place: int, message: Object, left_out: list[str]) -> Object:
+    """Documents and search results as texts, and without blocks of Anthropic's own tools. left_out: gets their types.
+    Raises HttpError 400 for a document that is not a text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": _blocks(content, f"messages[{place}].content", left_out)}
+
+
+def _blocks(blocks: list[Any], where: str, left_out: list[str]) -> list[Any]:
+    made: list[Any] = []
+    for place, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result" and isinstance(block.get("content"), list):
+            made.append({**block, "content": _blocks(block["content"], where, left_out)})
+        elif not isinstance(kind, str) or kind in _BLOCKS:
+            made.append(block)
+        elif kind in ("document", "search_result"):
+            made.append({"type": "text", "text": _document(block, f"{where}[{place}]")})
+        else:
+            left_out.append(kind[:80])
+    return made or ([{"type": "text", "text": ""}] if blocks else made)
+
+
+def _document(block: Object, where: str) -> str:
+    """The text of a document or a search result, under its title. Raises HttpError 400."""
+    source, content = block.get("source"), block.get("content")
+    if isinstance(source, dict):
+        content = source.get("data") if source.get("type") == "text" else source.get("content")
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise errors.bad_request(
+            f"`{where}` is a document that is not a text (source.type 'text' or 'content'), which this server does not "
+            "read. Extract the text in your program.",
+            param=where,
+            code="unsupported_document",
+        )
+    return "\n".join(t for t in (block.get("title"), source, block.get("context"), content) if isinstance(t, str))
+
+
+# -- items of /v1/responses
+
+
+def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
+    """The items that an engine gets. left_out: gets the types of those that it does not. Raises HttpError 400 for an
+    object that is not an item, and for a type that asks for what no engine does."""
+    made: list[Object] = []
+    for place, item in enumerate(items):
+        item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
+        kind = item.get("type", "message")
+        if kind == "message" and "role" not in item:  # an engine would compare it with each of its thirty types
+            raise errors.bad_request(
+                f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`.",
+                param=f"input[{place}]",
+                code="invalid_type",
+            )
+        if kind in _REFUSED:
+            raise errors.bad_request(
+                f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}.",
+                param=f"input[{place}]",
+                code="unsupported_item",
+            )
+        if kind == "message":
+            made.append(_message(item))
+        elif kind == "reasoning" and (thought := _thought(item)):
+            made.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
+        elif kind == "function_call_output":
+            made.append({**item, "output": _parts(_result_as_text(item.get("output")))})
+        elif kind == "function_call" and isinstance(item.get("arguments"), dict):
+            made.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
+        elif kind in ("function_call", "custom_tool_call", "custom_tool_call_output"):
+            made.append(item)
+        elif kind != "reasoning" or item.get("encrypted_content"):
+            left_out.append(kind[:80])
+    return made
+
+
+def _message(item: Object) -> Object:
+    content = item.get("content")
+    if not isinstance(content, list):
+        return item
+    texts = [_text(part) for part in content]
+    if item["role"] != "assistant":
+        return {**item, "content": _parts(content)}
+    return item if None in texts else {"role": "assistant", "content": "".join(filter(None, texts))}
+
+
+def _parts(content: Any) -> Any:
+    """Parts with every text as `input_text`, which is the only form that engines know, without further fields."""
+    if not isinstance(content, list):
+        return content
+    return [part if _text(part) is None else {"type": "input_text", "text": _text(part)} for part in content]
+
+
+def _text(part: Any) -> str | None:
+    """None for a part that is not a text."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in _TEXTS:
+        return None
+    text = part.get("refusal" if part["type"] == "refusal" else "text")
+    return text if isinstance(text, str) else None
+
+
+def _thought(item: Object) -> str:
+    """The text of a thought that is not encrypted."""
+    parts = item.get("content") or item.get("summary")
+    return "\n\n".join(filter(None, map(_text, parts))) if isinstance(parts, list) else ""

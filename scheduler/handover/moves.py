@@ -1,0 +1,203 @@
+"""Computes the moves of a hand-over: who leaves devices, who takes them, who changes in place. Pure.
+
+Moves that leave run at once, all together. One that takes starts when the holders of its devices have left (`needs`),
+so a device never has two holders. A cold engine starts when the waking engines of its model are up (`after`): requests
+wait for the first engine, and a cold start would take CPU that the wake needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from scheduler.core.allocation import Allocation, ReplicaPlan
+from scheduler.core.inventory import Device, Holder, node_of
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.effects import Observed
+
+How = Literal["sleep", "stop", "suspend", "end", "wake", "start", "train", "swap", "open"]
+SERVING = ("open", "ready", "draining")
+"""States of an engine that may have requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """An existing group of ranks. `ended`: its work is over, only its processes remain. `run`: see GroupEnded."""
+
+    job_id: str
+    devices: tuple[str, ...]
+    since_s: float = 0.0
+    ended: bool = False
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Devices, engines and groups at one moment; whoever has a process on a device holds it. Never changed in place."""
+
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaView] = field(default_factory=dict)
+    groups: Mapping[str, GroupView] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, observed: Observed, now_s: float) -> Box:
+        return cls(
+            devices={d.id: d for d in observed.devices},
+            replicas={r.id: replace(r, since_s=now_s, answered=True) for r in observed.replicas},
+            groups={
+                g.job_id: GroupView(g.job_id, g.devices, now_s, g.ended is not None, g.run) for g in observed.groups
+            },
+        )
+
+    @property
+    def holders(self) -> dict[str, Holder]:
+        """By device: the engine that is not asleep, or the job."""
+        found = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
+        return found | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
+
+    def with_replica(self, replica: ReplicaView) -> Box:
+        return replace(self, replicas={**self.replicas, replica.id: replica})
+
+    def with_group(self, group: GroupView) -> Box:
+        return replace(self, groups={**self.groups, group.job_id: group})
+
+    def without(self, holder: Holder) -> Box:
+        if holder.kind == "job":
+            return replace(self, groups={k: g for k, g in self.groups.items() if k != holder.id})
+        return replace(self, replicas={k: r for k, r in self.replicas.items() if k != holder.id})
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One holder's part of a hand-over.
+
+    how: free: a replica is drained, if it serves, and put to "sleep" or "stop"ped; a job is "suspend"ed, or "end"ed if
+    it is over. take: a replica "wake"s or "start"s as `plan` says, a job "train"s. swap: a replica takes another
+    version ("swap"), or is "open"ed. devices: those that it leaves or takes. lease: names its right to them in the
+    history. needs: holders that must leave first. after: holders whose takes must have ended, successfully or not.
+    """
+
+    holder: Holder
+    side: Literal["free", "take", "swap"]
+    how: How
+    lease: str
+    devices: tuple[str, ...] = ()
+    plan: ReplicaPlan | None = None
+    needs: frozenset[Holder] = frozenset()
+    after: frozenset[Holder] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} {self.holder}"
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    id: int
+    free: tuple[Move, ...] = ()
+    take: tuple[Move, ...] = ()
+    swap: tuple[Move, ...] = ()
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return self.free + self.swap + self.take
+
+
+def moves(
+    box: Box,
+    wanted: Allocation,
+    handover_id: int,
+    *,
+    busy: Collection[Holder] = (),
+    over: Collection[str] = (),
+    forced: Collection[str] = (),
+) -> Handover:
+    """The moves that turn `box` into `wanted`, and that clean up after a crash or a death.
+
+    Args:
+        handover_id: a number never used before; it makes the names of leases unique.
+        busy: holders that a hand-over in progress is moving; they are skipped.
+        over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
+        forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
+    """
+
+    def lease(holder: Holder) -> str:
+        return f"{handover_id}:{holder.kind}:{holder.id}"
+
+    plans = {r.id: r for r in wanted.replicas}
+    groups = {g.job_id: frozenset(g.devices) for g in wanted.groups}
+    free, take, swap = [], [], []
+    for replica in box.replicas.values():
+        holder = Holder("replica", replica.id)
+        if holder in busy:
+            continue
+        plan = plans.get(replica.id)
+        if replica.state in SERVING and plan is not None and plan.state == "open":
+            if plan.version != replica.version:
+                swap.append(Move(holder, "swap", "swap", lease(holder), replica.devices, plan))
+            elif replica.state != "open":
+                swap.append(Move(holder, "swap", "open", lease(holder), replica.devices, plan))
+        elif plan is None or replica.state != "asleep":
+            how: How = "sleep" if replica.state in SERVING and plan is not None else "stop"
+            free.append(Move(holder, "free", how, lease(holder), replica.devices if replica.state != "asleep" else ()))
+    for group in box.groups.values():
+        holder = Holder("job", group.job_id)
+        if holder not in busy and (group.ended or groups.get(group.job_id) != frozenset(group.devices)):
+            gone = group.ended or group.job_id in over or group.job_id in forced
+            free.append(Move(holder, "free", "end" if gone else "suspend", lease(holder), group.devices))
+
+    leaving, holders = {move.holder for move in free}, box.holders
+    for move in _takes(box, wanted, lease, leaving):
+        if move.holder not in busy:
+            # Its own old devices too: a job must not start before it is suspended.
+            needs = {holders[d] for d in move.devices if d in holders} | ({move.holder} & leaving)
+            take.append(replace(move, needs=frozenset(needs)))
+    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
+
+
+def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving: Collection[Holder]) -> Iterator[Move]:
+    for plan in wanted.open_replicas:
+        holder, now = Holder("replica", plan.id), box.replicas.get(plan.id)
+        if now is None or now.state == "asleep":
+            yield Move(holder, "take", "start" if now is None else "wake", lease(holder), plan.devices, plan)
+    for group in wanted.groups:
+        holder = Holder("job", group.job_id)
+        if group.job_id not in box.groups or holder in leaving:
+            yield Move(holder, "take", "train", lease(holder), group.devices)
+
+
+def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
+    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node).
+    No other move waits for them either."""
+    refused = {
+        move.holder
+        for move in handover.take
+        if move.plan is not None and not book_engine(move.plan.model, node_of(move.devices[0]))
+    }
+    take = (replace(move, after=move.after - refused) for move in handover.take if move.holder not in refused)
+    return replace(handover, take=tuple(take)) if refused else handover
+
+
+def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
+    """Where no open engine has a model's version yet, one engine loads it first: a bad one would take down all."""
+    open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
+    proven = {(replica.model, replica.version) for replica in open_}
+    trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
+    for move in swap:
+        plan = move.plan
+        if move.how == "open" or plan is None or (plan.model, plan.version) in proven:
+            yield move
+        elif plan.model not in trying:
+            trying.add(plan.model)
+            yield move
+
+
+def _wakes_first(take: Collection[Move]) -> Iterator[Move]:
+    waking: dict[str, set[Holder]] = {}
+    for move in take:
+        if move.how == "wake" and move.plan is not None:
+            waking.setdefault(move.plan.model, set()).add(move.holder)
+    for move in take:
+        model = move.plan.model if move.plan is not None and move.how == "start" else ""
+        yield replace(move, after=frozenset(waking.get(model, ())))

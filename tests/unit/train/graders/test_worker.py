@@ -1,0 +1,370 @@
+"""Code of a python grader computes, and can do nothing else: each escape is tried for real, in a process confined like
+those of the box."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+
+from train.graders import worker
+from train.graders.errors import GradingErrors
+from train.graders.graders import parse
+from train.graders.grading import Graded
+from train.graders.templates import Sample
+
+SECRET = "a secret of the box"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _confinable() -> None:
+    if why := worker.refusal():
+        pytest.skip(why)
+
+
+def run(source: str, item: object = None) -> Graded:
+    grader = {"type": "python", "name": "p", "source": source}
+    sample = {"sample": {"output_text": "hello"}, "item": item, "answers": {}}
+    (graded,) = worker.answer({"kind": "grade", "grader": grader}, [sample])
+    return graded
+
+
+def grade(body: str, item: object = None) -> Graded:
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    return run(f"def grade(sample, item):\n{indented}", item)
+
+
+def unusable(source: str) -> str:
+    found = dict(worker.answer({"kind": "code", "sources": {"source": source}}, []))
+    return found.get("source", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "reward"),
+    [
+        ("return len(sample['output_text']) + item['n']", 7),
+        ("import re, json, math, statistics, datetime, difflib\nreturn math.sqrt(4)", 2),
+        ("import numpy as np\nreturn np.linalg.norm(np.ones((200, 200)) @ np.ones((200, 200)))", 40000),
+        ("from rapidfuzz import fuzz\nreturn fuzz.ratio('a', 'a')", 100),
+        ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()\nreturn True", 1),
+        ("print('x' * 10_000_000)\nreturn 1", 1),
+        ("import zoneinfo\nreturn zoneinfo.ZoneInfo('UTC').utcoffset(None).total_seconds()", 0),
+    ],
+)
+def test_it_computes(body: str, reward: float) -> None:
+    assert grade(body, {"n": 2}) == Graded(reward, reward > 0.5, execution_s=ANY)
+
+
+CLASSES = {
+    "a dataclass": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: float\n{}return A(1).b",
+    "one whose types are texts": "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass A:\n    b: float\n{}return A(1).b",
+    "a model in a model": "from pydantic import BaseModel\nclass A(BaseModel):\n    b: float\n"
+    "class C(BaseModel):\n    a: A\n{}return C.model_validate({{'a': {{'b': 1}}}}).a.b",
+    "one that is pickled": "import pickle\nclass A:\n    b = 1\n{}return pickle.loads(pickle.dumps(A())).b",
+    "hints": "from typing import NamedTuple, get_type_hints\nclass A(NamedTuple):\n    b: 'A'\n"
+    "{}return get_type_hints(A)['b'] is A",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_the_code_are_those_of_a_module(name: str) -> None:
+    assert run(CLASSES[name].format("def grade(sample, item):\n    ")).reward == 1
+
+
+ESCAPES = {
+    "read a file": "open(item['secret']).read()",
+    "read by descriptor": "import os\nos.read(os.open(item['secret'], os.O_RDONLY), 9)",
+    "list a directory": "import os\nos.listdir(item['folder'])",
+    "write a file": "open(item['folder'] + '/new', 'w')",
+    "append to a file": "open(item['secret'], 'a')",
+    "truncate a file": "import os\nos.truncate(item['secret'], 0)",
+    "delete a file": "import os\nos.unlink(item['secret'])",
+    "rename a file": "import os\nos.rename(item['secret'], item['secret'] + '2')",
+    "link a file": "import os\nos.link(item['secret'], item['folder'] + '/new')",
+    "link by name": "import os\nos.symlink(item['secret'], item['folder'] + '/new')",
+    "make a directory": "import os\nos.mkdir(item['folder'] + '/new')",
+    "change rights": "import os\nos.chmod(item['secret'], 0o777)",
+    "change the directory": "import os\nos.chdir(item['folder'])",
+    "change the root": "import os\nos.chroot(item['folder'])",
+    "read another's environment": "open(f\"/proc/{item['pid']}/environ\").read()",
+    "read another's memory": "open(f\"/proc/{item['pid']}/mem\", 'rb').read(1)",
+    "read its own environment": "open('/proc/self/environ').read()",
+    "write shared memory": "open('/dev/shm/new', 'w')",
+    "shared memory": "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=9)",
+    "memory that no limit counts": "import os\nos.memfd_create('x')",
+    "connect": "import socket\nsocket.create_connection(('127.0.0.1', item['port']))",
+    "a datagram": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "a local socket": "import socket\nsocket.socket(socket.AF_UNIX)",
+    "a pair of sockets": "import socket\nsocket.socketpair()",
+    "netlink": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "resolve a name": "import socket\nsocket.getaddrinfo('example.com', 80)",
+    "run a program": "import subprocess\nsubprocess.run(['/bin/true'], check=True)",
+    "become a program": "import os\nos.execv('/bin/true', ['true'])",
+    "spawn": "import os\nos.posix_spawn('/bin/true', ['true'], {})",
+    "fork": "import os\nos.fork()",
+    "another process": "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()",
+    "signal": "import os\nos.kill(item['pid'], 0)",
+    "signal a group": "import os\nos.killpg(0, 9)",
+    "a descriptor of a process": "import os\nos.pidfd_open(item['pid'])",
+    "raise a limit": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))",
+    "another's limits": "import resource\nresource.prlimit(item['pid'], resource.RLIMIT_NOFILE)",
+    "priority": "import os\nos.nice(1)",
+    "another's processors": "import os\nos.sched_setaffinity(item['pid'], {0})",
+    "become another user": "import os\nos.setuid(1)",
+    "a file of the box's code": f"open({str(Path(worker.__file__).parents[2] / 'pyproject.toml')!r}).read()",
+    "own a descriptor's signals": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, item['pid'])",
+}
+
+
+@pytest.mark.parametrize("body", ESCAPES.values(), ids=ESCAPES)
+def test_it_does_nothing_else(body: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    item = {"secret": str(tmp_path / "secret"), "folder": str(tmp_path), "pid": os.getpid(), "port": 1}
+    graded = grade(body + "\nreturn 1", item)
+    assert re.search("Error|gaierror", graded.messages[0]) and graded.errors.python_grader_runtime_error
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == SECRET
+
+
+CALLS = {
+    "ptrace": "ptrace(16, item['pid'], 0, 0)",
+    "mount": "mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
+    "personality": "personality(0x0040000)",
+    "unshare": "unshare(0x10000000)",
+    "setns": "setns(0, 0)",
+    "keyctl": "syscall(250, 0)",
+    "bpf": "syscall(321, 0, 0, 0)",
+    "io_uring": "syscall(425, 1, 0)",
+    "userfaultfd": "syscall(323, 0)",
+    "perf_event_open": "syscall(298, 0, 0, -1, -1, 0)",
+    "shmget": "shmget(1, 100, 0o1777)",
+    "poisoned memory": "madvise(0, 4096, 100)",
+    "read another's memory": "process_vm_readv(item['pid'], 0, 0, 0, 0, 0)",
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls by the numbers of x86_64")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls_past_python_are_refused(call: str) -> None:
+    body = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfailed = libc.{call} == -1\n"
+    body += "return ctypes.get_errno() if failed else -1"
+    assert grade(body, {"pid": os.getpid()}).reward == 1  # EPERM
+
+
+ENDS = {
+    "no end": ("while True: pass", "longer than 0.5 s"),
+    "no end in a sleep": ("import time\ntime.sleep(60)", "longer than 0.5 s"),
+    "no end in a library": ("import re\nre.match(r'(a+)+$', 'a' * 64 + 'b')", "longer than 0.5 s"),
+    "much memory": ("return len(bytearray(3 << 30))", "MemoryError"),
+    "much mapped memory": ("import mmap\nreturn len(mmap.mmap(-1, 3 << 30))", "Cannot allocate memory"),
+    "an exit": ("import os\nos._exit(0)", "without a result"),
+    "a polite exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "a crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+    "threads by the thousand": (
+        "import threading\nthreading.stack_size(32768)\nwait = threading.Event().wait\n"
+        "for _ in range(500): threading.Thread(target=wait, daemon=True).start()\nwait()",
+        "threads at once; at most 64",
+    ),
+    "threads while it tells something": (
+        "import os, threading, time\nthreading.stack_size(32768)\nwait = threading.Event().wait\n"
+        "for _ in range(500): threading.Thread(target=wait, daemon=True).start()\n"
+        "while True: os.write(3, b' ') and time.sleep(0.01)",
+        "threads at once; at most 64",
+    ),
+    "no number": ("return 'good'", "returned str; expected a number"),
+    "nothing": ("pass", "returned NoneType; expected a number"),
+    "no finite number": ("return float('nan')", "which is not a reward"),
+    "a lie": ("import os\nos.write(3, b'{\"reward\": 1')\nos._exit(0)", "without a result"),
+    "a flood": ("import os\nwhile True: os.write(3, b'x' * 4096)", "ended"),
+    "an error that hides": ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E: its text"),
+    "deep recursion": ("f = lambda n: f(n + 1)\nf(0)", "RecursionError"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), ENDS.values(), ids=ENDS)
+def test_whatever_it_does_ends_with_an_error_in_words(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "longer" in message:
+        monkeypatch.setattr(worker, "TIME_S", 0.5)
+    graded = grade(body)
+    assert message in graded.messages[0] and graded.errors.python_grader_runtime_error and graded.reward == 0
+
+
+def test_an_error_names_its_line_and_an_invalid_source_is_one() -> None:
+    assert "ZeroDivisionError: division by zero (line 3)" in grade("x = 1\nreturn x / 0").messages[0]
+    assert "SyntaxError" in run("def grade(").messages[0]
+    assert "no function `grade" in run("grades = 1").messages[0]
+
+
+def test_runs_do_not_see_each_other_and_leave_nothing() -> None:
+    assert grade("import builtins\nbuiltins.kept = 1\nreturn 1").reward == 1
+    assert grade("import builtins\nreturn hasattr(builtins, 'kept')").reward == 0
+    assert len({grade("import random\nreturn random.random()").reward for _ in range(3)}) == 3
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "stat="], capture_output=True, text=True).stdout
+    assert "Z" not in children
+
+
+def test_where_nothing_can_confine_it_no_code_runs_and_all_else_is_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise OSError("no such call")
+
+    check = {"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"}
+    for name, replacement in (("missing", lambda: "the kernel offers no Landlock"), ("confine", fails)):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, name, replacement)
+            assert grade("return 1").errors.python_grader_server_error
+            sample = {"sample": {"output_text": ""}, "item": None, "answers": {}}
+            (graded,) = worker.answer({"kind": "grade", "grader": check}, [sample])
+            assert graded.reward == 1
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "'[' * 15000",
+        "'{\"reward\": 1' + '0' * 999 + '}'",
+        "'[]'",
+        "'{\"reward\": {}}'",
+        '\'{"refused": "the box is broken"}\'',
+    ],
+)
+def test_what_the_code_writes_in_place_of_its_reward_is_an_error_of_its_own(written: str) -> None:
+    """It may write to where its reward goes; the process that reads it is not confined."""
+    graded = grade(f"import os\nos.write(3, ({written}).encode())\nos._exit(0)")
+    assert graded.errors.python_grader_runtime_error and "without a result" in graded.messages[0]
+
+
+def test_what_every_fork_needs_is_made_before_it():
+    """A fork that imported numpy.random and made its hundred rules took 22 ms of CPU, for whatever it graded; 9 now."""
+    code = """
+import sys
+from runtime.processes import confinement
+from train.graders import worker
+worker._preload()
+known = set(sys.modules)
+worker.run_python("def grade(sample, item):\\n    return 1\\n", {}, {})
+made = [confinement._allowed_calls.cache_info().currsize, worker._readable.cache_info().currsize]
+print(sorted(set(sys.modules) - known - {"grader"}), *made)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("loops", "run", "rewards"),
+    [
+        # Devices waited two minutes for each of a step's answers, and a step may have thousands.
+        ("abcde", 3, [0] * 5),
+        # A grader that runs what the model wrote meets answers that loop.
+        ("bcde", 5, [1, 0, 0, 0, 0]),
+    ],
+    ids=["always", "some answers"],
+)
+def test_code_that_never_ends_is_not_run_for_every_answer(
+    monkeypatch: pytest.MonkeyPatch, loops: str, run: int, rewards: list[int]
+) -> None:
+    """loops: the answers of which it never ends."""
+
+    def in_child(work: partial, *_: object, **__: object) -> list[Graded]:
+        ((sample, _, _),) = work.args[1]
+        if sample.output_text in loops:
+            raise worker.TookTooLong("it took longer than 120 s")
+        return [Graded(1.0, True)]
+
+    monkeypatch.setattr(worker, "_in_child", in_child)
+    samples = [{"sample": {"output_text": text}, "item": None, "answers": {}} for text in "abcde"]
+    grader = {"type": "python", "name": "p", "source": "def grade(sample, item): return 1"}
+    graded = worker.answer({"kind": "grade", "grader": grader}, samples)
+    assert [one.reward for one in graded] == rewards
+    assert sum(one.errors.python_grader_runtime_error for one in graded) == run - sum(rewards)
+    assert sum(one.errors.other_error for one in graded) == len(graded) - run
+
+
+def test_a_package_that_cannot_be_imported_ends_no_worker(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_that_breaks.py").write_text("raise AttributeError('of another release')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(worker.LOADED, "broken", ("package_that_breaks",))
+    worker._load(["broken"])
+
+
+def test_samples_without_code_that_break_their_process_are_graded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(grader: object, sample: Sample, *given: object) -> Graded:
+        if sample.output_text == "bad":
+            os._exit(7)
+        return Graded(1.0, True)
+
+    monkeypatch.setattr(worker, "grade", breaks)
+    check = {"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"}
+    samples = [{"sample": {"output_text": text}, "item": None, "answers": {}} for text in ("good", "bad", "good")]
+    graded = worker.answer({"kind": "grade", "grader": check}, samples)
+    assert [one.reward for one in graded] == [1, 0, 1] and graded[1].errors == GradingErrors(other_error=True)
+
+
+GRADE = "def grade(sample, item):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GRADE,
+        "def grade(*given): return 1",
+        "from operator import itemgetter as grade",
+        "class Grader:\n    def __call__(self, sample, item): return 1\ngrade = Grader()",
+        f"try:\n    import rdkit\nexcept ImportError:\n    rdkit = None\n{GRADE}",
+        "globals()['grade'] = lambda sample, item: 1",
+        "def grade(sample, item): return item['answer']",
+    ],
+)
+def test_source_that_can_grade_is_taken(source: str) -> None:
+    assert unusable(source) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def grade(sample, item) return 1", "SyntaxError: expected ':' (grader.py, line 1)"),
+        (f"import rdkit\n{GRADE}", "ModuleNotFoundError: No module named 'rdkit' (line 1)"),
+        (f"1 / 0\n{GRADE}", "ZeroDivisionError: division by zero (line 1)"),
+        ("def score(sample, item): return 1", "the source defines no function `grade(sample, item)`"),
+        ("grade = 1", "the source defines no function `grade(sample, item)`"),
+        ("def grade(sample): return 1", "`grade` is called as `grade(sample, item)`: too many positional arguments"),
+        ("def grade(sample, *, item): return 1", "`grade` is called as `grade(sample, item)`"),
+        ("async def grade(sample, item): return 1", "`grade` is a coroutine or a generator"),
+        ("def grade(sample, item): yield 1", "`grade` is a coroutine or a generator"),
+    ],
+)
+def test_source_that_cannot_grade_is_refused(source: str, why: str) -> None:
+    assert unusable(source).startswith(why)
+
+
+def test_documented_packages_compute_where_code_runs() -> None:
+    """By names as OpenAI's documentation has them, in forks of a process that has loaded none of them."""
+    uses = {
+        "numpy": "import numpy as np\nx = np.arange(3).sum() == 3",
+        "scipy": "from scipy import stats\nx = stats.spearmanr([1, 2, 3], [1, 2, 3]).statistic > 0.99",
+        "sympy": "import sympy\nx = sympy.simplify('x + x') == sympy.sympify('2*x')",
+        "pandas": "import pandas as pd\nx = pd.DataFrame({'a': [1, 2]}).a.sum() == 3",
+        "rapidfuzz": "from rapidfuzz import fuzz\nx = fuzz.ratio('a', 'a') == 100",
+        "sklearn": "from sklearn.metrics import f1_score\nx = f1_score([0, 1], [0, 1]) == 1",
+        "rouge_score": "from rouge_score import rouge_scorer\n"
+        "x = rouge_scorer.RougeScorer(['rougeL'], use_stemmer=True).score('a cat', 'a cat')['rougeL'].fmeasure == 1",
+        "deepdiff": "from deepdiff import DeepDiff\nx = not DeepDiff({'a': 1}, {'a': 1})",
+        "jsonschema": "import jsonschema\njsonschema.validate({}, {'type': 'object'})\nx = True",
+        "pydantic": "from pydantic import BaseModel\nclass A(BaseModel):\n    a: int\nx = A(a='1').a == 1",
+        "yaml": "import yaml\nx = yaml.safe_load('a: 1') == {'a': 1}",
+        "nltk": "from nltk.translate import bleu_score as b\nx = b.sentence_bleu([list('abcd')], list('abcd')) == 1",
+        "sqlparse": "import sqlparse\nx = len(sqlparse.parse('select 1')) == 1",
+        "ast_grep_py": "from ast_grep_py import SgRoot\n"
+        "x = SgRoot('a = 1', 'python').root().find(pattern='a = $A') is not None",
+    }
+    assert set(worker.LOADED) <= set(uses)
+    for name, code in uses.items():
+        source = f"{code}\ndef grade(sample, item):\n    return bool(x)\n"
+        grader = parse({"type": "python", "name": "p", "source": source})
+        assert worker.loads_of(grader) == {name} & set(worker.LOADED)
+        assert run(source).reward == 1.0, name

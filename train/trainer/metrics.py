@@ -1,0 +1,191 @@
+"""Measures and reports a run's steps and validations: sums over all ranks, events of rank 0, TensorBoard's curves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm
+from torch.utils.tensorboard import SummaryWriter
+
+from runtime.devices.kinds import kind_of
+from train.control.progress import Events
+from train.methods.method import Method
+from train.model.tensor_parallel import Grid
+from train.plan.errors import TrainingDiverged
+from train.plan.spec import TrainSpec
+from train.trainer.feed import Feed
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """One rank's part in what is reported."""
+
+    def __init__(self, spec: TrainSpec, method: Method, engine: Any, grid: Grid, emit: Events):
+        self._method, self._engine, self._grid, self._emit = method, engine, grid, emit
+        self._forward_time = ForwardTime(None if kind_of(spec.device_kind).on_host else engine.device)
+        self._curves = Curves(Path(spec.run_dir) / "tb") if grid.rank == 0 else None
+        self._began_s = 0.0
+
+    def begin_step(self) -> None:
+        self._began_s = time.perf_counter()
+        self._engine.module.take_metrics()  # of a validation
+        self._forward_time.begin_step()
+
+    def forward_pass(self) -> Any:
+        """A context around the forward pass of each micro-batch."""
+        return self._forward_time.measured()
+
+    def end_step(self, step: int, loss: torch.Tensor, feed: Feed, **told: Any) -> None:
+        """Collective: report that `step` steps are done. loss: this rank's part. told: more for the event. Raises
+        TrainingDiverged, on every rank."""
+        # The other ranks of a tensor-parallel group have the same values.
+        own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
+        taken, peaks = self._engine.module.take_metrics()
+        if self._grid.tensor_rank == 0:
+            own[0] = loss
+            own[1 : 1 + len(taken)] = torch.tensor(taken)
+        seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=own.device)
+        seconds[self._grid.rank] = self._forward_time.seconds()
+        message = torch.cat([own, seconds])
+        comm.all_reduce(message)
+        total, *found = message.tolist()
+        grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
+        if not (math.isfinite(total) and math.isfinite(grad_norm)):
+            raise TrainingDiverged(step, total, grad_norm)
+        named = self._named(found[: self._size - 1])
+        if self._method.peak_names:
+            highest = torch.tensor(peaks or [0.0] * len(self._method.peak_names), device=own.device)
+            comm.all_reduce(highest, op=comm.ReduceOp.MAX)
+            named |= dict(zip(self._method.peak_names, highest.tolist(), strict=True))
+        if self._curves is None:
+            return
+        tokens, waited = feed.tokens(), feed.seconds()
+        training_s = time.perf_counter() - self._began_s
+        full_s = training_s + sum(waited.values())
+        metrics = {
+            "loss": total,
+            "grad_norm": grad_norm,
+            "learning_rate": told["learning_rate"],
+            "tokens_per_s": tokens / full_s,
+            **named,
+            **feed.step_metrics(),
+        }
+        self._curves.write("train", step, metrics)
+        timing = {"timing": {"step": {**waited, "training": training_s, "full_iteration": full_s}}} if waited else {}
+        self._emit(
+            "metrics",
+            at_s=round(time.time(), 3),
+            step=step,
+            devices=self._grid.world_size,
+            tokens=tokens,
+            **(told | metrics),
+            rank_seconds=[round(one, 4) for one in found[self._size - 1 :]],
+            **timing,
+        )
+
+    def begin_validation(self) -> torch.Tensor:
+        """The loss and the method's sums, which are zero."""
+        self._engine.module.take_metrics()
+        return torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
+
+    def validated(self, sums: torch.Tensor, loss: torch.Tensor, *, counts: bool) -> None:
+        """Add one row of a validation to `sums`, if it counts."""
+        taken, _ = self._engine.module.take_metrics()
+        if counts and self._grid.tensor_rank == 0:
+            sums[0] += loss
+            sums[1 : 1 + len(taken)] += torch.tensor(taken, device=sums.device)
+
+    def end_validation(self, sums: torch.Tensor) -> dict[str, float]:
+        """Collective: what the validation found."""
+        comm.all_reduce(sums)
+        loss, *found = sums.tolist()
+        return {"loss": loss, **self._named(found)}
+
+    def tell_validation(self, step: int, total_steps: int, found: dict[str, float]) -> None:
+        if self._curves is not None:
+            self._curves.write("validation", step, found)
+        self._emit("validation", step=step, total_steps=total_steps, **found)
+
+    def close(self) -> None:
+        if self._curves is not None:
+            self._curves.close()
+
+    @property
+    def _size(self) -> int:
+        """The loss, tokens that were the likeliest, all of them, and the method's own."""
+        return 3 + len(self._method.metric_names)
+
+    def _named(self, found: list[float]) -> dict[str, float]:
+        correct, trained, *rest = found
+        accuracy = {"mean_token_accuracy": correct / trained} if trained else {}
+        return accuracy | dict(zip(self._method.metric_names, rest, strict=True))
+
+
+class ForwardTime:
+    """The seconds that a rank computes by itself in a step: its forward passes, before it waits for other ranks in
+    collectives. All ranks end a step together, so the step's time says nothing of one of them.
+
+    device: where the rank computes, which records events in its own queue; None: on the host itself."""
+
+    def __init__(self, device: torch.device | None):
+        self._device = device
+        self._passes: list[tuple[torch.Event, torch.Event]] = []
+        self._host_s = 0.0
+
+    def begin_step(self) -> None:
+        self._passes, self._host_s = [], 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a forward pass."""
+        if self._device is None:
+            began_s = time.perf_counter()
+            yield
+            self._host_s += time.perf_counter() - began_s
+            return
+        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._passes.append((begin, end))
+
+    def seconds(self) -> float:
+        """Of the step so far. On a device it waits for the end of the last pass."""
+        if self._passes:
+            self._passes[-1][1].synchronize()
+        return self._host_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
+
+
+class Curves:
+    """TensorBoard's event files of a run. Steps that were written before a resume are purged. A full disk costs points
+    of a curve and no step; the next point is tried with a new file."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+
+    def write(self, group: str, step: int, values: dict[str, float]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
+            for name, value in values.items():
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+        except OSError as error:
+            log.warning("curves have a gap, %s cannot be written: %s", self._directory, error.strerror)
+            self._writer = None
+
+    def close(self) -> None:
+        """Write out what is buffered: the process ends without any of Python's own clean-up."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            log.warning("the last points are lost, %s cannot be written: %s", self._directory, error.strerror)

@@ -1,0 +1,188 @@
+"""Prepares a run from a spec up to its first step: tokens, model, engine, state.
+
+All ranks of a world run this together, whether they are new or resume a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from deepspeed import comm
+from transformers import PreTrainedModel
+
+from train.control.progress import ControlSignals, Events, Progress
+from train.data.chat import ChatEncoder, Tokens, vocabulary_of
+from train.data.formats import Record
+from train.data.token_set import Encode, TokenSet, open_token_set
+from train.methods.methods import method_of
+from train.model.model import keeps_state, load_model, load_tokenizer
+from train.plan.errors import UnsupportedModel
+from train.plan.spec import TrainSpec
+from train.state.publish import check_publishable
+from train.trainer.engine import build_engine
+from train.trainer.train import Run
+from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import may_open
+from weights.format.errors import VersionNotFound
+from weights.memory.locks import DirectoryLock
+from weights.memory.store import WeightStore
+
+
+def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
+    """Take the store's locks on the trained model's inputs for the life of the rank: frozen weights stay mapped from
+    their files, and the store reuses files of unlocked versions. Locking a directory outside the store is harmless.
+    Raises VersionNotFound."""
+    held = []
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            lock = DirectoryLock.try_shared(Path(path))
+            if lock is None:
+                raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+            held.append(lock)
+    return held
+
+
+def refuse_unsafe(spec: TrainSpec) -> None:
+    """Look at the files of the trained model's inputs before a library opens them. Raises UnsupportedModel."""
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            try:
+                may_open(path, spec.base_model)
+            except OpeningRefused as error:
+                raise UnsupportedModel(str(error)) from error
+
+
+def prepare(
+    spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
+) -> Run:
+    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
+    progress.enter("tokenising")
+    method = method_of(spec.method)
+    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
+    sets = [
+        open_token_set(
+            path,
+            spec.base_path,
+            encoder,
+            Path(spec.run_dir) / "tokens",
+            max_length=method.data_length(spec.max_length, spec.options),
+            packing=spec.packing,
+            as_given=spec.data_order == "given",
+            rank=rank,
+            world_size=world_size,
+            barrier=comm.barrier,
+            sequences=method.sequences,
+            encode=moving(method.encode, progress),
+            cut=method.cut,
+            lay_out=method.row,
+        )
+        if path
+        else None
+        for path in (spec.train_path, spec.valid_path)
+    ]
+    train, valid = sets
+    assert train is not None
+    if rank == 0 and snapshot_path is None:
+        _tell_about_data(emit, spec, train)
+        _tell_about_stage(emit, spec)
+
+    progress.enter("loading")
+    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
+    # and would hold a copy in host memory where loading makes one: to join experts, or to change precision.
+    sent = spec.zero_stage == 3 and rank > 0
+    model = load_model(spec, weights=snapshot_path is None, sent=sent)
+    refuse_shared_rows(model, spec)
+    engine = build_engine(method.objective(model, spec.options), spec)
+    if snapshot_path is None:
+        check_publishable(engine, spec)
+    run = Run(spec, store, engine, train, valid, emit, signals, progress)
+    if snapshot_path:
+        run.resume_from(snapshot_path)
+    return run
+
+
+def moving(encode: Encode, progress: Progress) -> Encode:
+    """`encode` with a heartbeat at each call, because tokenising a file of gigabytes takes longer than the limit for a
+    hang."""
+
+    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
+        progress.enter("tokenising")
+        return encode(encoder, record)
+
+    return encoded
+
+
+def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
+    """Raises UnsupportedModel if sequences would share a row of a model whose layers pass a state from token to token:
+    each sequence would begin with the state that the one before left."""
+    method = method_of(spec.method)
+    alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
+    if keeps_state(model) and not alone:
+        raise UnsupportedModel(
+            f"{model.config.get_text_config().model_type} has layers that keep a state from token to token (mamba, "
+            "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
+            "by the method 'supervised' alone, with packing false and micro_batch 1"
+        )
+
+
+def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
+    if spec.zero_stage == 0:
+        emit(
+            "message",
+            level="info",
+            text=(
+                "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the "
+                "ranks share the optimizer's state instead of each holding all of it"
+            ),
+        )
+
+
+def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    made, epochs = method_of(spec.method).samples(spec.options), f"{spec.n_epochs} epoch{'s' * (spec.n_epochs > 1)}"
+    rows, batch = len(train.packs), spec.batch_size
+    steps = -(-rows * spec.n_epochs // batch)
+    if made.room:
+        text = (
+            f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step, which has "
+            f"{batch} prompts (batch_size): {epochs} make {steps} steps"
+        )
+        emit("message", level="info", text=text)
+        if more := -len(train.packs) * spec.n_epochs % spec.batch_size:
+            text = f"the last step is filled up with {more} prompts of a further pass over the data (batch_size)"
+            emit("message", level="info", text=text)
+        if effort := spec.options.get("reasoning_effort"):
+            text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+            emit("message", level="warn", text=text)
+        return
+    text = f"{train.n_examples} examples, {train.n_tokens} tokens"
+    if (rows_made := train.n_examples + train.n_dropped) > train.n_records and method_of(spec.method).sequences == 1:
+        text = (
+            f"{train.n_records} examples became {rows_made} rows: the model's chat template writes earlier turns "
+            "otherwise than the last, so each turn is trained in the context in which the model is asked; "
+            f"{train.n_tokens} tokens"
+        )
+    if spec.packing:
+        fill = train.n_tokens / (rows * train.capacity)
+        text += f", packed into {rows} sequences of {train.capacity} ({fill:.0%} full)"
+    if spec.packing and rows < train.n_examples:
+        text += (
+            f": a step has {batch} sequences (batch_size), some {batch * train.n_examples / rows:.0f} examples, so "
+            f"that {epochs} make {steps} steps; with packing=false a sequence is one example, and they are "
+            f"{-(-train.n_examples * spec.n_epochs // batch)}"
+        )
+    else:
+        text += f": a step has {batch} of them (batch_size), and {epochs} make {steps} steps"
+    emit("message", level="info", text=text)
+    if train.n_truncated or train.n_dropped:
+        emit(
+            "message",
+            level="warn",
+            text=(
+                f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
+                "were left out because nothing to learn was left of them"
+            ),
+        )

@@ -1,0 +1,347 @@
+"""Trains: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step of it.
+
+Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
+signalled (train.control.rank_messages), so they suspend, cancel or snapshot together without any other coordination. A
+step is a pure function of the seed and its number: one that was left is done again, and only time is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.devices.kinds import kind_of
+from train.control.progress import SIGNALS, ControlSignals, Events, Progress
+from train.control.rank_messages import any_rank, broadcast_json
+from train.data.packing import StepPlan
+from train.data.token_set import TokenSet
+from train.methods.methods import method_of
+from train.plan.learning_rate import learning_rate
+from train.plan.spec import TrainSpec
+from train.rollouts.rollouts import Rollouts
+from train.state import fragments, snapshot
+from train.trainer.checkpointer import Checkpointer, Publisher
+from train.trainer.engine import accumulation_steps
+from train.trainer.event_log import EventLog
+from train.trainer.feed import DataFeed, Feed
+from train.trainer.metrics import Metrics
+from train.trainer.profiling import Profiling
+from train.trainer.reference import Reference
+from train.trainer.validations import Validations
+from weights.format.errors import StoreFull
+from weights.memory.store import WeightStore
+
+KEPT_S = 60.0
+"""How long the first step of a world goes on at least, so that a job makes progress however often its devices are
+taken."""
+_VALIDATES_ON_S = 5.0  # a shorter validation is not left; a suspension waits for its end
+
+
+class Run:
+    """Runs one rank's part of a job, from an engine in memory to an outcome.
+
+    Build it with `train.trainer.prepare`, then `run`. Events are those of the contract in `train.control.group`.
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        store: WeightStore,
+        engine: Any,
+        train: TokenSet,
+        valid: TokenSet | None,
+        emit: Events,
+        signals: ControlSignals,
+        progress: Progress,
+    ):
+        self.spec, self.store, self.engine = spec, store, engine
+        self.train, self.valid = train, valid
+        self.signals, self.progress = signals, progress
+        self.method, self.grid = method_of(spec.method), fragments.grid(engine)
+        self.emit = EventLog(spec.run_dir, emit) if self.grid.rank == 0 else lambda event, **data: None
+        self.step = self.first_step = 0
+        self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
+        self._resumed_from: str | None = None
+        self._began_s, self._took_s = 0.0, 0.0  # time.monotonic() of the step under way, seconds of the last
+        self._ends_early = False
+        self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
+        self.plan, self.feed = self._steps()
+        self.rollouts = None
+        if self.method.rolls_out:
+            self.rollouts = Rollouts(
+                spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
+            )
+            self.feed = self.rollouts
+        self.checkpointer = Checkpointer(spec, store, engine, train.digest, self.emit, progress)
+        self.publisher = Publisher(spec, store, engine, self.emit, progress)
+        self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
+        rows, collectives = accumulation_steps(spec, self.grid.world_size), kind_of(spec.device_kind).collectives
+        self.profiling = Profiling(Path(spec.run_dir) / "profile", collectives, self.emit, progress, rows)
+        self._validations: Validations | None = None  # on rank 0, if something depends on them
+
+    def _steps(self) -> tuple[StepPlan, Feed]:
+        """What each step learns from. The data is ordered by the starting model's loss, and packed again, only once
+        that loss is known: no step is done or planned before."""
+        spec, train = self.spec, self.train
+        if spec.data_order == "loss" and self.reference.complete:
+            train.order_by_loss()
+        shuffled = spec.data_order == "shuffled"
+        plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        return plan, DataFeed(self.method, plan, train, self.grid)
+
+    def resume_from(self, path: str) -> None:
+        """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
+        self.progress.enter("resuming")
+        store = snapshot.store_of(path, self.store, self.spec)
+        self.step = self.first_step = snapshot.read_snapshot(self.engine, self.spec, store, path, self.train.digest)
+        self.reference.take_from(store, path)
+        self._resumed_from = path
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
+        if (outcome := self._learn_reference()) is not None:
+            return outcome
+        if self.grid.rank == 0 and self.spec.follows_validations:
+            self._validations = Validations(self.spec.run_dir, self.step)
+        if self.step == 0:
+            self._validate()
+            self._tell_how_often_it_validates()
+        self._publish(self._is_best())  # an earlier world may have been about to finish or to publish
+        while not self._is_over():
+            signals = self._agreed()
+            if (outcome := self._stopped(signals)) is not None:
+                return outcome
+            if signals["snapshot"] and self.step > self.first_step:
+                self.checkpointer.save(self.step)
+            if self.feed.ready(self.step) and self.train_step():
+                self._validate_and_publish()
+        self.profiling.end(self.step)
+        self._publish_result()
+        self.boundary_s = time.monotonic()
+        return {"outcome": "succeeded", "step": self.step}
+
+    def train_step(self) -> bool:
+        """Collective: do the next step, all its micro-batches and the optimizer's. False if all ranks left it, because
+        their devices are wanted: nothing but gradients has changed, and the process is about to end."""
+        spec, step, engine = self.spec, self.step, self.engine
+        rate = learning_rate(
+            step,
+            self.plan.total_steps,
+            peak=spec.learning_rate,
+            warmup_ratio=spec.warmup_ratio,
+            schedule=spec.lr_scheduler,
+        )
+        for group in engine.optimizer.optimizer.param_groups:
+            group["lr"] = rate
+        self.profiling.before_step(self.signals.take_profile())
+        self.metrics.begin_step()
+        self._began_s = time.monotonic()
+        scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
+        loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+        with self.profiling.reading_input():
+            rows = self.feed.rows()
+        for number, row in rows:
+            self.progress.enter("step", step)
+            if self._leaves(self._left_of_step_s(), spec.step_patience_s):
+                return self._left_step()
+            self.profiling.before_row()
+            # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
+            torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
+            with self.profiling.reading_input():
+                batch = self.method.batch(row, scale * row.weight, engine.device)
+            with self.metrics.forward_pass():
+                part = engine(batch)
+            # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
+            # if told not to (its hook there runs before it detects its own backward).
+            engine.backward(part * 1, scale_wrt_gas=False)
+            loss += part.detach()
+            engine.step()  # the optimizer's after the last micro-batch
+        self.step += 1
+        epoch = min(spec.n_epochs, self._epoch())
+        self.metrics.end_step(
+            self.step, loss, self.feed, total_steps=self.plan.total_steps, epoch=epoch, learning_rate=rate
+        )
+        self._took_s = time.monotonic() - self._began_s
+        self.profiling.after_step(self.step)
+        return True
+
+    def close(self) -> None:
+        """Write out what is buffered: the process may end without any of Python's own clean-up."""
+        self.profiling.drop()
+        self.metrics.close()
+
+    # --- signals
+
+    def _agreed(self) -> dict[str, bool]:
+        """Collective: the signals sent to any rank, by name; a snapshot also when it is due."""
+        due = self.grid.rank == 0 and self.step > self.first_step and self.checkpointer.due()
+        sent = [getattr(self.signals, name) or (name == "snapshot" and due) for name in SIGNALS]
+        self.signals.snapshot = False
+        self.boundary_s = time.monotonic()
+        return dict(zip(SIGNALS, any_rank(*sent), strict=True))
+
+    def _stopped(self, signals: dict[str, bool]) -> dict[str, Any] | None:
+        """Collective: the outcome, if these signals end the run."""
+        if signals["cancel"]:
+            return {"outcome": "cancelled", "step": self.step}
+        if not signals["suspend"]:
+            return None
+        path, nbytes, seconds = self._resumed_from, 0, 0.0
+        if self.step > self.first_step:  # else the state is what the run began with
+            written = self.checkpointer.suspend(self.step)
+            path, nbytes, seconds = written.path, written.bytes, written.seconds
+        return {
+            "outcome": "suspended",
+            "step": self.step,
+            "snapshot_path": path,
+            "bytes": nbytes,
+            "seconds": {"snapshot": seconds},
+        }
+
+    def _leaves(self, left_s: float, patience_s: float) -> bool:
+        """Collective: whether any rank's devices are wanted, and the rank would take longer than `patience_s`."""
+        wanted = self.signals.suspend or self.signals.cancel
+        return any_rank(wanted and left_s > patience_s)[0]
+
+    def _left_of_step_s(self) -> float:
+        """How long the step under way is expected to go on."""
+        spent_s = time.monotonic() - self._began_s
+        if self.step == self.first_step:
+            return np.inf if spent_s > KEPT_S else 0.0
+        return self._took_s - spent_s if spent_s < self._took_s else np.inf
+
+    def _left_step(self) -> bool:
+        self.profiling.drop()
+        text = (
+            f"step {self.step + 1} was left after {time.monotonic() - self._began_s:.1f} s because its devices are "
+            "wanted; it will be done again"
+        )
+        self.emit("message", level="info", text=text)
+        return False
+
+    # --- before the first step
+
+    def _learn_reference(self) -> dict[str, Any] | None:
+        """Collective: what the starting model says of the data; the outcome, if the run is stopped before it is
+        known."""
+        while not self.reference.complete:
+            if (outcome := self._stopped(self._agreed())) is not None:
+                self.reference.save()
+                return outcome
+            self.reference.learn_some()
+        self.checkpointer.kept = self.reference.kept()
+        if self.spec.data_order == "loss":
+            self.plan, self.feed = self._steps()
+        return None
+
+    # --- validations and versions
+
+    def _is_over(self) -> bool:
+        return self._ends_early or self.step >= self.plan.total_steps
+
+    def _epoch(self) -> float:
+        return self.step * self.spec.batch_size / len(self.train.packs)
+
+    def _validate_and_publish(self) -> None:
+        best = False
+        if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
+            self._validate()
+            best = self._is_best()
+        if not self._is_over():  # else it is published as the result
+            self._publish(best)
+
+    def _publish(self, best: bool) -> None:
+        """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
+        spec = self.spec
+        of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
+        if of_epoch or (best and spec.publish == "best"):
+            self.publisher.publish_if_room(self.step, self._epoch())
+
+    def _publish_result(self) -> None:
+        """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,
+        and a later start only publishes."""
+        if not self._best_is_published():
+            try:
+                self.publisher.publish(self.step, self._epoch())
+            except StoreFull:
+                self.checkpointer.save_on_disk(self.step)
+                raise
+        self.publisher.wait()
+
+    def _validate(self) -> None:
+        """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""
+        if self.valid is None:
+            return
+        if self.rollouts is not None:
+            found = self.rollouts.validate(self.step)
+        else:
+            found = self._validation(self.valid)
+        if found is None:
+            return
+        if self._validations is not None:
+            self._validations.add(self.step, found)
+        self.metrics.tell_validation(self.step, self.plan.total_steps, found)
+
+    def _validation(self, valid: TokenSet) -> dict[str, float] | None:
+        packs = np.arange(len(valid.packs))
+        scale = 1.0 / self.method.denominator(valid, packs)
+        sums, began_s = self.metrics.begin_validation(), time.monotonic()
+        self.engine.eval()
+        try:
+            # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+            turns = -(-len(packs) // self.grid.data_size)
+            for turn in range(turns):
+                each_s = (time.monotonic() - began_s) / max(1, turn)
+                if self._leaves(each_s * (turns - turn), _VALIDATES_ON_S):
+                    return None
+                self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
+                index = turn * self.grid.data_size + self.grid.data_rank
+                with torch.no_grad():
+                    row = valid.row(packs[[index % len(packs)]])
+                    part = self.engine(self.method.batch(row, scale, self.engine.device))
+                self.metrics.validated(sums, part, counts=index < len(packs))
+        finally:
+            self.engine.train()
+        return self.metrics.end_validation(sums)
+
+    def _tell_how_often_it_validates(self) -> None:
+        wanted, most = self.spec.eval_interval, self.spec.most_validations
+        apart = self.plan.apart(wanted, most)
+        if apart > wanted:
+            text = f"validations are {apart} steps apart, not {wanted} (eval_interval): publish=best has at most {most}"
+            self.emit("message", level="warn", text=text)
+
+    def _is_best(self) -> bool:
+        """Collective: whether this step is the best so far; it also finds whether the run ends here because it has not
+        become better for long enough."""
+        if not self.spec.follows_validations:
+            return False
+        patience, known = self.spec.early_stopping_patience, self._validations
+        best, since = broadcast_json([known.best_step, known.since_best] if known is not None else None)
+        self._ends_early = 0 < patience <= since and self.step < self.plan.total_steps
+        if self._ends_early:
+            text = (
+                f"training ends at step {self.step} of {self.plan.total_steps}: the last {since} validations were not "
+                f"better than that of step {best} (early_stopping_patience {patience})"
+            )
+            self.emit("message", level="info", text=text)
+        return bool(best == self.step > 0)
+
+    def _best_is_published(self) -> bool:
+        """Collective: whether the result is a version that was published before."""
+        if self.spec.publish != "best":
+            return False
+        known = self._validations
+        best = known.best_step if known is not None else 0
+        there = known is not None and 0 < best < self.step and known.published(best)
+        if there:
+            text = f"the result is the version of step {best}, whose validation was the best"
+            self.emit("message", level="info", text=text)
+        elif 0 < best < self.step:
+            text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
+            self.emit("message", level="warn", text=text)
+        return bool(broadcast_json(there))
