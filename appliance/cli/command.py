@@ -8,7 +8,7 @@ import os
 import shutil
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,20 @@ def number(kind: type = int, least: float | None = None, most: float | None = No
 def auto_or(kind: Callable[[str], Any], word: str = "auto") -> Callable[[str], Any]:
     """A type of options: of this kind, or a word."""
     return lambda text: text if text == word else kind(text)
+
+
+def named(kind: Callable[[str], Any] = str, word: str = "") -> Callable[[str], Any]:
+    """A type of options: NAME=VALUE, whose value is of this kind, or a word."""
+
+    def parsed(text: str) -> Any:
+        name, equals, value = text.partition("=")
+        if word and text == word:
+            return word
+        if not equals or not name.strip():
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        return name.strip(), kind(value)
+
+    return parsed
 
 
 def seconds(text: str) -> float:
@@ -251,14 +265,3 @@ def picked(args: Namespace, names: str) -> dict[str, Any]:
 def given(**fields: Any) -> dict[str, Any]:
     """Fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def pairs(option: str, texts: Iterable[str] | None) -> list[tuple[str, str]]:
-    """Split texts of the form NAME=VALUE. Raises BadUsage."""
-    found = []
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise BadUsage(f"{option} is {text!r}; expected NAME=VALUE")
-        found.append((name.strip(), value))
-    return found

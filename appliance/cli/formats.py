@@ -124,7 +124,7 @@ def joules(value: float) -> str:
 
 
 def _time(value: float) -> str:
-    return moment(value) if value > 1e9 else duration(value)
+    return moment(value) if value > 1e9 else duration(value or None)
 
 
 def number(value: float) -> str:
@@ -139,7 +139,7 @@ UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     *(("bytes_per_s", rate), ("bytes", size), ("bytes_read", size), ("per_s", number), ("_s", _time)),
     *(("seconds", _time), ("_at", _time), ("created", _time), ("share", percent), ("busy", percent)),
     *(("joules", joules), ("loss", loss), ("_w", lambda watts: f"{watts:.0f} W"), ("_c", lambda c: f"{c} °C")),
-    ("", number),
+    *(("seed", str), ("", number)),
 )
 """How numbers are shown, by the ends of their names; the first that fits counts."""
 FORMATS: dict[str, Callable[[Any], str]] = {

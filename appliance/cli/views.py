@@ -26,6 +26,7 @@ NO_JOBS = "no jobs; `appliance job submit --help` shows how to make one"
 def status(now: Row) -> Any:
     box, devices, memory = now["box"], now["devices"], now["memory"]
     busy, lost = sum(one["holder"] is not None for one in devices), sum(one["health"] == "lost" for one in devices)
+    budget = "what is free" if memory["budget_bytes"] is None else size(memory["budget_bytes"])
     last, waiting = box.get("backup"), sum(one["held"] for one in now["requests"].values())
     about = output.fields(
         ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
@@ -36,7 +37,7 @@ def status(now: Row) -> Any:
         ("devices", f"{busy} of {len(devices) - lost} held{f', {lost} lost' if lost else ''}"),
         ("requests", f"{sum(one['inflight'] for one in now['requests'].values())} running, {waiting} waiting"),
         ("backup", formats.by_name("", last) if last else "none yet (`appliance backup make`)"),
-        ("weights", f"{size(memory['used_bytes'])} in shared memory, at most {size(memory['budget_bytes'])}"),
+        ("weights", f"{size(memory['used_bytes'])} in shared memory, at most {budget}"),
     )
     troubles = [
         f"degraded: {one['name']} failed {many(one['failures'], 'time')} since {formats.moment(one['since_s'])} "

@@ -87,7 +87,7 @@ def run(box: DemoBox, switches: int) -> bool:
     before = box.ask(lesson.model, lesson.question)
 
     headline(f"2  Train {lesson.model} on {lesson.title}, and publish the result through shared memory")
-    lines = (importlib.resources.files("appliance") / "demo_data" / lesson.file).read_text().splitlines()
+    lines = (importlib.resources.files("appliance") / "demo_data" / lesson.file).read_text().split("\n")
     body = "\n".join(lines[: lesson.examples]).encode()
     file = box.client.files.create(file=(lesson.file, body), purpose="fine-tune")
     job = box.train(lesson, file.id)

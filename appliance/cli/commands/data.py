@@ -5,7 +5,6 @@ A local file is checked and prepared here, in a process of its own, and needs no
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
@@ -26,9 +25,9 @@ from appliance.cli.command import (
     existing_file,
     flag,
     given,
+    named,
     number,
     opt,
-    pairs,
     part,
     picked,
 )
@@ -207,7 +206,7 @@ def _is_here(args: Namespace) -> bool:
     _TARGET,
     *_READING,
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
-    opt("--at-most CHECK=SHARE", "Fail if a check finds more (1%, 0); repeatable.", action="append"),
+    opt("--at-most CHECK=SHARE", "Fail if a check finds more (1%, 0); repeatable.", type=named(part), action="append"),
     without_box=_is_here,
 )
 def check(session: Session, args: Namespace) -> None:
@@ -221,11 +220,10 @@ def check(session: Session, args: Namespace) -> None:
       appliance file check file-abc123 --model smollm2-135m         on the box
       appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts
     """
-    limits = {name: _share(name, text) for name, text in pairs("--at-most", args.at_most)}
     report = _read(session, args, "check", picked(args, "model max_tokens method against"), {})
     session.show(report, _report)
     faults = []
-    for name, most in limits.items():
+    for name, most in args.at_most or ():
         found = report["checks"].get(name)
         if found is None:
             raise BadUsage(f"--at-most has {name}, which was not checked; it needs --against, --model or --max-tokens")
@@ -235,13 +233,6 @@ def check(session: Session, args: Namespace) -> None:
         faults.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
     if faults:
         raise CommandFailed("; ".join(faults))
-
-
-def _share(name: str, text: str) -> float:
-    try:
-        return part(text)
-    except argparse.ArgumentTypeError as error:
-        raise BadUsage(f"--at-most {name}: {error}") from None
 
 
 @command(

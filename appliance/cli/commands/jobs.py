@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import formats, output, views
-from appliance.cli.command import Session, command, either, flag, given, number, opt, pairs, picked
+from appliance.cli.command import Session, command, either, flag, given, named, number, opt, picked
 from appliance.cli.commands import training
 from appliance.cli.commands.data import kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
@@ -55,7 +55,7 @@ def job_path(job_id: str) -> str:
     ),
     opt("--publish", _PUBLISH, choices=("checkpoints", "end", "epoch", "best")),
     opt("--seed N", "For the order of the data and new weights.", type=number(int, 0)),
-    opt("--metadata NAME=VALUE", "To find it again; repeatable.", action="append"),
+    opt("--metadata NAME=VALUE", "To find it again; repeatable.", type=named(), action="append"),
     *training.DEVICES,
     flag("--hold", "Stays in the queue until `job release`."),
     flag("--wait", "Follow it to its end, as `job logs -f` does."),
@@ -107,7 +107,7 @@ def submit(session: Session, args: Namespace) -> None:
     body = picked(args, "model suffix publish_as seed") | given(
         activate=None if args.activate else False,
         gate=given(eval_id=args.gate, pass_rate_at_least=args.pass_rate_at_least) or None,
-        metadata=dict(pairs("--metadata", args.metadata)) or None,
+        metadata=dict(args.metadata or ()) or None,
         held=args.hold or None,
     )
     body |= training.device_fields(args)

@@ -8,18 +8,13 @@ from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, auto_or, command, flag, number, opt, picked
+from appliance.cli.command import Session, auto_or, command, flag, named, number, opt, picked
 from appliance.cli.commands.training import moment_to_come
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.resources import segment
 from appliance.cli.waiting import until
 
 NONE = "none"
-
-
-def _bound(text: str) -> Any:
-    name, _, value = text.partition("=")
-    return NONE if text == NONE else (name, number(int, 0)(value))
 
 
 # What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
@@ -50,7 +45,7 @@ _LIMITS = (
         "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
         "responses, responses_bytes.",
         dest="bounds",
-        type=_bound,
+        type=named(number(int, 0), NONE),
         action="append",
     ),
 )

@@ -16,9 +16,9 @@ from appliance.cli.command import (
     either,
     flag,
     given,
+    named,
     number,
     opt,
-    pairs,
     part,
     picked,
     seconds,
@@ -138,7 +138,7 @@ _SAMPLING = _settings(
     *_SERVED,
     *_ENGINE,
     *_SAMPLING,
-    opt("--engine-arg KEY=VALUE", "One of vLLM's arguments; KEY=none removes it.", action="append"),
+    opt("--engine-arg KEY=VALUE", "One of vLLM's arguments; KEY=none removes it.", type=named(), action="append"),
     opt("--settings N", "Go back to settings number N; 0: to none.", type=number(int, 0)),
 )
 def deploy(session: Session, args: Namespace) -> None:
@@ -170,8 +170,7 @@ def deploy(session: Session, args: Namespace) -> None:
     if sampling := _values(args, _SAMPLING):
         changes["sampling"] = sampling
     if args.engine_arg:
-        arguments = pairs("--engine-arg", args.engine_arg)
-        changes["engine_args"] = {name: None if value == "none" else value for name, value in arguments}
+        changes["engine_args"] = {name: None if value == "none" else value for name, value in args.engine_arg}
     if args.settings is not None and changes:
         raise BadUsage("--settings takes over earlier settings as a whole; give the others in a command of their own")
     change = {"set": changes} if changes else {"number": args.settings} if args.settings is not None else None

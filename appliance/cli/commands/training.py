@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from appliance.cli.command import Option, auto_or, either, number, opt, pairs, picked
+from appliance.cli.command import Option, auto_or, either, named, number, opt, picked
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
 from train.methods.method import Method
@@ -27,7 +27,7 @@ _COMMON = (
     opt("--zero-stage N", "DeepSpeed ZeRO, 0 to 3.", type=number(int, 0, 3)),
     opt("--tensor-parallel N", "Devices that share one copy of the model.", type=number(int, 1)),
     opt("--max-length TOKENS", "Longest sequence of training.", type=int),
-    opt("--set NAME=VALUE", "Any other hyperparameter; repeatable.", dest="set_", action="append"),
+    opt("--set NAME=VALUE", "Any other hyperparameter; repeatable.", dest="set_", type=named(), action="append"),
 )
 DEVICES = (
     opt("--min-devices N", "Never on fewer.", type=number(int, 1)),
@@ -75,7 +75,7 @@ def hyperparameters(args: Namespace, methods: Mapping[str, Method] = METHODS) ->
             raise BadUsage(f"--{name.replace('_', '-')} belongs to --method {theirs}; --method is {args.method}")
     if values.get("full") and "lora_rank" in values:
         raise BadUsage("--full and --lora-rank exclude each other")
-    for name, text in pairs("--set", args.set_):
+    for name, text in args.set_ or ():
         if name in values:
             raise BadUsage(f"{name} is given twice: once as an option and once with --set")
         try:

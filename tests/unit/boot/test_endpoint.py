@@ -94,21 +94,6 @@ def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypat
     assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("body", "ours"),
-    [
-        (b'{"status": "ok", "boot": "b1"}', True),
-        (b'{"status": "ok", "boot": "b2"}', False),
-        (b'{"status": "ok"}', False),
-        (b"[]", False),
-        (b"<html>", False),
-        (b"", False),
-    ],
-)
-def test_an_answer_is_ours_by_the_name_of_this_boot(body, ours):
-    assert endpoint.is_ours(body, "b1") is ours
-
-
 def test_what_cannot_be_listened_on_is_named():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from appliance.cli import waiting
-from appliance.cli.client import Client
-from appliance.cli.command import WORK_TIMEOUT_S
 from appliance.cli.commands.jobs import event_line
 from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
@@ -84,14 +82,6 @@ def test_a_plan_for_what_is_not_here_needs_no_box():
     assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
     for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
         assert run("plan", "job", *wrong).exit_code == 2
-
-
-def test_a_plan_of_engines_that_are_not_here_needs_no_box():
-    done = run("plan", "serve", "--config", "70b", "--tensor-parallel", "4", "--accelerator", "h100")
-    assert done.exit_code == 0 and "whole sequences  3" in done.stdout
-    assert run("plan", "serve", "--config", "70b", "--accelerator", "h100").exit_code == 1
-    for wrong in (("--config", "70b"), ("chat", "--config", "70b", "--accelerator", "h100")):
-        assert run("plan", "serve", *wrong).exit_code == 2
 
 
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
@@ -167,12 +157,6 @@ def test_a_file_that_is_trained_on_is_not_validated_on(prepared, tmp_path, monke
     assert prepared.sent("POST", "/v1/files") == []
 
 
-def test_a_file_that_was_there_before_stays_when_the_job_is_refused(prepared):
-    prepared.prepare("POST", "/v1/fine_tuning/jobs", (400, openai_error("not so", None)))
-    assert prepared.run("job", "submit", "--model", "starter", "--file", "file-9").exit_code == 2
-    assert not prepared.sent("DELETE", "/v1/files/file-9")
-
-
 def test_a_past_deadline_is_refused(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     asked = ("job", "submit", "--model", "starter", "--file", "file-9", "--deadline")
@@ -191,15 +175,6 @@ def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names
     shown = box.run("file", "get", file_id, "--errors").stdout.splitlines()
     assert len(shown) == 9 and shown[8].startswith("line 9: messages[0].role is ")
     assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
-
-
-def test_a_plan_waits_for_the_tokens_of_a_long_file(prepared, monkeypatch, tmp_path):
-    waited = []
-    real = Client.send
-    monkeypatch.setattr(Client, "send", lambda *a, **k: waited.append((a[2], k.get("timeout_s"))) or real(*a, **k))
-    prepared.prepare("POST", "/admin/v1/plan", (400, openai_error("not so", None)))
-    prepared.run("plan", "job", "--model", "starter", "--file", "file-9")
-    assert waited == [("/admin/v1/plan", WORK_TIMEOUT_S)]
 
 
 def test_a_file_that_is_on_the_box_already(prepared):

@@ -122,45 +122,6 @@ def test_a_plan_is_told_in_sentences(prepared):
     assert json.loads(sent["content"]) == {"policy": "split", "train_devices": 6, "serving_floor": 1}
 
 
-def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
-    step = {
-        "target": "x",
-        "state": "done",
-        "seconds": 0.4,
-        "bytes": 30_000_000,
-        "bytes_per_s": None,
-    }
-    swap = {
-        "how": "in-place",
-        "why": "asked for",
-        "bytes_read": [20_000_000, 10_000_000],
-        "pause_s": 0.045,
-        "fingerprint": {"digest": "0f", "verdict": "verified"},
-    }
-    left = {"step": 12, "bytes": 65_000_000, "seconds": {"agree": 6.5, "snapshot": 0.1}, "parked": True}
-    slept = {"rss_before_bytes": 687_000_000, "rss_after_bytes": 590_000_000, "seconds": 0.012}
-    told = {
-        "id": "42",
-        "reason": "mode serve",
-        "state": "done",
-        "seconds": 1.0,
-        "bytes": 95_000_000,
-        "asked_by": "ops",
-        "asked_for": "mode serve",
-        "error": None,
-        "steps": [
-            {**step, "verb": "swap_replica", "path": "in place", "detail": swap},
-            {**step, "verb": "suspend_group", "path": "shared memory", "detail": left},
-            {**step, "verb": "sleep_replica", "path": None, "detail": slept},
-        ],
-    }
-    prepared.prepare("GET", "/admin/v1/handovers/42", (200, told))
-    text = " ".join(prepared.run("mode", "history", "42").stdout.split())
-    assert "bytes read 20.0 MB, 10.0 MB, pause 45 ms" in text and "verdict verified" in text
-    assert "step 12, bytes 65.0 MB" in text and "agree 6.5 s, snapshot 100 ms" in text
-    assert "rss before 687 MB, rss after 590 MB, seconds 12 ms" in text
-
-
 def test_a_failed_step_says_why_in_the_list_too(prepared):
     step = {
         "verb": "start_replica",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 from tests.unit.cli.conftest import ControlledBox
@@ -49,11 +47,6 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])
 
 
-def test_a_trace_that_would_be_too_long_is_said(box: ControlledBox):
-    job_id = running(box, TOLD | {"trace": None, "bytes": 0})
-    assert "ask for fewer steps" in box.run("profile", "job", job_id).output
-
-
 def test_a_profiler_that_fails_is_said(box: ControlledBox):
     job_id = running(
         box, {"event": "message", "level": "warn", "text": "The job could not be profiled and goes on: no"}
@@ -68,14 +61,3 @@ def test_an_engine_that_is_awake(box: ControlledBox):
     for word in ("starter", "compute", "60.0 %", "aten::mm", "r1.trace.json.gz"):
         assert word in shown.output
     assert box.run("profile", "engine", "nobody").exit_code == 3
-
-
-def test_an_engine_that_nobody_asks_has_no_table(box: ControlledBox, monkeypatch: pytest.MonkeyPatch):
-    async def idle(model: str, steps: int) -> dict[str, Any]:
-        share = {"compute": 0.0, "communication": 0.0, "input": 0.0, "idle": 60.0}
-        told = {"steps": 1, "seconds": 60.0, "share": share, "operators": [], "trace": "r1.trace.json.gz", "bytes": 722}
-        return {**told, "model": model, "version": "v1"}
-
-    monkeypatch.setattr(box.context.scheduler, "profile_engine", idle)
-    shown = box.run("profile", "engine", "starter", "--steps", "4").output
-    assert "no step was made in 60 s" in shown and "idle" not in shown

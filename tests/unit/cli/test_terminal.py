@@ -88,17 +88,6 @@ def test_progress_is_for_terminals_and_never_part_of_the_result(prepared, termin
     terminal.expect("import: downloading")
 
 
-def test_off_a_terminal_long_work_says_now_and_then_how_far_it_is(capsys):
-    now = iter((0.0, 29.0, 31.0, 40.0, 95.0))
-    meter = output.Lines("restore", now_s=lambda: next(now))
-    meter.update(done=1, total=100)
-    meter.update(done=30, total=100)
-    meter.update("restore: the database", done=40, total=100)
-    meter.update()
-    told = capsys.readouterr()
-    assert told.err == "restore, 30 %, after 31 s\nrestore: the database, after 1 min 35 s\n" and not told.out
-
-
 def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
     def devices(name: str) -> tuple[int, Any]:
         device = {"id": "n0/0", "kind": "cpu", "name": name, "memory_bytes": 1, "health": "ok", "holder": None}

@@ -125,3 +125,10 @@ def test_make_test_says_what_it_skipped_and_why(tmp_path: Path):
     command = [sys.executable, *shlex.split(told)[1:], "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "no browser here" in done.stdout, done.stdout + done.stderr
+
+
+def test_make_clean_leaves_an_environment_that_is_not_of_this_tree(tmp_path: Path):
+    shown = subprocess.run(
+        ["make", "-n", "clean", f"VENV={tmp_path}"], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "rm -rf .venv " in shown and str(tmp_path) not in shown
