@@ -58,9 +58,9 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.observe.tracing import Tracing
+            from appliance.gateway.observe import tracing
 
-            self.tracing = Tracing(config.otlp_endpoint, config.name)
+            self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
