@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if request is None:
         return 0
     connection, message = request
-    listener.detach()
+    listener.close()
     return _run_child(connection, message)
 
 
@@ -123,9 +123,11 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     continue
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
+                    os.close(wake_read)
                     os.close(wake_write)
                     for other in list(selector.get_map().values()):
-                        os.close(other.fd)  # also the connections of others, whose end they would not see
+                        if isinstance(other.fileobj, socket.socket):
+                            other.fileobj.close()  # also the connections of others, which could not see their end
                     return connection, message
                 connection.close()
     return None
