@@ -17,7 +17,6 @@ from appliance.paths import BoxPaths
 from runtime.processes.kernel import die_with_parent, tail
 from runtime.processes.oom import DiesAs
 
-NAMESPACE = "appliance"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; only copies between nodes are in it, in chunks
 
 

@@ -31,7 +31,6 @@ from starlette.types import ASGIApp
 
 from appliance import invitation, last_backup
 from appliance.boot.box_state import read_troubles
-from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.access.disk import Disk
 from appliance.controller.access.quotas import Quotas
@@ -96,7 +95,7 @@ from scheduler.handover.effects import Observed
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
-from scheduler.ray.nodes import Nodes
+from scheduler.ray.nodes import NAMESPACE, Nodes
 from train.graders.hosts import GraderHosts
 from weights.memory.store import WeightStore
 

@@ -25,8 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.simulator.trace import Requests
-from scheduler.core.errors import TraceError
+from benchmarks.simulator.trace import Requests, TraceError
 
 _KERNELS = """input_layernorm attn_pre_proj attn_rope attn_post_proj post_attention_layernorm
     mlp_up_proj mlp_act mlp_down_proj add add""".split()

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from scheduler.core.errors import TraceError
+from scheduler.core.errors import SchedulerError
 
 _MOST_TOKENS = 10_000_000
 """The most that one prompt or output may have. More means that columns are swapped; one such request would take days to
@@ -25,6 +25,15 @@ _COARSE, _COARSE_S = 3, 0.5
 
 _LONGEST_GAP_S = 31 * 86400.0
 """Between two requests. More means that a clock was wrong; the simulator would step through the gap by half minutes."""
+
+
+class TraceError(SchedulerError, ValueError):
+    """An unreadable trace file or job list; names file and line."""
+
+    def __init__(self, path: object, line: int | None, problem: str):
+        where = f"{path}" if line is None else f"{path}, line {line}"
+        super().__init__(f"{where}: {problem}")
+        self.path, self.line = path, line
 
 
 @dataclass(slots=True)

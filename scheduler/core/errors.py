@@ -3,7 +3,6 @@
 SchedulerError
 ├── InvalidWorkload      a job, deployment or policy with values that contradict each other
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
-├── TraceError           a trace or job list that the simulator cannot read
 ├── NodeNameTaken        a node joined under a name that another node of the box has
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
 ├── StepCancelled        a drain or a start of ranks was undone, its reason being gone; stays inside a hand-over
@@ -39,15 +38,6 @@ class InvalidSchedule(SchedulerError, ValueError):
     def __init__(self, message: str, param: str = "cron"):
         super().__init__(message)
         self.param = param
-
-
-class TraceError(SchedulerError, ValueError):
-    """An unreadable trace file or job list; names file and line."""
-
-    def __init__(self, path: object, line: int | None, problem: str):
-        where = f"{path}" if line is None else f"{path}, line {line}"
-        super().__init__(f"{where}: {problem}")
-        self.path, self.line = path, line
 
 
 class NodeNameTaken(SchedulerError):

@@ -226,9 +226,22 @@ class Runner:
             self._replica(plan.id, "open")
 
     async def _move(self, move: Move) -> MoveEnd:
+        do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
         end = MoveEnd(move, "failed")
         try:
-            end = await self._outcome(move)
+            stay = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._left[holder])]
+            for holder in move.after:
+                await self._taken[holder].wait()
+            off = f"{stay[0]} did not leave its devices" if stay else self._listener.unwanted(move)
+            if off or move in self._skipped:
+                end = MoveEnd(move, "skipped", off)
+            else:
+                await do(move)
+                end = MoveEnd(move, "done")
+        except StepCancelled as cancelled:
+            end = MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
+        except EffectFailed as error:
+            end = MoveEnd(move, "undone" if error.undone else "failed", str(error), error)
         finally:
             if move.side == "free":
                 self._left[move.holder].set_result(end.state == "done")
@@ -237,23 +250,6 @@ class Runner:
         if move not in self._skipped:
             self._listener.move_ended(end)
         return end
-
-    async def _outcome(self, move: Move) -> MoveEnd:
-        stay = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._left[holder])]
-        for holder in move.after:
-            await self._taken[holder].wait()
-        if move in self._skipped:
-            return MoveEnd(move, "skipped")
-        if off := f"{stay[0]} did not leave its devices" if stay else self._listener.unwanted(move):
-            return MoveEnd(move, "skipped", off)
-        do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
-        try:
-            await do(move)
-        except StepCancelled as cancelled:
-            return MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
-        except EffectFailed as error:
-            return MoveEnd(move, "undone" if error.undone else "failed", str(error), error)
-        return MoveEnd(move, "done")
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -277,32 +273,31 @@ class Runner:
         self._seq += 1
         self._journal.step(self.handover.id, record)
         self._doing[record.seq] = doing
+        failure: EffectFailed | StepCancelled
         try:
-            detail = await self._perform(doing, arguments)
-        except (EffectFailed, StepCancelled) as error:
-            if undoes is None:
-                self._failed[move] = record.seq
-            failed = isinstance(error, EffectFailed)
-            self._end(move, record, "failed" if failed else "skipped", {"error" if failed else "reason": error.reason})
-            raise
+            async with asyncio.timeout(limit_s):
+                detail = await getattr(self._effects, verb)(*arguments)
+        except EffectFailed as error:
+            failure = error
+        except TimeoutError:
+            reason = f"took longer than its limit of {limit_s:g} s"
+            failure = EffectFailed(verb, move.holder.id, reason, "own" if verb in _LOADS else "outside")
+        except asyncio.CancelledError:
+            if not doing.off or task.uncancel():  # the loop itself is ending
+                raise
+            failure = StepCancelled(doing.off)
+        else:
+            self._end(move, record, "done", detail)
+            return self._listener.step_done(move, verb, self._now_s() - doing.since_s)
         finally:
             del self._doing[record.seq]
-        self._end(move, record, "done", detail)
-        self._listener.step_done(move, verb, self._now_s() - doing.since_s)
-
-    async def _perform(self, doing: Doing, arguments: tuple[Any, ...]) -> Mapping[str, Any] | None:
-        try:
-            async with asyncio.timeout(doing.limit_s):
-                try:
-                    return await getattr(self._effects, doing.verb)(*arguments)
-                except asyncio.CancelledError:
-                    if doing.off and doing.task.uncancel() == 0:  # else the loop itself is ending, or the time is up
-                        raise StepCancelled(doing.off) from None
-                    raise
-        except TimeoutError:
-            reason = f"took longer than its limit of {doing.limit_s:g} s"
-            blame: Literal["own", "outside"] = "own" if doing.verb in _LOADS else "outside"
-            raise EffectFailed(doing.verb, doing.move.holder.id, reason, blame) from None
+        if undoes is None:
+            self._failed[move] = record.seq
+        if isinstance(failure, StepCancelled):
+            self._end(move, record, "skipped", {"reason": failure.reason})
+        else:
+            self._end(move, record, "failed", {"error": failure.reason})
+        raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
         """Journal a step that takes no time: devices are in the books only."""

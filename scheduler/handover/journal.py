@@ -1,4 +1,4 @@
-"""The record of every hand-over, written before and after each step.
+"""The record of every hand-over: a log of events, written before and after each step.
 
 A journal write returns when it is durable. The loop needs the journal neither for the current state (it observes) nor
 for the wanted state (it plans), but to close what a crash left open, to never reuse a number, and as a history.
@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-StepState = Literal["planned", "doing", "done", "failed", "skipped"]
+StepState = Literal["doing", "done", "failed", "skipped"]
 HandoverState = Literal["running", "done", "undone", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, or one step of an undo. `seq` numbers the steps of a hand-over from 0; undo steps are appended, and
-    their `undoes` names the step whose failure caused them."""
+    """One step, or one step of an undo. `seq`: numbers the steps of a hand-over from 0 as they begin. `chain`: the move
+    that it is of. skipped: cancelled while in progress. `undoes`: of an undo, the step whose failure caused it."""
 
     seq: int
     chain: str
     verb: str
     target: str
-    state: StepState = "planned"
+    state: StepState = "doing"
     started_s: float | None = None
     ended_s: float | None = None
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Journal(Protocol):
         """The highest hand-over number ever used; 0 if none."""
 
     def begin(self, record: HandoverRecord) -> None:
-        """Durably record a new hand-over with all its planned steps, before the first of them starts."""
+        """Durably record a new hand-over, before its first step starts."""
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         """Durably insert or replace the step with this `seq`."""
@@ -74,36 +74,28 @@ class MemoryJournal:
 
     def __init__(self, keep: int = 1000) -> None:
         self._records: dict[int, HandoverRecord] = {}
-        self._steps: dict[int, dict[int, StepRecord]] = {}
-        """Steps by hand-over and `seq`. They are kept apart from the records: a large cluster's hand-over has thousands
-        of steps."""
         self._last_id, self._keep = 0, keep
 
     def last_id(self) -> int:
         return self._last_id
 
     def begin(self, record: HandoverRecord) -> None:
-        self._records[record.id] = replace(record, steps=())
-        self._steps[record.id] = {step.seq: step for step in record.steps}
+        self._records[record.id] = record
         self._last_id = max(self._last_id, record.id)
-        if len(self._records) > self._keep:
-            oldest = next(iter(self._records))
-            if self._records[oldest].state != "running":
-                del self._records[oldest], self._steps[oldest]
+        oldest = next(iter(self._records))
+        if len(self._records) > self._keep and self._records[oldest].state != "running":
+            del self._records[oldest]
 
     def step(self, handover_id: int, record: StepRecord) -> None:
-        self._steps[handover_id][record.seq] = record
+        old = self._records[handover_id]
+        steps = {step.seq: step for step in old.steps} | {record.seq: record}
+        self._records[handover_id] = replace(old, steps=tuple(steps[seq] for seq in sorted(steps)))
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
-        old = self._records[handover_id]
-        self._records[handover_id] = replace(old, state=state, ended_s=ended_s, error=error)
+        self._records[handover_id] = replace(self._records[handover_id], state=state, ended_s=ended_s, error=error)
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:
-        return tuple(self._whole(r) for r in self._records.values() if r.state == "running")
+        return tuple(record for record in self._records.values() if record.state == "running")
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
-        return tuple(self._whole(r) for number, r in sorted(self._records.items()) if number > handover_id)
-
-    def _whole(self, record: HandoverRecord) -> HandoverRecord:
-        steps = self._steps[record.id]
-        return replace(record, steps=tuple(steps[seq] for seq in sorted(steps)))
+        return tuple(record for number, record in sorted(self._records.items()) if number > handover_id)

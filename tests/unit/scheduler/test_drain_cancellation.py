@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from scheduler.core.allocation import Allocation, ReplicaPlan
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
-from scheduler.handover.moves import Box
-from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_cancel, worth_asking
-from scheduler.loop.view import Transition
+from scheduler.core.workload import DeploymentView, JobView, Policy
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
@@ -120,43 +115,3 @@ async def test_a_controller_that_dies_in_the_drain_finds_the_mode_flipped_back()
         await rig.settle()
         assert rig.states() == ["open"] and rig.jobs() == {}
         assert not rig.journal.unfinished()
-
-
-REPLICA = ReplicaView("r1", "m", "v1", "open", ("n0/0",), since_s=3.0)
-DRAIN = Drain(REPLICA, Policy("train"), 2, (Holder("job", "j1"),))
-
-
-def workload(requests: int) -> Workload:
-    return Workload(Policy(), (), (DeploymentView("m", "v1", demand=Demand(inflight=requests)),), frozenset())
-
-
-def test_only_a_change_from_outside_asks() -> None:
-    assert worth_asking([DRAIN], Policy("train"), workload(2)) == []
-    assert worth_asking([DRAIN], Policy("train"), workload(0)) == []
-    assert worth_asking([DRAIN], Policy("serve"), workload(0)) == [DRAIN]
-    assert worth_asking([DRAIN], Policy("train"), workload(3)) == [DRAIN]
-
-
-def test_what_waits_for_the_drain_is_as_before_it() -> None:
-    draining = replace(REPLICA, state="draining", since_s=9.0)
-    box = Box({}, {"r1": draining})
-    job, other = Holder("job", "j1"), Holder("job", "j2")
-    moving = {
-        DRAIN.holder: Transition(1, (), None),
-        job: Transition(2, ("n0/0",), None),
-        other: Transition(1, ("n0/1",), None),
-    }
-    as_before, left = as_if_not_begun(box, moving, [DRAIN])
-    assert as_before.replicas == {"r1": REPLICA}
-    assert left == {job: Transition(1, (), None), other: moving[other]}, "its suspend goes on, its take is not begun"
-    assert box.replicas == {"r1": draining} and moving[job].moves == 2, "nothing is changed in place"
-
-
-def test_a_replica_that_would_be_open_elsewhere_is_not_kept_here() -> None:
-    def wanted(*devices: str, state: str = "open") -> Allocation:
-        return Allocation((ReplicaPlan("r1", "m", "v1", 1, devices, state),))
-
-    assert to_cancel([DRAIN], wanted("n0/0")) == [DRAIN]
-    assert to_cancel([DRAIN], wanted("n0/1")) == []
-    assert to_cancel([DRAIN], wanted("n0/0", state="asleep")) == []
-    assert to_cancel([DRAIN], Allocation()) == []

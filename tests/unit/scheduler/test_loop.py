@@ -635,18 +635,6 @@ async def test_a_cordoned_device_is_left_and_not_used_again_until_the_cordon_is_
 
 
 @in_virtual_time
-async def test_of_a_job_that_is_cancelled_while_it_waits_nothing_is_kept() -> None:
-    """Nobody tells of its end, so that what was said of each of them stayed until the controller ended."""
-    store = FakeStore(jobs=(JOB,), policy=Policy("serve"))
-    async with Rig(store) as rig:
-        await rig.settle()
-        assert rig.loop._reasons.keys() == {"j1"}
-        del store.jobs["j1"]
-        await rig.settle()
-        assert not rig.loop._reasons
-
-
-@in_virtual_time
 async def test_paused_and_cancelled_jobs_leave() -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
         await rig.settle()

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.simulate import Setup, run_policy
-from benchmarks.simulator.trace import Requests, read_requests
-from scheduler.core.errors import InvalidWorkload, TraceError
+from benchmarks.simulator.trace import Requests, TraceError, read_requests
+from scheduler.core.errors import InvalidWorkload
 from scheduler.core.workload import Policy
 
 DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
