@@ -55,10 +55,8 @@ from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
-from appliance.controller.grading.saying import Saying
-from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents

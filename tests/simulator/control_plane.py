@@ -24,9 +24,7 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.rollouts import RolloutGrading
-from appliance.controller.grading.saying import Saying
-from appliance.controller.grading.teaching import Teaching
+from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import (

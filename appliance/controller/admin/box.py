@@ -101,7 +101,7 @@ def _status(
         "power": power,
         "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
         "replicas": now["replicas"],
-        "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished_whole(db)],
+        "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
         "requests": {
             name: {"inflight": one.inflight, "held": one.held}
             for name, one in load.models.items()

@@ -71,7 +71,8 @@ class DemandLearning:
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         """The deployments as the planner should see them."""
         now_s = self._now_s()
-        passed_s, arrived = now_s - self._looked_s, None
+        passed_s = now_s - self._looked_s
+        arrived: Mapping[str, Arrived] | None = None
         if passed_s >= LOOK_S:
             self._looked_s, arrived = now_s, self._arrivals()
             names = {d.model for d in deployments}

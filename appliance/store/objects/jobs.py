@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple, Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
@@ -14,10 +13,7 @@ from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
 from appliance.store.table import Table
 
-_LIVE_PHASES = ("validating", "queued", "running", "suspended")  # as the index of what they make has them
-assert set(_LIVE_PHASES) == set(UNFINISHED_PHASES)
-_OWNERS_WORDS = {"metadata": "NULL", "integrations": "NULL", "hyperparameters": "'{}'"}
-_IN_SHORT = ", ".join(f"{_OWNERS_WORDS.get(one.name, one.name)} AS {one.name}" for one in fields(JobRow))
+_LIVE = sql_list(UNFINISHED_PHASES)
 _TABLE = Table("jobs", JobRow)
 insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
 
@@ -63,16 +59,14 @@ def page(
 
 
 def list_unfinished(db: Database) -> list[JobRow]:
-    """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
-    integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
-    scheduler asks for these rows."""
-    return _unfinished(db, _IN_SHORT)
+    """Oldest first, the order of the queue before priorities."""
+    return _unfinished(db)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
     """Those of `list_unfinished` that train a model by one of these names, or are to make the other one."""
     marks = ", ".join("?" * len(trained))
-    return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
+    return _unfinished(db, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
 
 
 def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
@@ -87,31 +81,22 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     )
     as_json = [json.dumps(model, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
     versions = [whole, len(at), at, len(checkpoint), checkpoint]
-    return _unfinished(db, _IN_SHORT, also, [*as_json, *names, *versions])
+    return _unfinished(db, also, [*as_json, *names, *versions])
 
 
-def list_unfinished_whole(db: Database) -> list[JobRow]:
-    """As `list_unfinished`, with all that the rows have: to be shown, on a thread."""
-    return _unfinished(db, "*")
-
-
-def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[Any] = ()) -> list[JobRow]:
-    # By an index, because two thousand jobs of each owner have ended.
-    which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
-    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
+def _unfinished(db: Database, also: str = "", parameters: Sequence[Any] = ()) -> list[JobRow]:
+    return db.all(JobRow, f"SELECT * FROM jobs WHERE phase IN ({_LIVE}){also} ORDER BY seq", parameters)
 
 
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
     """Those that are to make this model."""
-    phases = sql_list(_LIVE_PHASES)
-    return db.all(JobRow, f"SELECT * FROM jobs WHERE phase IN ({phases}) AND output_model = ? ORDER BY seq", [model])
+    return _unfinished(db, " AND output_model = ?", [model])
 
 
 def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
     """Data of this owner's unfinished jobs."""
     rows = db.execute(
-        "SELECT id, phase, training_file, validation_file FROM jobs"
-        f" WHERE owner = ? AND phase IN ({sql_list(UNFINISHED_PHASES)})",
+        f"SELECT id, phase, training_file, validation_file FROM jobs WHERE owner = ? AND phase IN ({_LIVE})",
         [owner],
     )
     return [JobData(*row) for row in rows]
@@ -130,7 +115,7 @@ def has_ended(db: Database, job_id: str, before_s: float) -> bool:
 
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
     """Those that were made with this key."""
-    return _unfinished(db, _IN_SHORT, " AND key_id = ?", [key_id])
+    return _unfinished(db, " AND key_id = ?", [key_id])
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:
@@ -154,9 +139,9 @@ def names_made_by(db: Database, owner: str) -> list[str]:
 def has_made(db: Database, owner: str, name: str) -> bool:
     """Whether this is one of `names_made_by`; by indexes alone, because an owner may have ten thousand of them, and a
     request asks of many names."""
-    live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
+    ended = sql_list(sorted(FINISHED_PHASES))
     found = db.execute(
-        f"SELECT 1 FROM jobs WHERE owner = ?1 AND phase IN ({live}) AND output_model = ?2 UNION ALL"
+        f"SELECT 1 FROM jobs WHERE owner = ?1 AND phase IN ({_LIVE}) AND output_model = ?2 UNION ALL"
         " SELECT 1 FROM models WHERE id = ?2 AND owner = ?1 AND EXISTS (SELECT 1 FROM jobs"
         f"  WHERE jobs.owner = ?1 AND phase IN ({ended}) AND output_model = ?2) UNION ALL"
         " SELECT 1 FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"

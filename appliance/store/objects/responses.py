@@ -8,7 +8,7 @@ from typing import Unpack
 
 import orjson
 
-from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 from appliance.store.table import Table
 
@@ -25,7 +25,7 @@ _CHAIN = """
     )
 """
 COMPLETION = "chat.completion"
-_UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_RESPONSE)
+_UNFINISHED = sql_list(UNFINISHED_RESPONSE)
 _TABLE = Table("responses", ResponseRow)
 find, update = _TABLE.find, _TABLE.update
 

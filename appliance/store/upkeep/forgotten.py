@@ -7,7 +7,6 @@ has an owner, so that a table that is added later is not left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 
 from appliance.store.database import Database, sql_list
 from appliance.store.records import keys
@@ -30,9 +29,9 @@ def unfinished(db: Database, owner: str) -> list[str]:
     """Ids of jobs, batches and responses in background that have not ended."""
     return [
         *ids(db, "jobs", owner, JOB_GOES_ON),
-        *ids(db, "batches", owner, f"status IN ({_listed(UNFINISHED_BATCH)})"),
-        *ids(db, "responses", owner, f"status IN ({_listed(UNFINISHED_RESPONSE)})"),
-        *ids(db, "eval_runs", owner, f"status IN ({_listed(UNFINISHED_EVAL_RUN)})"),
+        *ids(db, "batches", owner, f"status IN ({sql_list(UNFINISHED_BATCH)})"),
+        *ids(db, "responses", owner, f"status IN ({sql_list(UNFINISHED_RESPONSE)})"),
+        *ids(db, "eval_runs", owner, f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})"),
     ]
 
 
@@ -100,7 +99,3 @@ def _with_column(db: Database, column: str) -> list[str]:
 
 def _columns(db: Database, table: str) -> set[str]:
     return {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
-
-
-def _listed(values: Iterable[str]) -> str:
-    return ", ".join(f"'{value}'" for value in sorted(values))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE
+from appliance.store.rows import UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_PHASES, UNFINISHED_RESPONSE
 
 # A key that is not in the table (the box of a test) is an owner of its own.
 _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
-_LIVE_PHASES = ("validating", "queued", "running", "suspended")
-assert not FINISHED_PHASES.intersection(_LIVE_PHASES)
-
 FILES_OF_BATCH, ANSWERS_PER_INPUT = 2, 3
 
 
@@ -55,7 +52,7 @@ def eval_runs(db: Database, key_id: str) -> tuple[int, int]:
 
 def jobs(db: Database, key_id: str) -> int:
     """Number of unfinished jobs."""
-    return _number(db, f"jobs WHERE phase IN ({sql_list(_LIVE_PHASES)}) AND {_OF}", key_id)
+    return _number(db, f"jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) AND {_OF}", key_id)
 
 
 def models(db: Database, key_id: str) -> tuple[int, int]:

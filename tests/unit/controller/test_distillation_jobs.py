@@ -14,9 +14,8 @@ import httpx
 import pytest
 
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.questions import Saying, Teaching
 from appliance.controller.grading.sampling import RolloutSampling
-from appliance.controller.grading.saying import Saying
-from appliance.controller.grading.teaching import Teaching
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
@@ -244,6 +243,7 @@ def test_an_answer_has_a_number_for_each_of_its_tokens():
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):
     """It was deleted, and the job failed at its next step."""
+    taught.as_key("ann")
     judge = {"type": "score_model", "name": "j", "model": "teacher@v1", "input": [{"role": "user", "content": "x"}]}
     several = {"type": "multi", "name": "m", "calculate_output": "j", "graders": {"j": judge}}
     learnt = {"type": "reinforcement", "reinforcement": {"grader": several}}

@@ -14,8 +14,7 @@ import pytest
 from appliance.controller.grading import given, grader_routes
 from appliance.controller.grading import judged as judged_module
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.rollouts import RolloutGrading
-from appliance.controller.grading.saying import Saying
+from appliance.controller.grading.questions import RolloutGrading, Saying
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from tests.simulator.control_plane import SimulatedEngines, grading_of
