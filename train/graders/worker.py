@@ -158,8 +158,8 @@ def _handle(client: socket.socket) -> NoReturn:
         except Broke as error:
             answered = {"broke": str(error)}
         client.sendall(_written(answered))
-    except BaseException:  # noqa: BLE001 - this process ends here
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - this process ends here
+        traceback.print_exception(error)
     finally:
         os._exit(0)
 
