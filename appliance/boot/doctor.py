@@ -28,7 +28,7 @@ from appliance.boot import endpoint
 from appliance.boot.box_state import read_end, read_troubles
 from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.http.certificates import SAID_BEFORE_S, Certificate
+from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.cpu import host_features

@@ -82,7 +82,7 @@ class Gateway:
         served.load()
         if config.tls_cert_path is not None and config.tls_key_path is not None:
             # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
-            from appliance.gateway.http.certificates import Certificate
+            from appliance.gateway.server.certificates import Certificate
 
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
         connection = partial(Connection, served, state.server, state)

@@ -136,7 +136,10 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
             die_with_parent(parent)
             os._exit(work(index))
         pids.add(pid)
-    asked = signal.sigwait(signals) != signal.SIGCHLD
+    while (number := signal.sigwait(signals)) == signal.SIGCHLD:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break  # else it was only stopped
+    asked = number != signal.SIGCHLD
     if not asked:
         log.error("a worker has ended, ending the others")
     for pid in pids:

@@ -253,6 +253,7 @@ def _batch(rank: int, of: int, tokens: int, vocabulary: int, device: torch.devic
     return {
         **{name: tensor.to(device) for name, tensor in tensors.items()},
         "segments": ((0, half), (half, tokens)),
+        "sequence_sizes": (half - 1, tokens - half - 1),
         "scale": 1.0 / (of * len(learnt)),
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,14 +18,12 @@ from typing import Any
 
 import psutil
 
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 
 MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
-_HEADER_BYTES = 4 << 30  # for reading what is in the file: names, vocabulary, shapes
 _AVAILABLE_SHARE = 0.9
-_HEADER_CPU_S, _PARAMETERS_PER_CPU_S = 300, 1_000_000  # converting takes 0.1 s for as many
+_HEADER_CPU_S, _BYTES_PER_CPU_S = 300, 500_000  # converting takes 0.1 s for as many
 
 
 class _Refused(Exception):
@@ -40,21 +37,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def main(file: Path, out: Path) -> None:
-    die_with_parent()
-    dies_as(DiesAs.TRIAL)  # and not as the controller, which started it: ranks and engines would die before it
     sys.stdout = sys.stderr  # where libraries that print may print to
     available = _available_bytes()
-    _limit(memory_bytes=min(available, _HEADER_BYTES), cpu_s=_HEADER_CPU_S)
+    most = int(_AVAILABLE_SHARE * available)
+    Bounds(_HEADER_CPU_S + file.stat().st_size // _BYTES_PER_CPU_S, most).hold()
     try:
-        parameters = _parameters(file)
-        needed = 2 * 2 * parameters + _FIXED_BYTES  # bfloat16, once as read and once in the model
-        if needed > _AVAILABLE_SHARE * available:
+        needed = 2 * 2 * _parameters(file) + _FIXED_BYTES  # bfloat16, once as read and once in the model
+        if needed > most:
             _say("done", needed_bytes=needed, available_bytes=available)
             return
-        _limit(
-            memory_bytes=min(int(_AVAILABLE_SHARE * available), 2 * needed),
-            cpu_s=_HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S,
-        )
         with tempfile.TemporaryDirectory(dir=out.parent) as alone:
             # Nothing else is read of the file's directory: transformers would take its tokenizer_config,
             # with code in it, for the model's.
@@ -188,13 +179,6 @@ def _say(event: str, **fields: Any) -> None:
 
 def _available_bytes() -> int:
     return psutil.virtual_memory().available
-
-
-def _limit(*, memory_bytes: int, cpu_s: int) -> None:
-    """Limits this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2),
-    RLIMIT_DATA)."""
-    for kind, most in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
-        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import uuid
 from pathlib import Path
 
 from weights.format.errors import InvalidName, ManifestInvalid, UnsafeFile
@@ -37,6 +38,19 @@ def write_file(directory_fd: int, name: str, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory_fd), "wb") as file:
         file.write(data)
+
+
+def replace_file(directory: Path, name: str, data: bytes) -> None:
+    """Writes a small file durably; a reader sees the old one or the new one."""
+    temporary = directory / f".{name}.{uuid.uuid4().hex}"
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        write_file(fd, temporary.name, data)
+        sync(temporary)
+        os.rename(temporary, directory / name)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def sync(path: Path) -> None:

@@ -7,6 +7,7 @@ at memcpy rate.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -17,7 +18,6 @@ from typing import Literal
 
 import numpy as np
 
-from runtime.libc import last_error, libc
 from weights.format.errors import UnsafeFile
 from weights.memory.locks import DirectoryLock
 
@@ -25,6 +25,8 @@ Access = Literal["read", "write"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Window(np.ndarray):
@@ -125,8 +127,9 @@ def populate(view: memoryview, *, write: bool) -> None:
     start = (array.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
     length = array.ctypes.data - origin + view.nbytes - start
     # Not `base.madvise`, which holds the interpreter's lock for as long as the kernel takes.
-    if libc.madvise(origin + start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ):
-        raise last_error("pages cannot be populated")
+    if _libc.madvise(origin + start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ):
+        code = ctypes.get_errno()
+        raise OSError(code, f"pages cannot be populated: {os.strerror(code)}")
 
 
 def destroy(path: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.replace_file import replace_file
 from weights.format.checksums import checksum
 from weights.format.errors import (
     IntegrityError,
@@ -26,7 +25,7 @@ from weights.format.errors import (
     VersionLeased,
     VersionNotFound,
 )
-from weights.format.files import write_file
+from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import KINDS
 from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
@@ -200,7 +199,7 @@ class WeightStore:
         IntegrityError."""
         with self.lease(stored) as lease:
             digests = {name: checksum(view) for name, view in lease.views().items()}
-            replace_file(stored.path / MANIFEST_FILE, lease.manifest.with_checksums(digests).to_bytes())
+            replace_file(stored.path, MANIFEST_FILE, lease.manifest.with_checksums(digests).to_bytes())
 
     # Removing
 

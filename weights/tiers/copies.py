@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.replace_file import replace_file
 from weights.format.checksums import checksum
 from weights.format.errors import NotSealed
+from weights.format.files import replace_file
 from weights.format.manifest import FileRecord, Manifest
 from weights.format.names import MANIFEST_FILE
 from weights.format.source import copy_file, read_source, tensor_checksum, whole
@@ -39,7 +39,7 @@ def persist(stored: StoredVersion, target: Path, moved: Moved = lambda nbytes: N
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-    replace_file(target / MANIFEST_FILE, manifest.to_bytes(), durable=True)
+    replace_file(target, MANIFEST_FILE, manifest.to_bytes())
     return manifest
 
 
@@ -81,7 +81,7 @@ def seal_dir(
         aux_files={name: FileRecord(len(data), checksum(data)) for name, data in source.aux_files.items()},
         checksums={placed.spec.name: tensor_checksum(directory, placed) for placed in source.layout},
     )
-    replace_file(directory / MANIFEST_FILE, manifest.to_bytes(), durable=True)
+    replace_file(directory, MANIFEST_FILE, manifest.to_bytes())
     return manifest
 
 

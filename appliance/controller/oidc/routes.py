@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from appliance.controller.admin.owners import page_sessions
+from appliance.controller.admin.owners import logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.audited import unaudited
@@ -101,8 +101,8 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
             _told(context, request, "", "refused", subject=subject, why=error.message)
             raise
         agent = request.headers.get("user-agent", "")
-        made = page_sessions.begin(context, key.id, agent=agent, secure=body.secure)
-        response.headers[page_sessions.COOKIE] = made.cookie
+        made = logins.begin(context, key.id, agent=agent, secure=body.secure)
+        response.headers[logins.COOKIE] = made.cookie
         _told(context, request, key.id, "done", key=key.name, scopes=key.scopes)
         return made.shown
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.interfaces.errors import shown
-from appliance.gateway.answers.transcript import OPTIONS
+from appliance.gateway.requests.transcript import OPTIONS
 from appliance.store.objects import responses
 from appliance.store.rows import ResponseRow
 

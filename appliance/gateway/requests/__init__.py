@@ -1,5 +1,6 @@
-"""Checks the bodies of requests, and rewrites them from the forms that clients send into those that engines read.
+"""Checks the bodies of requests, rewrites them into the form that engines read, and follows the answers: the text to
+continue, the copy to store.
 
 Never: Opens a socket, reads a clock or holds state.
-Begin with request_check.py, then meant.py.
+Begin with request_check.py, then normalize.py.
 """

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import orjson
 
-from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
-from appliance.gateway.answers.transcript import Transcript, of_completion, of_response
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.requests.content import check_depth, check_structure, media_in
+from appliance.gateway.requests.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.requests.fields import check_fields, prompts_in
 from appliance.gateway.requests.normalize import normalize
+from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
 
 Pairs = Sequence[tuple[bytes, bytes]]
 

@@ -25,9 +25,9 @@ from appliance.gateway.access.auth import (
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
-from appliance.gateway.http import wire
 from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import THE_BOX, Caller
+from appliance.gateway.server import wire
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.inference import Inference

@@ -19,14 +19,14 @@ from yarl import URL
 
 from appliance.gateway.access.auth import body_limit, cookies
 from appliance.gateway.access.request import Request
-from appliance.gateway.answers.transcript import joined
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http import wire
-from appliance.gateway.http.upstreams import read_up_to
 from appliance.gateway.requests.request_check import Checked, check_object
+from appliance.gateway.requests.transcript import joined
+from appliance.gateway.server import wire
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.state import State
+from appliance.gateway.server.upstreams import read_up_to
 
 ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_WAIT_S: Final = 2.0

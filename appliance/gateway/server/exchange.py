@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http import wire
 from appliance.gateway.routing.router import Choice, Ticket, Work
+from appliance.gateway.server import wire
 
 if TYPE_CHECKING:
     from appliance.gateway.server.state import State

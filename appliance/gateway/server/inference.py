@@ -4,7 +4,7 @@
 - Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
   replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
   to one more after that, and to no third.
-- After that a greedy stream continues if another engine can generate the same tokens (answers/continuation.py); any
+- After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
   other ends with an error event.
 - Of a good answer the bytes pass unchanged, but for what stream.py rewrites.
 - A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand.
@@ -22,20 +22,20 @@ from typing import Final
 import aiohttp
 import orjson
 
-from appliance.gateway.answers.continuation import CHAT, COMPLETIONS, RESUME_PATH
-from appliance.gateway.answers.transcript import token_count
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
-from appliance.gateway.http import wire
-from appliance.gateway.http.upstreams import AttemptFailed, EngineFailure, answer_of, is_alive, read_up_to
+from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
+from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.routing.router import Choice, Ticket, Work
 from appliance.gateway.routing.table import cache_salt
+from appliance.gateway.server import wire
 from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.state import State
 from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
+from appliance.gateway.server.upstreams import AttemptFailed, EngineFailure, answer_of, is_alive, read_up_to
 
 log = logging.getLogger("appliance.gateway")
 

@@ -21,16 +21,16 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import AccessLog, Metrics
 from appliance.gateway.routing.router import Choice, Holds, Router
 from appliance.gateway.routing.table import Caller, Login, Model
+from appliance.gateway.server.upstreams import Sessions
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
-    from appliance.gateway.http.certificates import Certificate
     from appliance.gateway.observe.tracing import Tracing
+    from appliance.gateway.server.certificates import Certificate
 
 log = logging.getLogger("appliance.gateway")
 
@@ -58,9 +58,9 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.observe.tracing import Tracing
+            from appliance.gateway.observe import tracing
 
-            self.tracing = Tracing(config.otlp_endpoint, config.name)
+            self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}

@@ -14,8 +14,8 @@ from appliance.gateway.access.request import USAGE, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
-from appliance.gateway.http import wire
 from appliance.gateway.requests.request_check import Checked
+from appliance.gateway.server import wire
 
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'

@@ -222,7 +222,7 @@ async def test_a_job_that_ended_without_a_model_lends_its_keys_nothing(control: 
 async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):
     run(control, events, await made(control))
     await made(control)
-    answer = await control.http.delete("/admin/v1/models/fraud", headers=ADMIN)
+    answer = await control.http.delete("/v1/models/fraud", headers=ADMIN)
     assert answer.status_code == 409 and answer.json()["error"]["code"] == "model_in_use"
 
 

@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.http.certificates import Certificate
+from appliance.gateway.server.certificates import Certificate
 from appliance.gateway.server.reports import gauges, load_report
 from appliance.gateway.server.state import State
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.answers.continuation import continuation_of
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
+from appliance.gateway.requests.continuation import continuation_of
 from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.server.stream import Stream
 

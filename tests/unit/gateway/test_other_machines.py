@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from appliance.gateway.http.upstreams import AttemptFailed, EngineFailure, Sessions, answer_of, is_alive
+from appliance.gateway.server.upstreams import AttemptFailed, EngineFailure, Sessions, answer_of, is_alive
 from appliance.invitation import invite, prepare
 from appliance.paths import BoxPaths
 from runtime.network.mutual_tls import serve_machines

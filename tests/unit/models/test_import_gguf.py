@@ -36,8 +36,7 @@ def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
         convert.main(file, out)
         return said
 
-    for name in ("die_with_parent", "dies_as", "_limit"):  # of the process that runs the tests
-        monkeypatch.setattr(convert, name, lambda *_, **__: None)
+    monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
     monkeypatch.setattr("appliance.models.library._convert_gguf", converted)
 
 
@@ -148,8 +147,7 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama")
-    monkeypatch.setattr(convert, "die_with_parent", lambda: None)
-    monkeypatch.setattr(convert, "_limit", lambda **limits: None)  # else of the process that runs the tests
+    monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
     monkeypatch.setattr(convert, "_available_bytes", lambda: 1 << 30)
     said: list[dict] = []
     monkeypatch.setattr(convert, "_say", lambda event, **fields: said.append(fields))

@@ -82,6 +82,7 @@ def step(engine):
         "scale": 1.0,
         "predict_at": row[:8],
         "labels": row[1:9],
+        "sequence_sizes": (8,),
     }
     for _ in range(2):
         engine.backward(engine(batch) * 1, scale_wrt_gas=False)

@@ -4,10 +4,12 @@ login may do is what its key may. Its owner lists them and ends them; the end of
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.controller.admin.owners import logins
+from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.audited import unaudited
@@ -15,55 +17,9 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.records import keys, page_sessions
-from appliance.store.rows import PageSessionRow, columns
 
-IDLE_S = 8 * 3600.0
-"""Without a touch of its person's."""
-LONGEST_S = 7 * 86400.0
-MOST_OF_A_KEY = 16
-"""Past it, the one that was touched longest ago ends."""
-COOKIE = "x-appliance-cookie"
-"""For the gateway, which makes a cookie of it (`gateway.access.auth`); no client sees it."""
-_AGENT_CHARACTERS = 200
 MOVED_BY_S = 300.0
 """A smaller step of its end is not worth a table for all gateways."""
-
-
-class Begun(NamedTuple):
-    """shown: as the API shows it, with the page's half of the token. cookie: what COOKIE has, with the other half."""
-
-    shown: dict[str, Any]
-    cookie: str
-
-
-def begin(context: ControllerContext, key_id: str, *, agent: str, secure: bool) -> Begun:
-    """A new login of this key. secure: the cookie travels by TLS alone."""
-    now_s = time.time()
-    row, halves = page_sessions.create(
-        context.db,
-        key_id,
-        agent=agent[:_AGENT_CHARACTERS],
-        now_s=now_s,
-        until_s=now_s + IDLE_S,
-        most=MOST_OF_A_KEY,
-    )
-    context.spending.publish_keys()
-    more = "; Secure" if secure else ""
-    cookie = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{more}"
-    return Begun(view(context, row) | {"page": halves.page}, cookie)
-
-
-def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
-    key = keys.find(context.db, row.key_id)
-    return {
-        "id": row.id,
-        "object": "session",
-        "key_id": row.key_id,
-        "key": key.name if key else None,
-        "owner": keys.owner_of(context.db, row.key_id),
-        **columns(row, "agent created_s seen_s until_s"),
-        "ends_s": row.created_s + LONGEST_S,
-    }
 
 
 class SessionBegin(StrictBody):
@@ -85,7 +41,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
         agent = request.headers.get("user-agent", "")
-        made = begin(context, caller.key_id, agent=agent, secure=body.secure)
+        made = logins.begin(context, caller.key_id, agent=agent, secure=body.secure)
         record(context, caller, "session.create", made.shown["id"], key=made.shown["key"], agent=made.shown["agent"])
         response.headers[COOKIE] = made.cookie
         return made.shown
@@ -93,7 +49,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/sessions")
     def list_sessions(caller: Caller) -> dict[str, Any]:
         rows = page_sessions.list_live(db, time.time(), caller.viewer)
-        return {"object": "list", "data": [view(context, row) for row in rows]}
+        return {"object": "list", "data": [logins.shown(context, row) for row in rows]}
 
     @router.post("/sessions/{session_id}/touch")
     @unaudited  # its person is still at the page
@@ -107,7 +63,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if until_s - row.until_s >= MOVED_BY_S:
             page_sessions.seen(db, row.id, now_s, until_s)
             context.spending.publish_keys()
-        return view(context, page_sessions.find(db, row.id) or row)
+        return logins.shown(context, page_sessions.find(db, row.id) or row)
 
     @router.delete("/sessions/{session_id}")
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
