@@ -95,15 +95,6 @@ def test_suite_with_a_line_separator_in_a_text_is_one_line(prepared, tmp_path: P
     assert json.dumps({"item": json.loads(text)}).encode() + b"\n" in sent["content"]
 
 
-def test_a_grader_of_what_no_line_has_is_refused_and_nothing_is_left(box: ControlledBox, tmp_path: Path):
-    suite = written(tmp_path, "4", "5")
-    (tmp_path / "grader.json").write_text(json.dumps(GRADER | {"reference": "{{item.a}}"}))
-    refused = box.run("eval", "run", "starter", *suite)
-    assert refused.exit_code != 0 and "names 'item.a', which no item of the run has" in refused.stderr
-    assert "they have answer, messages" in refused.stderr
-    assert box.json("eval", "list")["data"] == [] and box.json("file", "list")["data"] == []
-
-
 @pytest.mark.parametrize(
     "passed, judged, low, high", [(0, 0, 0, 1), (0, 10, 0, 0.2775), (75, 100, 0.6569, 0.8246), (10, 10, 0.7225, 1)]
 )

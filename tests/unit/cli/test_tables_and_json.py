@@ -391,4 +391,4 @@ def test_lists_of_a_key_without_the_scope_read_are_its_owners(box: ControlledBox
     assert "starter" in box.run("model", "show", "starter").output
     monkeypatch.setattr(peers, "BOX", Identity(ann, frozenset({"metrics"})))
     refused = box.run("job", "list")
-    assert refused.exit_code == 4 and "fine_tuning or read" in refused.output
+    assert refused.exit_code == 4
