@@ -200,7 +200,7 @@ def main() -> None:
             box.make_starter()
             found = measured(Control(box), Path(folder), given.jobs, given.items, given.upload_mb)
         finally:
-            box.run("down", "--force")
+            box.run("down")
     for name, value in found.items():
         print(f"{name:28} {value:10.1f}")
     if given.json:
