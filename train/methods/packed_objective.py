@@ -183,7 +183,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 def log_sum_exp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """torch.logsumexp over the vocabulary, to the bit, and which token has the largest logit, (n, 1) each: it needs the
-    maximum anyway, so that the likeliest token costs next to nothing (benchmarks/results.md)."""
+    maximum anyway, so that the likeliest token costs next to nothing (docs/performance.md)."""
     top, likeliest = logits.max(dim=-1, keepdim=True)
     return (logits - top).exp_().sum(dim=-1, keepdim=True).log_().add_(top), likeliest
 

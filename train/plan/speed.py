@@ -12,7 +12,7 @@ eight of them, that trained 1 to 70 B parameters, fully sharded, reached 0.34 to
 of 512 to 65,536 tokens and large batches (mosaicml/llm-foundry, scripts/train/benchmarking), which a small job does not
 have. Where shards, or the parts of a layer, cross PCIe, that may take longer than the products: LEAST_USED_OVER_PCIE is
 no measurement. Small models never fill a device: a micro-batch takes LAYER_S for each layer, which is what SmolLM2-135M
-took on one H100 and one H200 (benchmarks/results.md).
+took on one H100 and one H200 (docs/performance.md).
 """
 
 from __future__ import annotations

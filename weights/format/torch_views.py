@@ -14,7 +14,9 @@ from weights.format.header import DTYPE_BITS
 from weights.format.slices import Strided
 
 # By the codes of safetensors that have a torch dtype; sub-byte codes have none.
-TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    code: dtype for code, dtype in safetensors.torch._TYPES.items() if isinstance(dtype, torch.dtype)
+} | {"F8_E8M0": torch.float8_e8m0fnu}
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
