@@ -20,10 +20,23 @@ def checksum(data: bytes | memoryview) -> str:
 
 def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
     """The checksum of the chunks end to end."""
-    running = blake3()
+    running = Running()
     for chunk in chunks:
         running.update(chunk)
-    return f"blake3:{running.hexdigest()}"
+    return running.text()
+
+
+class Running:
+    """A checksum of chunks that come one by one."""
+
+    def __init__(self) -> None:
+        self._digest = blake3()
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        self._digest.update(chunk)
+
+    def text(self) -> str:
+        return f"blake3:{self._digest.hexdigest()}"
 
 
 def compare(found: Mapping[str, str], expected: Mapping[str, str | None], layout: Layout, *, path: object) -> None:

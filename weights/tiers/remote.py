@@ -3,17 +3,20 @@
     records/<kind>s/<model>/<version>              the manifest; written last, so a version with a record is complete
     objects/<kind>s/<model>/<version>/<file>.<n>   the n-th part of a file of the version
 
+Of a moment in 8 bits a part has blocks (weights.tiers.moments), each behind its length.
 One process writes a place; any may read it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from weights.format.checksums import checksum_of, compare
+from weights.format.checksums import Running, checksum_of, compare
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
 from weights.format.files import open_regular
 from weights.format.header import TensorSpec
@@ -23,21 +26,24 @@ from weights.format.names import INDEX_SUFFIX
 from weights.format.source import check_aux, whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
+from weights.tiers import moments
 from weights.tiers.copies import Moved
 from weights.tiers.objects import Objects
 from weights.tiers.record import Name
 
 OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
+_LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
 
 class RemoteTier:
-    """Every call may raise TierUnavailable."""
+    """`int8_moments`: the Adam moments of snapshots are stored in 8 bits. Every call may raise TierUnavailable."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
         self.where = objects.where
         self._objects = objects
+        self._int8_moments = int8_moments
         self._records: dict[Name, Manifest] | None = None
         self._last = ("", b"")  # key and bytes of the object read last: tensors are smaller
 
@@ -65,6 +71,7 @@ class RemoteTier:
         return {name: manifest.created_s for name, manifest in self._known().items()}
 
     def usage_bytes(self) -> int:
+        """Bytes of the versions and snapshots; moments in 8 bits take less at the place."""
         return sum(manifest.nbytes for manifest in self._known().values())
 
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
@@ -73,14 +80,23 @@ class RemoteTier:
         Raises IntegrityError if its bytes differ from its manifest; nothing has a record then. Raises TierFull.
         """
         manifest = whole(source, moved)
-        name = Name(manifest.kind, manifest.model, manifest.version)
+        name, lossy = _name(manifest), list[str]()
+        if self._int8_moments and name.kind == "snapshot":
+            lossy = sorted(
+                tensor for tensor, record in manifest.tensors.items() if moments.is_moment(tensor, record.dtype)
+            )
+        manifest = replace(manifest, meta={**manifest.meta, "quantised": lossy})
+        sums = {tensor: Running() for tensor in lossy}
         for file in (*manifest.files, *_aux_names(manifest)):
             with open_regular(source, file) as opened:
                 for number in count():
                     if not (data := opened.read(OBJECT_BYTES)):
                         break
+                    data = _encoded(manifest, file, number, data, sums)
                     self._objects.put(_object_key(name, file, number), data)
                     moved(len(data))
+        exact = {tensor: record.checksum for tensor, record in manifest.tensors.items() if record.checksum}
+        manifest = manifest.with_checksums(exact | {tensor: running.text() for tensor, running in sums.items()})
         self._objects.put(f"records/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
 
@@ -148,7 +164,7 @@ class RemoteTier:
                 except IntegrityError as error:
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
-                name = Name(manifest.kind, manifest.model, manifest.version)
+                name = _name(manifest)
                 if key == f"records/{name.key}":
                     known[name] = manifest
             self._records = known
@@ -176,7 +192,7 @@ class RemoteTier:
             key = _object_key(name, file, number)
             last = self._last
             if last[0] != key:
-                last = self._last = key, self._objects.get(key)
+                last = self._last = key, _decoded(self._find(name), file, number, self._objects.get(key))
             piece = memoryview(last[1])[at : min(OBJECT_BYTES, at + end - start)]
             if not piece:
                 raise ObjectDamaged("it is too short", path=f"{self.where}/{key}")
@@ -191,3 +207,55 @@ def _object_key(name: Name, file: str, number: int) -> str:
 def _aux_names(manifest: Manifest) -> list[str]:
     """All but the index, which follows from the headers."""
     return [name for name in manifest.aux_files if not name.endswith(INDEX_SUFFIX)]
+
+
+def _parts(manifest: Manifest, file: str, number: int) -> Iterator[tuple[str, int]]:
+    """(moment, bytes) of each part of the n-th object of a file, in order; the moment is "" where bytes are exact."""
+    nbytes = (manifest.files.get(file) or manifest.aux_files[file]).nbytes
+    start, end = number * OBJECT_BYTES, min(nbytes, (number + 1) * OBJECT_BYTES)
+    lossy = ((manifest.tensors[tensor], tensor) for tensor in manifest.meta.get("quantised", ()))
+    ranges = sorted((record.start, record.end, tensor) for record, tensor in lossy if record.file == file)
+    for first, last, tensor in ranges:
+        first, last = max(start, first), min(end, last)
+        if first < last:
+            yield "", first - start
+            yield tensor, last - first
+            start = last
+    yield "", end - start
+
+
+def _encoded(manifest: Manifest, file: str, number: int, data: bytes, sums: Mapping[str, Running]) -> bytes:
+    """The n-th object of a file. sums: checksums of what will be read of each moment."""
+    if not sums:
+        return data
+    encoded, at = bytearray(), 0
+    for tensor, nbytes in _parts(manifest, file, number):
+        part, at = data[at : at + nbytes], at + nbytes
+        if tensor:
+            part = moments.encode(part, tensor)
+            sums[tensor].update(moments.decode(part, tensor, nbytes))
+            encoded += _LENGTH.pack(len(part))
+        encoded += part
+    return bytes(encoded)
+
+
+def _decoded(manifest: Manifest, file: str, number: int, data: bytes) -> bytes:
+    """The bytes of the file in its n-th object. Raises ObjectDamaged."""
+    if not manifest.meta.get("quantised"):
+        return data
+    decoded, at = bytearray(), 0
+    for tensor, nbytes in _parts(manifest, file, number):
+        if tensor:
+            if len(data) < at + _LENGTH.size:
+                raise ObjectDamaged("it is too short", path=_object_key(_name(manifest), file, number))
+            stored, at = _LENGTH.unpack_from(data, at)[0], at + _LENGTH.size
+            decoded += moments.decode(data[at : at + stored], tensor, nbytes)
+            at += stored
+        else:
+            decoded += data[at : at + nbytes]
+            at += nbytes
+    return bytes(decoded)
+
+
+def _name(manifest: Manifest) -> Name:
+    return Name(manifest.kind, manifest.model, manifest.version)
