@@ -52,9 +52,9 @@ _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
 _NAME: Final = ("name", str | None, None)
 _CALLS: Final = ("tool_calls", list[dict[str, Any]] | None, None)
 _ROLES: Final[dict[str, list[Any]]] = {
-    **dict.fromkeys(("system", "developer", "user"), [("content", _CHAT_CONTENT), _NAME]),
-    **dict.fromkeys(("assistant", "function"), [("content", _CHAT_CONTENT | None, None), _NAME, _CALLS]),
-    "tool": [("content", Any, None), _NAME],
+    **dict.fromkeys(("system", "developer", "user"), [("content", _CHAT_CONTENT), _NAME, _CALLS]),
+    "assistant": [("content", _CHAT_CONTENT | None, None), _NAME, _CALLS],
+    **dict.fromkeys(("tool", "function"), [("content", Any, None), _NAME, _CALLS]),
 }
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple
     tuple(defstruct(role, fields, tag_field="role", tag=role) for role, fields in _ROLES.items())

@@ -235,8 +235,8 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        elif any(isinstance(part, list) for part in message.get("content") or ()):
-            flat = [inner for part in message["content"] for inner in (part if isinstance(part, list) else [part])]
+        elif isinstance(parts := message.get("content"), list) and any(isinstance(part, list) for part in parts):
+            flat = [inner for part in parts for inner in (part if isinstance(part, list) else [part])]
             message = {**message, "content": flat}
         made.append(message)
     return made

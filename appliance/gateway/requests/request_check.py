@@ -188,4 +188,4 @@ def check_length(checked: Checked, context: int) -> None:
 
 def with_fields(body: bytes, **fields: Any) -> bytes:
     """A JSON object with more fields; of equal names engines take the last."""
-    return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:])
+    return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:]) if fields else body

@@ -32,6 +32,9 @@ ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_WAIT_S: Final = 2.0
 METRICS_BYTES: Final = 8 << 20
 RETRY_S: Final = 0.5
+# Copies that wait go together, up to so many bytes; those that the controller failed at are sent again so often.
+TOGETHER_BYTES: Final = 1 << 20
+MOST_FAILURES: Final = 3
 _POLL_S: Final = 0.05
 _HOST: Final = "http://appliance"
 
@@ -71,22 +74,24 @@ class Copies:
     async def send_forever(self) -> None:
         """Until it is cancelled."""
         while True:
-            copy = await self._waiting.get()
-            while not (status := await self._send(copy)):
-                self._away = True
+            copies, failures = [await self._waiting.get()], 0
+            while not self._waiting.empty() and sum(map(len, copies)) < TOGETHER_BYTES:
+                copies.append(self._waiting.get_nowait())
+            while not (status := await self._send(copies)) or (status >= 500 and failures < MOST_FAILURES):
+                self._away, failures = True, failures + (status > 0)
                 await asyncio.sleep(RETRY_S)
             self._away = False
             if status >= 300:  # it would answer the same again
-                log.error("an answered response is not stored: the controller answered %d", status)
-                self._state.metrics.events["responses_not_stored"] += 1
-            self._count -= 1
-            self._bytes -= len(copy)
+                log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
+                self._state.metrics.events["responses_not_stored"] += len(copies)
+            self._count -= len(copies)
+            self._bytes -= sum(map(len, copies))
 
-    async def _send(self, copy: bytes) -> int:
+    async def _send(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""
         state = self._state
         headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
-        data, timeout = b"[%b]" % copy, aiohttp.ClientTimeout(total=30)
+        data, timeout = b"[%b]" % b",".join(copies), aiohttp.ClientTimeout(total=30)
         try:
             path = f"{_HOST}/internal/responses"
             async with _session(state).post(path, data=data, headers=headers, timeout=timeout) as response:

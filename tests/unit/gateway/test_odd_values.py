@@ -29,6 +29,15 @@ def test_a_schema_as_text_is_no_deeper_than_one_in_the_body(level: str) -> None:
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs.json")
 
 
+@pytest.mark.parametrize("calls", ["abc", [1], [None], True])
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
+def test_calls_of_another_type_are_refused_for_every_role(role: str, calls: object) -> None:
+    body = {"model": "m", "messages": [{"role": role, "content": "x", "tool_calls": calls}]}
+    with pytest.raises(HttpError) as refused:
+        check_body(resolve(b"POST", b"/v1/chat/completions"), orjson.dumps(body), Limits())
+    assert refused.value.status == 400
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 def test_a_check_raises_nothing_but_a_refusal(path: str) -> None:
     chance, route, limits = random.Random(path), resolve(b"POST", path.encode()), Limits()

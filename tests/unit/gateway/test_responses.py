@@ -13,6 +13,7 @@ from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.requests.transcript import Transcript
 from appliance.gateway.routing.table import cache_salt
+from appliance.gateway.server import controller
 
 from .conftest import Box, Start, request_bytes
 from .upstreams import Reply, UpstreamRequest, sends
@@ -158,6 +159,16 @@ async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_b
     await box.control(Controller())
     assert [copy["input"] for copy in await stored(box, 3)] == ["0", "1", "2"]
     await box.until(lambda: not box.gateway.controller.copies.delivering)
+
+
+async def test_copies_that_the_controller_failed_at_are_sent_again(front: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "RETRY_S", 0.01)
+    script = front.controller.script  # type: ignore[union-attr]
+    script.status = 500
+    assert (await front.ask("POST", URL, {"model": "m", "input": "x"})).status == 200
+    await front.until(lambda: len(front.controller.requests) >= 2)  # type: ignore[union-attr]
+    script.status = 200
+    assert len(await stored(front)) == 1
 
 
 async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
