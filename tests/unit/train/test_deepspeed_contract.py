@@ -171,7 +171,10 @@ def test_stage_1_holds_no_gradient_in_half_precision_beside_its_sum():
         assert all(p.grad is None for p in trained)
         assert all(sums.any() for sums in engine.optimizer.fp32_groups_gradients_flat)
         engine.step()
-    held = [*(p.data for p in trained), *fragments.flat_state(engine)]
+    optimizer = engine.optimizer
+    flats = optimizer.fp32_groups_flat_partition
+    moments = [optimizer.optimizer.state[flat][key] for flat in flats for key in ("exp_avg", "exp_avg_sq")]
+    held = [*(p.data for p in trained), *flats, *moments, *optimizer.fp32_groups_gradients_flat]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     assert sum(storages.values()) == (2 + 4 + 12) * sum(p.numel() for p in trained), "what train.plan.estimate counts"
 

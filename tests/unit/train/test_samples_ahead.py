@@ -153,11 +153,10 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
     steps = [step for one in (first, second) for step in one.of("metrics")]
     assert [step["step"] for step in steps] == list(range(1, 7))
-    # The step under way goes on with its samples, as stale as they were; what was asked ahead is asked for anew, by the
-    # weights as they are.
+    # A step that had not begun is sampled by the weights as they are, and so is what was asked ahead.
     assert judged(first)[2] == judged(second)[2]
-    assert staleness_of(steps) == [0, 1, 1, 1, 1, 1]
-    assert [int(one["question"].split("-")[2]) for one in second.asked] == [3, 4, 5]
+    assert staleness_of(steps) == [0, 1, 0, 1, 1, 1]
+    assert [int(one["question"].split("-")[2]) for one in second.asked] == [2, 3, 4, 5]
     assert not {one["question"] for one in first.asked} & {one["question"] for one in second.asked}
 
 
