@@ -183,13 +183,15 @@ async def test_a_silent_client_holds_up_no_fork(warm, tmp_path):
         assert await child.stop(10)
 
 
-@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False)])
+@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False), ("core killed", True)])
 async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
     child = await spawn(warm, tmp_path)
     monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
     if end == "kill":
         os.kill(child.pid, signal.SIGKILL)
     else:
+        if end == "core killed":
+            await child.call("end_with", kind="CoreKilled")
         with pytest.raises(ChildDied):
             await child.call("exit", status=1)
     await child.closed()
