@@ -142,8 +142,11 @@ class Child:
                     channel = await AsyncChannel.connect(str(self._warm_socket))
                     try:
                         await channel.send({"ended": self.pid})
-                        if (status := (await channel.receive())["status"]) is not None:
-                            return int(status)
+                        answer = await channel.receive()
+                        if answer["status"] is not None:
+                            return int(answer["status"])
+                        if not answer["living"]:
+                            return None
                     finally:
                         channel.close()
                     await asyncio.sleep(STATUS_POLL_S)  # its sockets are closed a moment before it can be reaped
@@ -174,16 +177,18 @@ class Child:
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
             # killed, or a process of it, and not if it ended by itself beside a neighbour that was.
-            if kills_so_far() > self._kills:
-                core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
-                self.starved = core_killed or await self._status() == -signal.SIGKILL
-            self._gone.set()
-            self.kill()  # processes that the dead one started must not outlive it
-            self._channel.close()
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._death())
-            self._events.put_nowait(None)
+            try:
+                if kills_so_far() > self._kills:
+                    core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
+                    self.starved = core_killed or await self._status() == -signal.SIGKILL
+            finally:
+                self._gone.set()
+                self.kill()  # processes that the dead one started must not outlive it
+                self._channel.close()
+                for answer in self._waiting.values():
+                    if not answer.done():
+                        answer.set_exception(self._death())
+                self._events.put_nowait(None)
 
     async def _watch_kills(self) -> None:
         while True:
