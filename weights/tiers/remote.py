@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from weights.tiers.record import Name
 
 OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
+_NONE_READ = ("", b"")
 _LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class RemoteTier:
         self._objects = objects
         self._int8_moments = int8_moments
         self._records: dict[Name, Manifest] | None = None
-        self._last = ("", b"")  # key and bytes of the object read last: tensors are smaller
+        self._last = _NONE_READ  # key and bytes of the object read last: tensors are smaller
 
     def claim(self, owner: str, first: bool) -> None:
         """Checks that the place belongs to `owner`; claims it if it has no owner and this is the `first` time.
@@ -106,13 +108,11 @@ class RemoteTier:
         Raises VersionNotFound if it is not here, IntegrityError if it is damaged, StoreFull, VersionExists.
         """
         manifest = self._find(name)
-        layout = self._layout(name, manifest)
-        aux = {
-            file: b"".join(self._bytes(name, file, 0, manifest.aux_files[file].nbytes)) for file in _aux_names(manifest)
-        }
-        check_aux(manifest, aux, path=name.key)
         expected = {tensor: record.checksum for tensor, record in manifest.tensors.items()}
-        with store.reserve(layout, **name._asdict(), aux_files=aux) as draft:
+        with (
+            self._reading(name, manifest) as (layout, aux),
+            store.reserve(layout, **name._asdict(), aux_files=aux) as draft,
+        ):
             for file in layout.files:
                 at = 0
                 for data in self._bytes(name, file.name, 0, file.nbytes):
@@ -126,13 +126,25 @@ class RemoteTier:
     def verify(self, name: Name) -> Manifest:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""
         manifest = self._find(name)
-        layout = self._layout(name, manifest)
-        for placed in layout:
-            tensor = placed.spec.name
-            found = checksum_of(self._bytes(name, placed.file, placed.start, placed.end))
-            expected = manifest.tensors[tensor].checksum
-            compare({tensor: found}, {tensor: expected}, layout, path=f"{self.where}/{name.key}")
+        with self._reading(name, manifest) as (layout, _):
+            for placed in layout:
+                tensor = placed.spec.name
+                found = checksum_of(self._bytes(name, placed.file, placed.start, placed.end))
+                expected = manifest.tensors[tensor].checksum
+                compare({tensor: found}, {tensor: expected}, layout, path=f"{self.where}/{name.key}")
         return manifest
+
+    @contextmanager
+    def _reading(self, name: Name, manifest: Manifest) -> Iterator[tuple[Layout, dict[str, bytes]]]:
+        """The layout and the auxiliary files, checked; no object that is read meanwhile is kept afterwards."""
+        try:
+            layout = self._layout(name, manifest)
+            sizes = {file: manifest.aux_files[file].nbytes for file in _aux_names(manifest)}
+            aux = {file: b"".join(self._bytes(name, file, 0, nbytes)) for file, nbytes in sizes.items()}
+            check_aux(manifest, aux, path=name.key)
+            yield layout, aux
+        finally:
+            self._last = _NONE_READ
 
     def remove(self, name: Name) -> None:
         """Removes `name`, its record first. Idempotent."""
