@@ -1,6 +1,6 @@
 """Versions and snapshots at a remote place, each file in objects of up to 32 MiB.
 
-    records/<kind>s/<model>/<version>              the manifest; written last, so a version with a record is complete
+    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     objects/<kind>s/<model>/<version>/<file>.<n>   the n-th part of a file of the version
 
 Of a moment in 8 bits a part has blocks (weights.tiers.moments), each behind its length.
@@ -99,7 +99,7 @@ class RemoteTier:
                     moved(len(data))
         exact = {tensor: record.checksum for tensor, record in manifest.tensors.items() if record.checksum}
         manifest = manifest.with_checksums(exact | {tensor: running.text() for tensor, running in sums.items()})
-        self._objects.put(f"records/{name.key}", manifest.to_bytes())
+        self._objects.put(f"copies/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
@@ -148,7 +148,7 @@ class RemoteTier:
 
     def remove(self, name: Name) -> None:
         """Removes `name`, its record first. Idempotent."""
-        self._objects.delete(f"records/{name.key}")
+        self._objects.delete(f"copies/{name.key}")
         self._known().pop(name, None)
         for key, _ in list(self._objects.list(f"objects/{name.key}/")):
             self._objects.delete(key)
@@ -157,9 +157,10 @@ class RemoteTier:
         """Removes what copies that never ended have left. Call it while nothing is copied."""
         self._objects.sweep()
         complete = tuple(f"objects/{name.key}/" for name in self._known())
-        for key, _ in list(self._objects.list("objects/")):
-            if not key.startswith(complete):
-                self._objects.delete(key)
+        for prefix in ("objects/", "records/"):  # records: of copies in a format that is not read any more
+            for key, _ in list(self._objects.list(prefix)):
+                if not key.startswith(complete):
+                    self._objects.delete(key)
 
     def _find(self, name: Name) -> Manifest:
         if name not in self._known():
@@ -170,14 +171,14 @@ class RemoteTier:
         """What the place had when it was first read, and what this process has put and removed since."""
         if self._records is None:
             known = {}
-            for key, _ in list(self._objects.list("records/")):
+            for key, _ in list(self._objects.list("copies/")):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
                 except IntegrityError as error:
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
                 name = _name(manifest)
-                if key == f"records/{name.key}":
+                if key == f"copies/{name.key}":
                     known[name] = manifest
             self._records = known
         return self._records
