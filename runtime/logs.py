@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-IDS = tuple("request_id key_id model version replica job_id rank batch_id lease_id device node trace_id".split())
+IDS = tuple("request_id key_id model version replica job_id rank batch_id device node trace_id".split())
 
 # The request being answered: every line logged meanwhile carries its id.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")

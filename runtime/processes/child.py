@@ -18,6 +18,7 @@ from runtime.processes.oom import kills_so_far
 
 KILLS_EVERY_S = 2.0
 ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01
+CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
 
@@ -38,7 +39,8 @@ class Child:
         self._waiting: dict[int, asyncio.Future] = {}
         self._events: asyncio.Queue[dict | None] = asyncio.Queue()
         self._gone = asyncio.Event()
-        self._kills, self.starved = kills_so_far(), False
+        self._kills = self._newest_kills = kills_so_far()
+        self.starved = False
         self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
         self._reader = asyncio.create_task(self._read(), name=f"lifeline of {name}")
 
@@ -140,8 +142,11 @@ class Child:
                     channel = await AsyncChannel.connect(str(self._warm_socket))
                     try:
                         await channel.send({"ended": self.pid})
-                        if (status := (await channel.receive())["status"]) is not None:
-                            return int(status)
+                        answer = await channel.receive()
+                        if answer["status"] is not None:
+                            return int(answer["status"])
+                        if not answer["living"]:
+                            return None
                     finally:
                         channel.close()
                     await asyncio.sleep(STATUS_POLL_S)  # its sockets are closed a moment before it can be reaped
@@ -171,21 +176,25 @@ class Child:
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
-            # killed, and not if it ended by itself beside a neighbour that was.
-            if kills_so_far() > self._kills:
-                self.starved = await self._status() == -signal.SIGKILL
-            self._gone.set()
-            self.kill()  # processes that the dead one started must not outlive it
-            self._channel.close()
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._death())
-            self._events.put_nowait(None)
+            # killed, or a process of it, and not if it ended by itself beside a neighbour that was.
+            try:
+                if kills_so_far() > self._kills:
+                    core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
+                    self.starved = core_killed or await self._status() == -signal.SIGKILL
+            finally:
+                self._gone.set()
+                self.kill()  # processes that the dead one started must not outlive it
+                self._channel.close()
+                for answer in self._waiting.values():
+                    if not answer.done():
+                        answer.set_exception(self._death())
+                self._events.put_nowait(None)
 
     async def _watch_kills(self) -> None:
         while True:
             await asyncio.sleep(KILLS_EVERY_S)
-            self._kills = kills_so_far()
+            # The count before last: an engine's front end takes a moment to report that its core was killed.
+            self._kills, self._newest_kills = self._newest_kills, kills_so_far()
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         if "event" in message:

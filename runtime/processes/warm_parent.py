@@ -13,8 +13,9 @@ Rules
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 
-`{"ended": PID}` in place of a request is answered with `{"status": ...}`: how a child ended that has (as subprocess has
-it, negative for a signal), which only its parent knows; None if it has not, or nothing is known of it.
+`{"ended": PID}` in place of a request is answered with `{"status": ..., "living": ...}`: how a child ended that has (as
+subprocess has it, negative for a signal), which only its parent knows, else None; and whether it is a child that has
+not ended.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.S
 REQUEST_TIMEOUT_S = 10.0  # for the rest of a request whose first byte has come
 ENDED_KEPT = 256  # of children that ended last, how they did
 _ended: dict[int, int] = {}
+_living: set[int] = set()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +115,8 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     message = channel.receive()
                     if "ended" in message:
                         _reap()
-                        channel.send({"status": _ended.get(message["ended"])})
+                        asked = message["ended"]
+                        channel.send({"status": _ended.get(asked), "living": asked in _living})
                         connection.close()
                         continue
                     pid = os.fork()
@@ -129,6 +132,7 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                         if isinstance(other.fileobj, socket.socket):
                             other.fileobj.close()  # also the connections of others, which could not see their end
                     return connection, message
+                _living.add(pid)
                 connection.close()
     return None
 
@@ -203,6 +207,7 @@ def _reap() -> None:
             return
         if pid == 0:
             return
+        _living.discard(pid)
         _ended[pid] = os.waitstatus_to_exitcode(status)
         log.info("child %d ended with %d", pid, _ended[pid])
         if len(_ended) > ENDED_KEPT:

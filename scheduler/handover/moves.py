@@ -1,8 +1,9 @@
 """Computes the moves of a hand-over: who leaves devices, who takes them, who changes in place. Pure.
 
 Moves that leave run at once, all together. One that takes starts when the holders of its devices have left (`needs`),
-so a device never has two holders. A cold engine starts when the waking engines of its model are up (`after`): requests
-wait for the first engine, and a cold start would take CPU that the wake needs.
+so a device never has two holders; an engine that has not reported its devices may be on any. A cold engine starts when
+the waking engines of its model are up (`after`): requests wait for the first engine, and a cold start would take CPU
+that the wake needs.
 """
 
 from __future__ import annotations
@@ -147,11 +148,11 @@ def moves(
             gone = group.ended or group.job_id in over or group.job_id in forced
             free.append(Move(holder, "free", "end" if gone else "suspend", lease(holder), group.devices))
 
-    leaving, holders = {move.holder for move in free}, box.holders
+    leaving = {move.holder for move in free}
     for move in _takes(box, wanted, lease, leaving):
         if move.holder not in busy:
             # Its own old devices too: a job must not start before it is suspended.
-            needs = {holders[d] for d in move.devices if d in holders} | ({move.holder} & leaving)
+            needs = (_holders(box, move.devices) | {move.holder}) & leaving
             take.append(replace(move, needs=frozenset(needs)))
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
 
@@ -165,6 +166,13 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
         holder = Holder("job", group.job_id)
         if group.job_id not in box.groups or holder in leaving:
             yield Move(holder, "take", "train", lease(holder), group.devices)
+
+
+def _holders(box: Box, devices: Collection[str]) -> set[Holder]:
+    """All that may have a process on one of these devices: a dead engine does not hide a living one."""
+    awake = [r for r in box.replicas.values() if r.state != "asleep"]
+    replicas = {Holder("replica", r.id) for r in awake if not r.devices or set(devices) & set(r.devices)}
+    return replicas | {Holder("job", g.job_id) for g in box.groups.values() if set(devices) & set(g.devices)}
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:

@@ -176,6 +176,7 @@ class Groups:
                 running.coming.stop()
         for host in await self._hosts_of(job_id):
             await ask("stop_group", job_id, _Host(host).kill())
+        await self._nodes.release_job(job_id)
         self._jobs.on_stopped(job_id)
         return None
 

@@ -111,6 +111,10 @@ class NodeCopies:
         await asyncio.to_thread(_forget_snapshots, self._store(), job_id, 0)
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
 
+    async def holds_jobs(self) -> bool:
+        """Whether a job runs here, or what it made here is not yet at home."""
+        return any(holder.startswith("job ") for holder in self._held)
+
     async def forget(self, names: list[Name]) -> None:
         """Remove this node's copies of what home has deleted, whoever they were made for. What is still read stays
         until its last reader has left, and may be evicted then."""

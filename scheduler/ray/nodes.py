@@ -188,14 +188,22 @@ class Nodes:
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
         the log, and has them until it needs the room or ends."""
+        await self._tell_others("forget", list(names), seconds=FORGET_S, left="copies of what was deleted")
+
+    async def release_job(self, job_id: str) -> None:
+        """Have the other nodes release the copies that they hold for this job, wherever it ran."""
+        await self._tell_others("forget_job", job_id, True, seconds=ANSWER_S, left=f"copies for {job_id}")
+
+    async def _tell_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
+        """left: what may stay on a node that does not answer in time."""
         away = {name: known.actor for name, known in self._known.items() if name != self.home.name}
         calls = (
-            within("forget", name, ask("forget", name, actor.forget.remote(list(names))), FORGET_S)
+            within(method, name, ask(method, name, getattr(actor, method).remote(*arguments)), seconds)
             for name, actor in away.items()
         )
         for name, answer in zip(away, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, EffectFailed):
-                log.warning("copies of what was deleted may stay there: %s", answer.reason, extra={"node": name})
+                log.warning("%s may stay there: %s", left, answer.reason, extra={"node": name})
             elif isinstance(answer, BaseException):
                 raise answer
 
@@ -323,8 +331,8 @@ async def announced_from(node_config: NodeConfig, head: str) -> None:
 
 
 async def emptied(node_config: NodeConfig, head: str) -> None:
-    """Tell the box that this node is leaving; returns when nobody holds its devices. Call it in a separate process on
-    that node."""
+    """Tell the box that this node is leaving; returns when nobody holds its devices, and home has what jobs made here.
+    Call it in a separate process on that node."""
     async with _joined(node_config, head):
         node = find_actor(NODE + node_config.name)
         if node is not None:
@@ -335,16 +343,17 @@ async def emptied(node_config: NodeConfig, head: str) -> None:
 
 
 async def _in_use(node: str) -> bool:
-    """Whether an engine is awake, or a rank runs, on a device of this node."""
-    for name in await actor_names():
-        actor = find_actor(name) if name.startswith((REPLICA, f"{RANK}{node}/")) else None
-        if actor is not None:
-            with contextlib.suppress(RayError):  # it has just died
-                status = await actor.status.remote()
-                engine = status.get("node") == node and status["state"] not in ("asleep", "dead")
-                if engine or status.get("job_id"):
-                    return True
-    return False
+    """Whether an engine is awake or a rank runs here, or results of a job are still being copied home."""
+    agent, names = find_actor(NODE + node), await actor_names()
+    actors = [find_actor(name) for name in names if name.startswith((REPLICA, f"{RANK}{node}/"))]
+    try:
+        for status in [await actor.status.remote() for actor in actors if actor is not None]:
+            engine = status.get("node") == node and status["state"] not in ("asleep", "dead")
+            if engine or status.get("job_id"):
+                return True
+        return agent is not None and await agent.holds_jobs.remote()
+    except RayError:  # busy, or it has just died: the next look tells
+        return True
 
 
 @asynccontextmanager

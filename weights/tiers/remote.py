@@ -1,6 +1,6 @@
 """Versions and snapshots at a remote place, each file in objects of up to 32 MiB.
 
-    records/<kind>s/<model>/<version>              the manifest; written last, so a version with a record is complete
+    copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     objects/<kind>s/<model>/<version>/<file>.<n>   the n-th part of a file of the version
 
 Of a moment in 8 bits a part has blocks (weights.tiers.moments), each behind its length.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from weights.tiers.record import Name
 
 OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
+_NONE_READ = ("", b"")
 _LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class RemoteTier:
         self._objects = objects
         self._int8_moments = int8_moments
         self._records: dict[Name, Manifest] | None = None
-        self._last = ("", b"")  # key and bytes of the object read last: tensors are smaller
+        self._last = _NONE_READ  # key and bytes of the object read last: tensors are smaller
 
     def claim(self, owner: str, first: bool) -> None:
         """Checks that the place belongs to `owner`; claims it if it has no owner and this is the `first` time.
@@ -97,7 +99,7 @@ class RemoteTier:
                     moved(len(data))
         exact = {tensor: record.checksum for tensor, record in manifest.tensors.items() if record.checksum}
         manifest = manifest.with_checksums(exact | {tensor: running.text() for tensor, running in sums.items()})
-        self._objects.put(f"records/{name.key}", manifest.to_bytes())
+        self._objects.put(f"copies/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
@@ -106,13 +108,11 @@ class RemoteTier:
         Raises VersionNotFound if it is not here, IntegrityError if it is damaged, StoreFull, VersionExists.
         """
         manifest = self._find(name)
-        layout = self._layout(name, manifest)
-        aux = {
-            file: b"".join(self._bytes(name, file, 0, manifest.aux_files[file].nbytes)) for file in _aux_names(manifest)
-        }
-        check_aux(manifest, aux, path=name.key)
         expected = {tensor: record.checksum for tensor, record in manifest.tensors.items()}
-        with store.reserve(layout, **name._asdict(), aux_files=aux) as draft:
+        with (
+            self._reading(name, manifest) as (layout, aux),
+            store.reserve(layout, **name._asdict(), aux_files=aux) as draft,
+        ):
             for file in layout.files:
                 at = 0
                 for data in self._bytes(name, file.name, 0, file.nbytes):
@@ -126,17 +126,29 @@ class RemoteTier:
     def verify(self, name: Name) -> Manifest:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""
         manifest = self._find(name)
-        layout = self._layout(name, manifest)
-        for placed in layout:
-            tensor = placed.spec.name
-            found = checksum_of(self._bytes(name, placed.file, placed.start, placed.end))
-            expected = manifest.tensors[tensor].checksum
-            compare({tensor: found}, {tensor: expected}, layout, path=f"{self.where}/{name.key}")
+        with self._reading(name, manifest) as (layout, _):
+            for placed in layout:
+                tensor = placed.spec.name
+                found = checksum_of(self._bytes(name, placed.file, placed.start, placed.end))
+                expected = manifest.tensors[tensor].checksum
+                compare({tensor: found}, {tensor: expected}, layout, path=f"{self.where}/{name.key}")
         return manifest
+
+    @contextmanager
+    def _reading(self, name: Name, manifest: Manifest) -> Iterator[tuple[Layout, dict[str, bytes]]]:
+        """The layout and the auxiliary files, checked; no object that is read meanwhile is kept afterwards."""
+        try:
+            layout = self._layout(name, manifest)
+            sizes = {file: manifest.aux_files[file].nbytes for file in _aux_names(manifest)}
+            aux = {file: b"".join(self._bytes(name, file, 0, nbytes)) for file, nbytes in sizes.items()}
+            check_aux(manifest, aux, path=name.key)
+            yield layout, aux
+        finally:
+            self._last = _NONE_READ
 
     def remove(self, name: Name) -> None:
         """Removes `name`, its record first. Idempotent."""
-        self._objects.delete(f"records/{name.key}")
+        self._objects.delete(f"copies/{name.key}")
         self._known().pop(name, None)
         for key, _ in list(self._objects.list(f"objects/{name.key}/")):
             self._objects.delete(key)
@@ -145,9 +157,10 @@ class RemoteTier:
         """Removes what copies that never ended have left. Call it while nothing is copied."""
         self._objects.sweep()
         complete = tuple(f"objects/{name.key}/" for name in self._known())
-        for key, _ in list(self._objects.list("objects/")):
-            if not key.startswith(complete):
-                self._objects.delete(key)
+        for prefix in ("objects/", "records/"):  # records: of copies in a format that is not read any more
+            for key, _ in list(self._objects.list(prefix)):
+                if not key.startswith(complete):
+                    self._objects.delete(key)
 
     def _find(self, name: Name) -> Manifest:
         if name not in self._known():
@@ -158,14 +171,14 @@ class RemoteTier:
         """What the place had when it was first read, and what this process has put and removed since."""
         if self._records is None:
             known = {}
-            for key, _ in list(self._objects.list("records/")):
+            for key, _ in list(self._objects.list("copies/")):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
                 except IntegrityError as error:
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
                 name = _name(manifest)
-                if key == f"records/{name.key}":
+                if key == f"copies/{name.key}":
                     known[name] = manifest
             self._records = known
         return self._records

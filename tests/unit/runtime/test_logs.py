@@ -25,7 +25,7 @@ theirs.propagate = False
 configure_logging("controller", node="n0")
 log = logging.getLogger("a.b")
 log.debug("left out")
-log.info("%d of\\nmany", 3, extra={"job_id": "j1", "lease_id": "l1", "model": "", "colour": "red"})
+log.info("%d of\\nmany", 3, extra={"job_id": "j1", "device": "n0/0", "model": "", "colour": "red"})
 REQUEST_ID.set("req_1")
 theirs.warning("a library says")
 try:
@@ -51,7 +51,7 @@ def test_one_object_a_line_with_the_ids_that_apply():
         "logger": "a.b",
         "node": "n0",
         "job_id": "j1",
-        "lease_id": "l1",
+        "device": "n0/0",
     }
     assert (library["event"], library["level"], library["request_id"]) == ("a library says", "warning", "req_1")
     assert wrong["level"] == "error" and "ZeroDivisionError" in wrong["exception"]

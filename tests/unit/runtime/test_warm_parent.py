@@ -16,26 +16,30 @@ from runtime.processes.kernel import group_pids, group_rss_bytes
 ENTRY = "tests.unit.runtime.entries"
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("warm")
-    socket_path = folder / "warm.sock"
+def start_parent(folder):
     parent = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "runtime.processes.warm_parent",
             "--socket",
-            str(socket_path),
+            str(folder / "warm.sock"),
             "--preload",
             ENTRY,
             "--log",
             str(folder / "warm.log"),
         ]
     )
-    while not socket_path.exists():
+    while not (folder / "warm.sock").exists():
         assert parent.poll() is None, (folder / "warm.log").read_text()
-    yield socket_path
+    return parent
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    parent = start_parent(folder)
+    yield folder / "warm.sock"
     parent.terminate()
     assert parent.wait(60) == 0
 
@@ -183,14 +187,44 @@ async def test_a_silent_client_holds_up_no_fork(warm, tmp_path):
         assert await child.stop(10)
 
 
-@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False)])
+@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False), ("core killed", True)])
 async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
     child = await spawn(warm, tmp_path)
     monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
     if end == "kill":
         os.kill(child.pid, signal.SIGKILL)
     else:
+        if end == "core killed":
+            await child.call("end_with", kind="CoreKilled")
         with pytest.raises(ChildDied):
             await child.call("exit", status=1)
     await child.closed()
     assert child.starved == starved
+
+
+async def test_death_after_the_parent_was_replaced_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.processes.child.ENDED_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 0)
+    first = start_parent(tmp_path)
+    child = await spawn(tmp_path / "warm.sock", tmp_path)
+    first.terminate()
+    first.wait()
+    (tmp_path / "warm.sock").unlink()
+    second = start_parent(tmp_path)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1)
+    child.kill()
+    await asyncio.wait_for(child.closed(), 60)
+    assert await asyncio.wait_for(child.how_it_ended(), 60) == "ended"
+    second.terminate()
+    second.wait()
+
+
+async def test_child_whose_reader_is_cancelled_counts_as_gone(warm, tmp_path, monkeypatch):
+    child = await spawn(warm, tmp_path)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
+    child._status = asyncio.Event().wait
+    child.kill()
+    while not child._watch.cancelled():
+        await asyncio.sleep(0.001)
+    child._reader.cancel()
+    await asyncio.wait_for(child.closed(), 60)

@@ -13,7 +13,7 @@ from scheduler.core.allocation import Allocation, GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed, Stopped
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView
 from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
 from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.moves import Box, GroupView, Handover, Move, moves, only_with_room
@@ -713,6 +713,14 @@ def test_moves_of_a_job_to_other_devices_need_its_own_leaving() -> None:
     box = Box({d.id: d for d in box_of(2)}, groups={"j1": GroupView("j1", ("n0/0",))})
     (take,) = moves(box, Allocation(groups=(GroupPlan("j1", ("n0/1",)),)), 2).take
     assert take.devices == ("n0/1",) and take.needs == {Holder("job", "j1")}
+
+
+@pytest.mark.parametrize("devices", [("n0/0",), ()])
+def test_moves_that_take_need_all_engines_that_may_be_there(devices: tuple[str, ...]) -> None:
+    seen = (ReplicaView("r1", "m", "v1", "ready", devices), ReplicaView("r2", "m", "v1", "dead", ("n0/0",)))
+    box = Box({d.id: d for d in box_of(2)}, replicas={replica.id: replica for replica in seen})
+    (take,) = moves(box, Allocation(groups=(GroupPlan("j1", ("n0/0",)),)), 2).take
+    assert take.needs == {Holder("replica", "r1"), Holder("replica", "r2")}
 
 
 @in_virtual_time

@@ -85,7 +85,9 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
     await away.node.take(home.agent, BASE._replace(version="v2"), second.path, "serve m")
     with pytest.raises(VersionLeased):
         away.store.remove(away.store.find(*BASE))  # a job still trains on it
+    assert await away.node.holds_jobs()
     await away.node.forget_job("1", leases_only=True)
+    assert not await away.node.holds_jobs()
     away.store.remove(away.store.find(*BASE))
     with pytest.raises(VersionLeased):
         away.store.remove(away.store.find("version", "m", "v2"))

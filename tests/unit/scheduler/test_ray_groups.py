@@ -114,6 +114,7 @@ class Box:
         self.made = 0
         self.told: list[Any] = []
         self.taken: list[str] = []
+        self.released: list[str] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
             home=here,
@@ -121,6 +122,7 @@ class Box:
             here=self.find_or_make,
             device=lambda device_id: Device(device_id, "n0", int(device_id[-1]), kind="cuda"),
             wait_warm=self.nothing,
+            release_job=self.release_job,
         )
         jobs = SimpleNamespace(
             catch_up=self.nothing,
@@ -140,6 +142,9 @@ class Box:
         self.groups = Groups(nodes, jobs, self.told.append)
 
     async def nothing(self, *_: Any) -> None: ...
+
+    async def release_job(self, job_id: str) -> None:
+        self.released.append(job_id)
 
     async def will_succeed(self, job_id: str) -> None:
         self.told.append(f"{job_id} will succeed")
@@ -184,6 +189,7 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
             assert failed.value.blame == "outside"
             assert [(ended.job_id, ended.blame) for ended in box.told] == [("j", "outside")]
         await box.groups.stop_group("j")
+        assert box.released == ["j"], "its node would wait for the job's copies when it leaves"
         detail = await box.groups.start_group(*START)
         assert detail["snapshot"] is None and box.made == 4
 

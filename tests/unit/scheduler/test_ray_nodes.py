@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
@@ -177,6 +178,30 @@ async def test_other_nodes_are_told_what_was_deleted_and_one_that_is_stopped_hol
     calls = {name: [call for call in agent.calls if call[0] == "forget"] for name, agent in ray.agents.items()}
     assert calls["node:n0"] == [] and calls["node:n1"] == [("forget", [Name("version", "m", "v1")])]
     assert [record.node for record in caplog.records if "may stay there" in record.message] == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "holds", "in_use"),
+    [("j", True, True), ("", True, True), ("", False, False), (GetTimeoutError("late"), False, True)],
+)
+async def test_in_use_counts_a_job_until_its_results_are_home(nodes, ray, rank, holds, in_use):
+    async def status():
+        if isinstance(rank, Exception):
+            raise rank
+        return {"job_id": rank}
+
+    async def holds_jobs():
+        return holds
+
+    ray.agents["rank:n1/0"] = SimpleNamespace(status=SimpleNamespace(remote=status))
+    ray.agents["node:n1"] = SimpleNamespace(holds_jobs=SimpleNamespace(remote=holds_jobs))
+    assert await ray_nodes._in_use("n1") is in_use
+
+
+async def test_release_job_is_sent_to_other_nodes_only(nodes, ray):
+    await nodes.release_job("j")
+    told = {name: ("forget_job", "j", True) in agent.calls for name, agent in ray.agents.items()}
+    assert told == {"node:n0": False, "node:n1": True, "node:n2": True}
 
 
 async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):

@@ -7,10 +7,12 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, CONTENT_TYPES, DOCUMENT, STATIC, answer, read_site, site
+from scheduler.handover.journal import StepState
 from train.methods.methods import DEFAULT, METHODS
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
@@ -42,6 +44,11 @@ def test_scripts_import_only_files_that_are_there():
     for path in SCRIPTS:
         for name in re.findall(r'from "(\.[^"]+)"', path.read_text()):
             assert (path.parent / name).resolve().is_relative_to(STATIC) and (path.parent / name).exists(), (path, name)
+
+
+def test_scripts_name_only_states_that_steps_have():
+    named = {state for path in SCRIPTS for state in re.findall(r'\bstep\.state === "(\w+)"', path.read_text())}
+    assert named and named <= set(get_args(StepState))
 
 
 def test_every_file_has_its_content_type_and_is_kept_for_ever_but_for_the_document():

@@ -154,10 +154,21 @@ def test_a_damaged_object_is_noticed_and_never_visible(store, tier, home, harm):
     assert store.list("version") == [] and os.listdir(store.root / "staging") == []
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_verify_notices_damage_since_it_read_the_file_last(store, tier, home, file):
+    stored = write(store)
+    tier.put(stored.path)
+    tier.verify(name_of(stored))
+    (victim,) = (home / name for name in files(home) if f"{file}." in name)
+    flip(victim)
+    with pytest.raises(IntegrityError):
+        tier.verify(name_of(stored))
+
+
 def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home):
     stored = write(store)
     tier.put(stored.path)
-    record, stolen = home / "records" / name_of(stored).key, home / "records" / Name("version", "other", "1").key
+    record, stolen = home / "copies" / name_of(stored).key, home / "copies" / Name("version", "other", "1").key
     stolen.parent.mkdir(parents=True)
     shutil.copy(record, stolen)
     assert RemoteTier(DirectoryObjects(home)).names().keys() == {name_of(stored)}
@@ -166,6 +177,18 @@ def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home
     assert fresh.names() == {}
     fresh.put(stored.path)
     fresh.verify(name_of(stored))
+
+
+def test_copy_in_the_former_format_is_no_version_and_collected(store, home):
+    stored = write(store)
+    record = home / "records" / name_of(stored).key
+    record.parent.mkdir(parents=True)
+    record.write_bytes(stored.manifest.to_bytes())
+    DirectoryObjects(home).put(f"objects/{name_of(stored).key}/0", b"packed")
+    tier = RemoteTier(DirectoryObjects(home))
+    assert tier.names() == {}
+    tier.collect()
+    assert files(home) == []
 
 
 def test_damage_in_the_source_gets_no_record(store, tier, home):

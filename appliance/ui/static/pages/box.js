@@ -124,11 +124,10 @@ function setBy(mode) {
 }
 
 function Handover({ handover }) {
-  const done = handover.steps.filter((step) => step.state === "done").length;
-  const now = handover.steps.find((step) => step.state === "running");
-  return html`<div aria-live="polite">
-    <${Meter} label=${t("box.handover", { reason: handover.reason })} part=${done / Math.max(1, handover.steps.length)}
-      text=${now ? `${now.verb} ${now.target || ""}` : handover.state} />
+  // Steps are written as they begin: how many will follow is not known.
+  const now = handover.steps.filter((step) => step.state === "doing").map((step) => `${step.verb} ${step.target || ""}`);
+  return html`<div class="meter" aria-live="polite">
+    <div class="words"><span>${t("box.handover", { reason: handover.reason })}</span><span>${now.join(", ") || handover.state}</span></div>
   </div>`;
 }
 
