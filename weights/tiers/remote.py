@@ -1,10 +1,10 @@
 """Versions and snapshots at a remote place, each file in objects of up to 32 MiB.
 
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
-    objects/<kind>s/<model>/<version>/<file>.<n>   the n-th part of a file of the version
+    parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
 Of a moment in 8 bits a part has blocks (weights.tiers.moments), each behind its length.
-One process writes a place; any may read it.
+One process writes a place; any may read it. `records/` and `objects/` there are of an older build, and are left alone.
 """
 
 from __future__ import annotations
@@ -150,17 +150,16 @@ class RemoteTier:
         """Removes `name`, its record first. Idempotent."""
         self._objects.delete(f"copies/{name.key}")
         self._known().pop(name, None)
-        for key, _ in list(self._objects.list(f"objects/{name.key}/")):
+        for key, _ in list(self._objects.list(f"parts/{name.key}/")):
             self._objects.delete(key)
 
     def collect(self) -> None:
         """Removes what copies that never ended have left. Call it while nothing is copied."""
         self._objects.sweep()
-        complete = tuple(f"objects/{name.key}/" for name in self._known())
-        for prefix in ("objects/", "records/"):  # records: of copies in a format that is not read any more
-            for key, _ in list(self._objects.list(prefix)):
-                if not key.startswith(complete):
-                    self._objects.delete(key)
+        complete = tuple(f"parts/{name.key}/" for name in self._known())
+        for key, _ in list(self._objects.list("parts/")):
+            if not key.startswith(complete):
+                self._objects.delete(key)
 
     def _find(self, name: Name) -> Manifest:
         if name not in self._known():
@@ -214,7 +213,7 @@ class RemoteTier:
 
 
 def _object_key(name: Name, file: str, number: int) -> str:
-    return f"objects/{name.key}/{file}.{number:06}"
+    return f"parts/{name.key}/{file}.{number:06}"
 
 
 def _aux_names(manifest: Manifest) -> list[str]:
