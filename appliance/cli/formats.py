@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 REASON_CHARACTERS = 160
+_KEYED_BY_NAMES = frozenset("bounds hyperparameters idle jobs metadata models standby waiting".split())
 
 
 def size(count_bytes: float | None) -> str:
@@ -100,7 +101,8 @@ def by_name(name: str, value: Any) -> str:
             return f"{value['kind']} {value['id']}"
         unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # of parts that have none
         parts = {part: one for part, one in value.items() if one not in ("", [], {})}
-        return ", ".join(f"{label(part)} {by_name(part + unit, one)}" for part, one in parts.items()) or "-"
+        shown = label_of_parts(name)
+        return ", ".join(f"{shown(part)} {by_name(part + unit, one)}" for part, one in parts.items()) or "-"
     if isinstance(value, list):
         sentences = any(isinstance(one, str) and " " in one for one in value)
         return ("\n" if sentences else ", ").join(by_name(name, one) for one in value) or "-"
@@ -113,7 +115,12 @@ def by_name(name: str, value: Any) -> str:
 
 def label(name: str) -> str:
     """A field's name without its unit."""
-    return re.sub(r"_(per_s|bytes|s|at|w|c)$", "", name).replace("_", " ")
+    return re.sub(r"_(bytes(/s)?|s|at|w|c)$", "", re.sub("_per_s$", "/s", name)).replace("_", " ")
+
+
+def label_of_parts(name: str) -> Callable[[str], str]:
+    """How the keys of this field's mapping are shown: as they are where people named them or type them."""
+    return str if name in _KEYED_BY_NAMES else label
 
 
 def joules(value: float) -> str:
@@ -128,7 +135,9 @@ def _time(value: float) -> str:
 
 
 def number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"  # g has powers of ten from 10,000 on
 
 
 def percent(part: float) -> str:
@@ -137,7 +146,7 @@ def percent(part: float) -> str:
 
 UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     *(("bytes_per_s", rate), ("bytes", size), ("bytes_read", size), ("per_s", number), ("_s", _time)),
-    *(("seconds", _time), ("_at", _time), ("created", _time), ("share", percent), ("busy", percent)),
+    *(("seconds", _time), ("_at", _time), ("created", _time), ("finish", _time), ("share", percent), ("busy", percent)),
     *(("joules", joules), ("loss", loss), ("_w", lambda watts: f"{watts:.0f} W"), ("_c", lambda c: f"{c} °C")),
     *(("seed", str), ("", number)),
 )

@@ -86,9 +86,9 @@ def listing(columns: str, rows: Sequence[Any], *, empty: str = "") -> Renderable
     return table([title.upper() for title, _ in drawn], zip(*(cells for _, cells in drawn), strict=True), empty=empty)
 
 
-def view(answer: Mapping[str, Any]) -> RenderableType:
+def view(answer: Mapping[str, Any], label: Callable[[str], str] = formats.label) -> RenderableType:
     """Any object of the box: its fields in their order, each in the unit of its name, and below them its lists and
-    larger parts. What has no value is left out."""
+    larger parts. What has no value is left out. label: of a field's name."""
     pairs, parts, remarks = [], [], []
     for name, value in answer.items():
         if value in NOTHING or name == "object":
@@ -96,11 +96,11 @@ def view(answer: Mapping[str, Any]) -> RenderableType:
         if name in ("notes", "warnings"):
             remarks += [f"{of}: {text}" for of, text in value.items()] if isinstance(value, dict) else value
         elif rows := _rows(value):
-            parts.append(above(f"{formats.label(name)}:", listing("", rows)))
+            parts.append(above(f"{label(name)}:", listing("", rows)))
         elif isinstance(value, dict) and len(formats.by_name(name, value)) > _ONE_LINE_CHARACTERS:
-            parts.append(above(f"{formats.label(name)}:", view(value)))
+            parts.append(above(f"{label(name)}:", view(value, formats.label_of_parts(name))))
         else:
-            pairs.append((formats.label(name), formats.by_name(name, value)))
+            pairs.append((label(name), formats.by_name(name, value)))
     return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
 
 

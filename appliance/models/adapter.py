@@ -6,6 +6,7 @@ come with the import.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -115,13 +116,16 @@ def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, 
     rank = config.get("r")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise AdapterRefused(CONFIG_FILE, "r must be a whole number of at least 1")
-    for name in ("rank_pattern", "alpha_pattern"):
+    for name, kinds, least in (("rank_pattern", (int,), 1), ("alpha_pattern", (int, float), -math.inf)):
         # peft takes these keys for regular expressions; one could take an engine off the air for all who use its base.
         found = config.get(name) or {}
-        odd = next((key for key in found if not _LAYER.fullmatch(str(key))), None)
-        if odd is not None or not isinstance(found, dict) or not all(type(n) in (int, float) for n in found.values()):
+        if not isinstance(found, dict) or not all(
+            _LAYER.fullmatch(key) and type(n) in kinds and n >= least for key, n in found.items()
+        ):
+            numbers = "whole numbers of at least 1" if name == "rank_pattern" else "numbers"
             raise AdapterRefused(
-                CONFIG_FILE, f"{name} must have numbers by names of layers, or of their ends, and has {str(found)[:80]}"
+                CONFIG_FILE,
+                f"{name} must have {numbers} by names of layers, or of their ends, and has {str(found)[:80]}",
             )
     ranks = [rank, *(config.get("rank_pattern") or {}).values(), *_pairs(layout, base, base_layout)]
     if max(ranks) > rank_limit:

@@ -207,7 +207,7 @@ class ModelLibrary:
     ) -> ModelVersion:
         """Downloads `repository` (at `revision`, default main) and takes it in under its own name or `name`.
 
-        An interrupted download goes on where it stopped when called again. Raises as `import_path`, and HubError.
+        Called again after an interruption, it downloads the missing files. Raises as `import_path`, and HubError.
         """
         hub.check_reference(repository, revision)
         chosen_name = check_name(name if name is not None else repository)
@@ -232,6 +232,8 @@ class ModelLibrary:
         kept_as = f"{encode_name(listing.repository)}@{encode_name(listing.commit)}"
         folder = self._private(self._root / ".downloads") / kept_as
         folder.mkdir(mode=0o700, exist_ok=True)
+        for partial in folder.rglob("*.incomplete"):  # of a download that was killed: huggingface_hub never resumes it
+            partial.unlink()
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         self._require_space(listing.nbytes - kept)
 

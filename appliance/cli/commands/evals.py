@@ -245,9 +245,11 @@ def _side_by_side(found: dict[str, Any]) -> Any:
     """A line for each run, and for each of its graders."""
     rows = []
     for run in found["runs"]:
-        counts = run["result_counts"]
-        rows.append({**run, **counts, "grader": "all", "share": _share(counts["passed"], counts["failed"])})
-        for one in run["per_testing_criteria_results"] if len(run["per_testing_criteria_results"]) > 1 else ():
+        counts, graders = run["result_counts"], run["per_testing_criteria_results"]
+        reward = graders[0].get("mean_reward") if len(graders) == 1 else None
+        share = _share(counts["passed"], counts["failed"])
+        rows.append({**run, **counts, "grader": "all", "share": share, "mean_reward": reward})
+        for one in graders if len(graders) > 1 else ():
             share = _share(one["passed"], one["failed"])
             rows.append({"grader": one["testing_criteria"], "share": share, "mean_reward": one.get("mean_reward")})
     columns = (

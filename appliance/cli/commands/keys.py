@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from contextlib import redirect_stdout
 from datetime import date, timedelta
 from typing import Any
 
@@ -56,6 +57,8 @@ def _limits(args: Namespace) -> dict[str, Any]:
     """Of the request; "none" for a limit that goes. Raises BadUsage."""
     found = picked(args, " ".join(["models", *_NUMBERS]))
     if args.bounds:
+        if NONE in args.bounds and len(args.bounds) > 1:
+            raise BadUsage("--bound none takes all bounds away; give it alone")
         found["bounds"] = NONE if args.bounds == [NONE] else dict(args.bounds)
     if args.expires is not None:
         found["expires_s"] = NONE if args.expires == NONE else _expires(args.expires)
@@ -196,7 +199,9 @@ def forget(session: Session, args: Namespace) -> None:
     if not args.yes:
         if not sys.stdin.isatty():
             raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
-        output.draw(output.view(session.client.get(_FORGET, owner=args.owner)))
+        there = session.client.get(_FORGET, owner=args.owner)
+        with redirect_stdout(sys.stderr):  # it belongs to the question: stdout is for the answer
+            output.draw(_owned(there))
         print(f"Forget {args.owner}? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandFailed("nothing was done")
@@ -207,4 +212,10 @@ def forget(session: Session, args: Namespace) -> None:
         _FORGET_WAIT_S,
         f"forgetting {args.owner}",
     )
-    session.show(answer, output.view)
+    session.show(answer, _owned)
+
+
+def _owned(answer: dict[str, Any]) -> Any:
+    kinds = "files uploads batches responses jobs evals keys unfinished models".split()
+    hint = "nothing here is of this owner: is the name right? `appliance key list --all` shows owners"
+    return output.view(answer if any(answer.get(kind) for kind in kinds) else {**answer, "notes": [hint]})

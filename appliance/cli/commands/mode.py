@@ -88,7 +88,8 @@ def plan(session: Session, args: Namespace) -> None:
       appliance mode plan --dry-run split --train 6 -o json
     """
     body = None if args.policy is None else _wanted(args)
-    session.show(session.client.post("/admin/v1/mode/plan", body), output.view)
+    answer = session.client.post("/admin/v1/mode/plan", body)
+    session.show(answer, lambda found: output.view({**found, "steps": found["steps"] or ["Nothing would move."]}))
 
 
 @command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))

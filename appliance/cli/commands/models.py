@@ -188,10 +188,10 @@ def deploy(session: Session, args: Namespace) -> None:
     "model canary",
     MODEL,
     opt("version VERSION", "Default: show the canary that is there.", nargs="?"),
-    opt("--share PERCENT", "At most 90%.", type=part, default="10%"),
+    opt("--share PERCENT", "At most 90%. Default: 10%.", type=part),
     flag("--auto", "Promote it or roll it back without being asked."),
-    opt("--for TIME", "How long it is watched: 10m, 2h.", dest="watch_s", type=seconds, default="10m"),
-    opt("--min-requests N", "Requests that each version must have had.", type=number(int, 1), default=50),
+    opt("--for TIME", "How long it is watched: 10m, 2h. Default: 10m.", dest="watch_s", type=seconds),
+    opt("--min-requests N", "Requests that each version must have had. Default: 50.", type=number(int, 1)),
 )
 def canary(session: Session, args: Namespace) -> None:
     """Give a version a share of a model's requests and compare it with the one before; without VERSION, show that.
@@ -206,11 +206,13 @@ def canary(session: Session, args: Namespace) -> None:
       appliance model canary ft:starter:local::a1b2c3d4           how it does
       appliance model promote ft:starter:local::a1b2c3d4          gives it all requests, `model rollback` none
     """
-    path = f"{_path(args.id)}/canary"
+    path, settings = f"{_path(args.id)}/canary", picked(args, "min_requests share watch_s")
     if args.version is None:
+        if settings or args.auto:
+            raise BadUsage(f"give the VERSION to begin a canary of; `appliance model show {args.id}` lists versions")
         answer = session.client.get(path)
     else:
-        answer = session.client.send("PUT", path, body=picked(args, "version auto min_requests share watch_s"))
+        answer = session.client.send("PUT", path, body=settings | picked(args, "version auto"))
     session.show(answer, output.view)
 
 

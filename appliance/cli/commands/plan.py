@@ -50,8 +50,10 @@ def serve(session: Session, args: Namespace) -> None:
     engines = picked(args, "replicas tensor_parallel")
     if args.config is not None:
         _show(session, _imagined(args, False, **engines))
-    else:
-        _show(session, session.client.post(_PATH, {"serve": engines | {"model": args.model}}))
+        return
+    if args.accelerator is not None or args.devices is not None:
+        raise BadUsage("--accelerator and --devices go with --config; the devices of the box are known")
+    _show(session, session.client.post(_PATH, {"serve": engines | {"model": args.model}}))
 
 
 @command(
@@ -80,11 +82,15 @@ def job(session: Session, args: Namespace) -> None:
     hyperparameters = training.hyperparameters(args)
     if (args.model is None) == (args.config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
+    if args.file is not None and args.examples is not None:
+        raise BadUsage("--file has its examples; --examples is for a plan without one")
     if args.config is not None:
         if args.file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
         _show(session, _imagined(args, True, **picked(args, "examples method"), given=hyperparameters))
         return
+    if args.accelerator is not None:
+        raise BadUsage("--accelerator goes with --config; the devices of the box are known")
     body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters}
     uploaded: list[str] = []
     if args.file is not None:
@@ -114,6 +120,21 @@ def _imagined(args: Namespace, of_job: bool, **wanted: Any) -> dict[str, Any]:
 
 
 def _show(session: Session, plan: dict[str, Any]) -> None:
-    session.show(plan, output.view)
+    session.show(plan, _drawn)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
+
+
+def _drawn(plan: dict[str, Any]) -> Any:
+    if (estimate := plan.get("estimate")) is None:
+        return output.view(plan)
+    words = {
+        "device_hours": f"{_range(estimate['device_hours'])}, estimated, not measured",
+        "hours": f"{_range(estimate['hours'])}, without loading and publishing",
+        "energy": f"{_range(estimate['kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound",
+    }
+    return output.view({**plan, **words, "estimate": None})
+
+
+def _range(ends: list[float]) -> str:
+    return " to ".join(f"{end:.2g}" if end < 100 else f"{end:,.0f}" for end in ends)

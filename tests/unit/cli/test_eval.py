@@ -41,7 +41,7 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     again = written(tmp_path, "4")[:2]
     assert len(box.json("eval", "run", "starter", *again, "--eval", made["id"], "--wait")["runs"]) == 2
     told = box.run("eval", "show", made["id"]).stdout
-    assert "75.0% (30.1% to 95.4%)" in told
+    assert "75.0% (30.1% to 95.4%) 0.75" in " ".join(told.split()), "the mean reward of the one grader"
     items = box.run("eval", "show", made["id"], "--items", run["id"]).stdout.splitlines()
     assert items[0].split() == ["ITEM", "STATUS", "PROMPT", "ANSWER", "GRADERS"]
     assert [line.split() for line in items[3:5]] == [

@@ -79,6 +79,7 @@ def test_a_plan_counts_a_file_and_keeps_nothing_of_it(box, tmp_path):
 def test_a_plan_for_what_is_not_here_needs_no_box():
     done = run("plan", "job", "--config", "70b", "--devices", "8", "--accelerator", "h100", "--lora-rank", "16")
     assert done.exit_code == 0 and "fits" in done.stdout and "17.2 GB" in done.stdout
+    assert "estimated, not measured" in done.stdout and "kWh at the board's 700 W" in done.stdout
     assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
     for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
         assert run("plan", "job", *wrong).exit_code == 2

@@ -122,6 +122,10 @@ def test_a_plan_is_told_in_sentences(prepared):
     assert json.loads(sent["content"]) == {"policy": "split", "train_devices": 6, "serving_floor": 1}
 
 
+def test_mode_plan_without_steps_says_so(box: ControlledBox):
+    assert "Nothing would move." in box.run("mode", "plan").stdout
+
+
 def test_a_failed_step_says_why_in_the_list_too(prepared):
     step = {
         "verb": "start_replica",

@@ -59,6 +59,16 @@ def test_view_shows_any_object_by_the_names_of_its_fields(capsys):
     assert "none" not in shown and "object" not in shown
 
 
+def test_view_keeps_keys_that_are_names_and_shows_times_of_finish(capsys):
+    named = {"metadata": {"cost_s": "x"}, "bounds": {"file_bytes": 5000, "jobs": 3}}
+    named |= {"models": {"my_model_s": [["n0/0"]]}}
+    long = {"hyperparameters": {f"lora_rank_{n}": n for n in range(20)}}
+    output.draw(output.view({**named, **long, "estimated_finish": 1_796_009_999.0}))
+    shown = " ".join(capsys.readouterr().out.split())
+    for told in ("cost_s x", "file_bytes 5.0 kB, jobs 3", "my_model_s n0/0", "lora_rank_7 7", "estimated finish 2026-"):
+        assert told in shown, told
+
+
 def test_column_takes_the_first_path_that_has_something():
     title, cell = output.column("?>took=none|deep.bytes")
     assert (title, cell({"deep": {"bytes": 1500}}), cell({})) == ("?>took", "1.5 kB", "-")

@@ -104,6 +104,17 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
     terminal.expect("\x1b[?1049l")  # the screen from before is back
 
 
+def test_forget_asks_on_stderr_and_hints_at_an_unknown_owner(prepared, terminal):
+    there = {"owner": "an", "done": False, "waits_for": [], "keys": [], "files": 0}
+    prepared.prepare("GET", "/admin/v1/forget", (200, there))
+    prepared.prepare("POST", "/admin/v1/forget", (200, {**there, "done": True}))
+    command = [*COMMAND, "forget", "--owner", "an", "-o", "json", "--url", prepared.url]
+    terminal.type("y\n")
+    done = subprocess.run(command, stdin=terminal.theirs, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["done"]
+    assert "is the name right?" in done.stderr and "cannot be undone" in done.stderr
+
+
 def test_a_conversation_keeps_its_history(prepared, terminal):
     prepared.prepare("POST", CHAT, (200, sse("Hello!")), (200, sse("Fine.")))
     with subprocess.Popen(
@@ -144,6 +155,9 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
         (formats.count, 1234, "1,234"),
         (formats.count, 7.2e9, "7.2 B"),
         (formats.count, 0, "0"),
+        (formats.number, 12345.6, "12,346"),
+        (formats.label, "tokens_per_s", "tokens/s"),
+        (formats.label, "read_bytes_per_s", "read"),
         (formats.or_dash, [], "-"),
         (formats.or_dash, ["a", 1], "a, 1"),
         (formats.or_dash, 0, "0"),

@@ -19,6 +19,7 @@ from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server
 from tests.unit.models.test_import_adapter import write as write_adapter
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused
+from weights.format.names import encode_name
 
 REPOSITORY = "org/tiny"
 
@@ -89,6 +90,19 @@ def test_a_disk_that_fills_up_during_a_download_is_named_and_what_came_is_kept(t
             library.import_model(REPOSITORY)
     assert library.list() == []
     assert library.import_model(REPOSITORY).bytes > 0
+
+
+def test_import_hub_removes_partial_files_of_a_killed_download(tmp_path, served, monkeypatch):
+    _, endpoint = served
+    library, needed = library_at(tmp_path, endpoint), []
+    folder = tmp_path / "models" / ".downloads" / f"{encode_name(REPOSITORY)}@{encode_name(COMMIT)}"
+    partial = folder / ".cache" / "huggingface" / "download" / "x.1a2b3c4d.incomplete"
+    partial.parent.mkdir(parents=True)
+    with partial.open("wb") as file:
+        file.truncate(2**40)
+    monkeypatch.setattr(library, "_require_space", lambda nbytes: needed.append((nbytes > 0, partial.exists())))
+    assert library.import_model(REPOSITORY).version == "v1"
+    assert needed[0] == (True, False)
 
 
 def test_a_redirect_to_a_cdn_is_followed_without_the_token(tmp_path, served, content):
