@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.objects import files, jobs, models
@@ -398,6 +402,28 @@ async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control
         "Fine-tuning job resumed",
         "Fine-tuning job cancelled",
     ]
+
+
+async def test_cancel_of_a_validating_job_ends_its_check(control: Control, monkeypatch: pytest.MonkeyPatch):
+    began, ended = threading.Event(), threading.Event()
+
+    def check(*given: Any) -> None:
+        heard, deadline_s = given[-1], time.monotonic() + 30
+        began.set()
+        try:
+            while time.monotonic() < deadline_s:
+                heard(1, 0.5)
+                time.sleep(0.001)
+        except InterruptedError:
+            ended.set()
+
+    file_id = await control.upload()
+    monkeypatch.setattr(storage, "APART_FROM_BYTES", 0)
+    monkeypatch.setattr(storage, "check_apart", check)
+    made = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
+    assert await asyncio.to_thread(began.wait, 30)
+    await control.sdk.fine_tuning.jobs.cancel(made.id)
+    assert await asyncio.to_thread(ended.wait, 5)
 
 
 async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control):
