@@ -141,14 +141,13 @@ class Demand:
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
     tokens of requests without a first token, as far as known; prompt_tokens: of all of them that engines compute.
-    ttft_p95_s, tpot_p95_s: recent time to first token and per further token, None if unknown.
+    tpot_p95_s: recent time per token after the first, None if unknown.
     """
 
     inflight: int = 0
     held: int = 0
     waiting_tokens: int = 0
     last_request_s: float | None = None
-    ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
     prompt_tokens: int = 0
 

@@ -12,7 +12,7 @@ _MAX_NOTES = 32
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: of the slowest gateway.
+    """Requests for one model. held: waiting at gateways for a replica. tpot_p95_s: of the slowest gateway.
     waiting_prompt_tokens: of requests known to have no first token yet; prompt_tokens: of all. computed_part: tokens
     that engines compute for an estimated one, the most at a gateway; None if no answer told. prefill_tokens_per_s: of
     one replica, the lowest that a gateway measured; None if none could."""
@@ -20,7 +20,6 @@ class ModelLoad:
     inflight: int = 0
     held: int = 0
     last_request_s: float | None = None
-    ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
     waiting_prompt_tokens: int = 0
     prompt_tokens: int = 0
@@ -34,7 +33,6 @@ _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
     "waiting_prompt_tokens": sum,
     "prompt_tokens": sum,
     "last_request_s": max,
-    "ttft_p95_s": max,
     "tpot_p95_s": max,
     "computed_part": max,
     "prefill_tokens_per_s": min,

@@ -185,7 +185,6 @@ class BusRouting:
             sum(row.held for row in rows),
             sum(row.waiting_prompt_tokens for row in rows),
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
-            max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
             prompt_tokens=round(sum(_computed(row, row.prompt_tokens) for row in rows)),
         )

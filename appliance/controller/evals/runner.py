@@ -132,19 +132,20 @@ class EvalRunner:
             raise TaskFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
 
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
-        row = evals.find_run(self._db, run_id)
-        if row is not None and not row.finished:
-            kept, has_items = requests.without_items(row.data_source), evals.has_items(self._db, run_id)
-            evals.update_run(
-                self._db,
-                run_id,
-                status=status,
-                error=error,
-                ended_s=time.time(),
-                data_source=kept,
-                total=row.total if has_items else 0,
-                bytes=row.bytes if has_items else requests.own_bytes(kept),
-            )
+        with self._db.transaction():
+            row = evals.find_run(self._db, run_id)
+            if row is not None and not row.finished:
+                kept, has_items = requests.without_items(row.data_source), evals.has_items(self._db, run_id)
+                evals.update_run(
+                    self._db,
+                    run_id,
+                    status=status,
+                    error=error,
+                    ended_s=time.time(),
+                    data_source=kept,
+                    total=row.total if has_items else 0,
+                    bytes=row.bytes if has_items else requests.own_bytes(kept),
+                )
 
     # --- the data
 
@@ -179,15 +180,22 @@ class EvalRunner:
                 for at, (entry, _) in enumerate(chunk, place)
             ]
             place, size = place + len(rows), size + sum(length + requests.ITEM_BYTES for _, length in chunk)
-            with self._db.transaction():  # what is there counts, whenever the run ends
-                if self._is_over(row.id):
-                    return False
-                evals.insert_items(self._db, rows)
-                evals.update_run(self._db, row.id, total=place, bytes=size)
+            if not await asyncio.to_thread(self._insert, rows, total=place, bytes=size):
+                return False
         with self._db.transaction():
             if self._is_over(row.id):
                 return False
             evals.update_run(self._db, row.id, status="in_progress", data_source=kept)
+        return True
+
+    def _insert(self, rows: list[EvalItemRow], **counted: int) -> bool:
+        """Store items together with the run's counters, which hold whenever it ends. False: it has ended meanwhile."""
+        run_id = rows[0].run_id
+        with self._db.transaction():
+            if self._is_over(run_id):
+                return False
+            evals.insert_items(self._db, rows)
+            evals.update_run(self._db, run_id, **counted)
         return True
 
     def _is_over(self, run_id: str) -> bool:

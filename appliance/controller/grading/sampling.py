@@ -45,8 +45,8 @@ weights, comes back with each step, and other requests of these engines are lost
 class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
     at moved_s. flying: its requests at engines, by their ids, each with the version that answers; taken: the room of
-    engines that they take, in requests. why: no further request is made. died: an engine died with one of its requests.
-    spent: rows for Spending."""
+    engines that they take, in requests. why: no further request is made. died: an engine died with one of its requests;
+    counted: that death was counted for another question. spent: rows for Spending."""
 
     job_id: str
     key_id: str
@@ -60,6 +60,7 @@ class _Question:
     taken: Fraction = Fraction(0)
     why: str = ""
     died: bool = False
+    counted: bool = False
 
     @property
     def wants(self) -> bool:
@@ -132,7 +133,10 @@ class RolloutSampling:
             self._asking[model].remove(question)
             self._wake()
             self._pay(question)
-        self._deaths[job_id] += question.died
+        if question.died and not question.counted:
+            self._deaths[job_id] += 1
+            for other in self._asking[model]:  # they have requests at the same engine
+                other.counted = other.counted or other.job_id == job_id
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
 

@@ -8,6 +8,7 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -183,10 +184,12 @@ class JobValidation:
 
     async def _check(self, row: JobRow, file: FileRow, **how: Any) -> DataReport:
         """`storage.checked`, which meanwhile reports its progress in the job's events."""
-        far = ""
+        far, abandoned = "", threading.Event()
 
         def heard(examples: int, share: float) -> None:
             nonlocal far
+            if abandoned.is_set():  # nothing else ends the thread
+                raise InterruptedError
             far = f": {examples:,} examples so far, {100 * share:.0f} % of the file"
 
         source = self._context.files_dir / file.id
@@ -197,6 +200,7 @@ class JobValidation:
                     add_message(self._context.db, row.id, f"{file.filename} is being checked{far}")
             return checking.result()
         finally:
+            abandoned.set()
             checking.cancel()
 
     def _queue(

@@ -10,13 +10,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Query, Request
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import views
-from appliance.controller.http.paging import MOST, list_object, metadata_of, part
+from appliance.controller.http.paging import MOST, list_object, listed, metadata_of, part
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
@@ -25,9 +26,10 @@ from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import check_judges, insert_job
-from appliance.store.database import Part
+from appliance.store import database
+from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobJudgeRow, JobRow
 from train.graders.hosts import GraderHosts
 from train.methods.methods import METHODS
 
@@ -48,12 +50,19 @@ def reading_routes(context: ControllerContext) -> APIRouter:
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        return list_object(page, lambda row: _view(context, row))
+        objects, left = list[dict[str, Any]](), database.PAGE_BYTES
+        for row in page.data:
+            judge = _judge(db, row, caller)  # may have 2 MiB
+            left -= len(orjson.dumps(judge.judge)) if judge is not None else 0
+            if left < 0 and objects:
+                return listed(objects, has_more=True)
+            objects.append(views.job_object(row, context.config.organization, judge))
+        return listed(objects, page.has_more)
 
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known(job_id, caller)
-        return _view(context, row) | {"energy": energy_views.of_job(db, row, time.time())}
+        return _view(context, row, caller) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.get("/{job_id}/metrics")
     def metrics(
@@ -76,7 +85,7 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
         if (row := attempt.earlier()) is not None:
-            return view(row)
+            return view(row, caller)
         await check_judges(context, hosts, body, caller)
 
         def make() -> JobRow:
@@ -85,19 +94,19 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
             return row
 
         row, _ = attempt.once(make)
-        return view(row)
+        return view(row, caller)
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "cancel", caller))
+        return view(ask(context, job_id, "cancel", caller), caller)
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "pause", caller))
+        return view(ask(context, job_id, "pause", caller), caller)
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "run", caller))
+        return view(ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
@@ -119,9 +128,14 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
     return router
 
 
-def _view(context: ControllerContext, row: JobRow) -> dict[str, Any]:
-    judge = job_records.find_judge(context.db, row.id) if row.method in _JUDGED else None
-    return views.job_object(row, context.config.organization, judge)
+def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
+    """Return the job's grader or teacher, unless the caller sees the job by the scope `read` alone."""
+    sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
+    return job_records.find_judge(db, row.id) if sees else None
+
+
+def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
+    return views.job_object(row, context.config.organization, _judge(context.db, row, caller))
 
 
 def _metadata_filter(request: Request) -> dict[str, Any]:

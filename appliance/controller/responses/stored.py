@@ -135,13 +135,15 @@ class StoredResponses:
     def items(self, ids: list[str]) -> list[Item]:
         """What a later response continues from, of all these responses. On a thread: it may be megabytes. Raises
         BadRequest, also when the total exceeds what one request may hold."""
-        found = list[Item]()
+        found, size = list[Item](), 0
         for response_id in ids:
             if (row := responses.find(self._db, response_id)) is None:
                 raise previous_not_found(response_id)  # deleted in the meantime
-            found += turn_items(row)
-        if len(orjson.dumps(found)) > self._config.json_body_bytes:
-            raise _too_long(ids[-1], self._config.json_body_bytes)
+            turn = turn_items(row)
+            size += len(orjson.dumps(turn))
+            if size > self._config.json_body_bytes:
+                raise _too_long(ids[-1], self._config.json_body_bytes)
+            found += turn
         return found
 
     def describe(self, completion_id: str, metadata: dict[str, str] | None) -> None:

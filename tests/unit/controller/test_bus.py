@@ -121,17 +121,17 @@ async def test_owners_of_many_names_stand_in_the_table_once(bus: Bus, tmp_path: 
 async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
     two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
-    await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "ttft_p95_s": None})
+    await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "tpot_p95_s": None})
     await two.report(
         100,
         {"r1": 3, "r2": 1},
-        m={"inflight": 4, "held": 0, "last_request_s": 9.0, "ttft_p95_s": 0.2, "tpot_p95_s": 0.03},
+        m={"inflight": 4, "held": 0, "last_request_s": 9.0, "tpot_p95_s": 0.03},
     )
     await reported(bus, "r1", 5)
     await reported(bus, "r2", 1)
     load = bus.load()
     assert load.replicas["r1"] == 5
-    assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2, tpot_p95_s=0.03)
+    assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, tpot_p95_s=0.03)
     assert bus.connected() == ["g1", "g2"]
     assert bus.load() is load, "added up once: it is asked for each name that can be called"
     await one.report(100, {"r1": 1})

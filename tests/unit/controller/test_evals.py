@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -774,6 +776,38 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
     row = evals.find_run(control.db, failed.id)
     assert failed.error.code == "invalid_data" and there(failed.id) == 0
     assert row is not None and (row.total, row.bytes) == (0, requests.own_bytes(row.data_source))
+
+
+async def test_items_are_stored_on_threads(control: Control, monkeypatch: pytest.MonkeyPatch):
+    threads, insert_items = list[threading.Thread](), evals.insert_items
+    monkeypatch.setattr(
+        evals, "insert_items", lambda *given: (threads.append(threading.current_thread()), insert_items(*given))
+    )
+    await ended(control, await made(control), given(("a", "a")))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+async def test_end_of_a_run_waits_for_items_that_are_being_stored(control: Control, monkeypatch: pytest.MonkeyPatch):
+    control.context.sampling_engines.lines = 0
+    eval_id = await made(control)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
+    while len(items := evals.queued_items(control.db, run.id, 9)) != 2:
+        await asyncio.sleep(0.001)
+    judged = [(items[0], {"status": "pass", "results": [], "usage": []})]
+    of_runner: Any = SimpleNamespace(_db=control.db)
+    storing, has_items = list[threading.Thread](), evals.has_items
+
+    def store_meanwhile(*given: Any) -> bool:
+        storing.append(threading.Thread(target=EvalRunner._store, args=(of_runner, run.id, judged)))
+        storing[0].start()
+        storing[0].join(0.2)
+        return has_items(*given)
+
+    monkeypatch.setattr(evals, "has_items", store_meanwhile)
+    await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
+    storing[0].join()
+    row = evals.find_run(control.db, run.id)
+    assert row is not None and row.counts == {}
 
 
 TOO_LARGE = {"MAX_SCHEMA_BYTES": "data_source_config.item_schema", "MAX_CRITERIA_BYTES": "testing_criteria"}

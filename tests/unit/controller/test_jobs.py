@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
+from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import change, grading_of
@@ -398,6 +403,28 @@ async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control
         "Fine-tuning job resumed",
         "Fine-tuning job cancelled",
     ]
+
+
+async def test_cancel_of_a_validating_job_ends_its_check(control: Control, monkeypatch: pytest.MonkeyPatch):
+    began, ended = threading.Event(), threading.Event()
+
+    def check(*given: Any) -> None:
+        heard, deadline_s = given[-1], time.monotonic() + 30
+        began.set()
+        try:
+            while time.monotonic() < deadline_s:
+                heard(1, 0.5)
+                time.sleep(0.001)
+        except InterruptedError:
+            ended.set()
+
+    file_id = await control.upload()
+    monkeypatch.setattr(storage, "APART_FROM_BYTES", 0)
+    monkeypatch.setattr(storage, "check_apart", check)
+    made = await control.sdk.fine_tuning.jobs.create(model="starter", training_file=file_id)
+    assert await asyncio.to_thread(began.wait, 30)
+    await control.sdk.fine_tuning.jobs.cancel(made.id)
+    assert await asyncio.to_thread(ended.wait, 5)
 
 
 async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control):
@@ -797,6 +824,29 @@ async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
     assert metrics.message == "Step 1/4: mean reward=0.2500" and metrics.data["timing"]["step"]["sampling"] == 1.0
     assert validation.message == "Step 1/4: validation mean reward=0.5000"
     assert validation.data["valid_mean_reward"] == 0.5 and metrics.data["train_mean_reward"] == 0.25
+
+
+async def test_list_of_jobs_ends_where_graders_exceed_a_page(control: Control, monkeypatch: pytest.MonkeyPatch):
+    grader = GRADER | {"reference": "x" * 3000}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": grader}}
+    file_id = await control.upload(prompts())
+    made = [await control.job(training_file=file_id, method=method) for _ in range(3)]
+    plain = await control.job()
+    monkeypatch.setattr(database, "PAGE_BYTES", 8000)
+    first = (await control.http.get("/v1/fine_tuning/jobs")).json()
+    assert [job["id"] for job in first["data"]] == [plain, *made[:0:-1]] and first["has_more"]
+    rest = (await control.http.get("/v1/fine_tuning/jobs", params={"after": first["last_id"]})).json()
+    assert [job["id"] for job in rest["data"]] == made[:1] and not rest["has_more"]
+
+
+@pytest.mark.parametrize(("scopes", "sees"), [("read", False), ("admin", True)])
+async def test_grader_of_another_owner_is_shown_to_admins_alone(control: Control, scopes: str, sees: bool):
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
+    control.as_key("other", scopes=[scopes])
+    listed = (await control.http.get("/v1/fine_tuning/jobs")).json()["data"]
+    for job in (*listed, (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()):
+        assert ("grader" in job["method"]["reinforcement"]) == sees
 
 
 async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):

@@ -191,6 +191,25 @@ async def test_what_a_job_asks_for_the_next_step_waits_for_this_ones(control, en
     assert [len(by_place(one.result())) for one in told] == [6, 4]
 
 
+async def test_engine_death_with_two_questions_of_a_job_counts_once(control, engines):
+    engines.lines, all_sent, sent = 8, asyncio.Event(), []
+
+    async def rule(body):
+        sent.append(body)
+        if len(sent) == 4:
+            all_sent.set()
+        await all_sent.wait()
+        raise LineReturned("EngineCore died", yielded=False)
+
+    engines.rule = rule
+    sampling = sampling_of(control)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
+        for _ in range(2):
+            asking.create_task(sampling.sample("ftjob-1", question(2, 2)))
+    engines.rule = written
+    assert len(by_place(await sampling.sample("ftjob-1", question(2, 2)))) == 4
+
+
 class Interrupted:
     """Engines that write one token of each answer, and the rest once they are let go or interrupted: then only what is
     there."""

@@ -130,7 +130,7 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     assert (asked.inflight, asked.held) == (3, 4)
     assert asked.waiting_tokens == 70, "prompts that wait, not the tokens that running requests still have to write"
     assert asked.prompt_tokens == 60 + 80 / 2, "what a cache of prefixes has fills no further one"
-    assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
+    assert (asked.last_request_s, asked.tpot_p95_s) == (9.0, 0.4)
     assert routing.demand("unheard").requests == 0
     traffic = routing.traffic("starter")
     assert set(traffic.names) >= {"starter", "ft:a"} and "unheard" not in traffic.names

@@ -62,7 +62,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
             ended = {"model": name, "from": canary.version, "to": canary.before, "swap": {}}
             if (deed := carried.before(lambda: Deed.of(**ended))) is not None:
                 return deed
-            return await compared.roll_back(name, caller, judged=canary)
+            try:
+                return await compared.roll_back(name, caller, judged=canary)
+            except Conflict:  # it ended meanwhile
+                carried.came_to_nothing()
+                raise
         async with activations.lock(name):
             row = stored_model(db, name)
             before = row.active_version
