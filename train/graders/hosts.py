@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -29,8 +30,16 @@ _BEGIN = "from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(list[Graded])
 
 
+RETRY_S = 1.0
+"""Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
+
+
 class WorkerBroke(Exception):
     """The worker ended or took too long; the request has no answer."""
+
+
+class WorkerEnded(WorkerBroke):
+    """The worker or a handler ended, maybe at another owner's request: a retry may succeed."""
 
 
 class ForkBroke(WorkerBroke):
@@ -68,7 +77,12 @@ class GraderHosts:
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
         async with self._turn(owner, "grade"), self._free:
-            answered = await self._ask(head, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+            ask = partial(self._ask, head, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+            try:
+                answered = await ask()
+            except WorkerEnded:
+                await asyncio.sleep(RETRY_S)
+                answered = await ask()
         return _GRADED.validate_json(answered)
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -116,7 +130,7 @@ class GraderHosts:
                 socket.send_fds(control, [" ".join(loads).encode()], [theirs.fileno()])
             except OSError as error:
                 mine.close()
-                raise WorkerBroke(f"the process that grades ended: {error}") from None
+                raise WorkerEnded(f"the process that grades ended: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=mine)
         try:
             async with asyncio.timeout(limit_s):
@@ -126,14 +140,14 @@ class GraderHosts:
         except TimeoutError:
             raise WorkerBroke(f"grading took longer than {limit_s:.0f} s") from None
         except OSError as error:
-            raise WorkerBroke(f"the process that grades ended: {error}") from None
+            raise WorkerEnded(f"the process that grades ended: {error}") from None
         finally:
             writer.close()  # which ends what still runs for it
         if answered.startswith(_RESULT):
             return answered[len(_RESULT) : -1]
         if answered:
             raise ForkBroke(str(json.loads(answered)["broke"]))
-        raise WorkerBroke("the process that grades ended")
+        raise WorkerEnded("the process that grades ended")
 
     async def _started(self) -> socket.socket:
         async with self._starting:

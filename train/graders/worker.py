@@ -112,9 +112,14 @@ def main() -> None:
         if not descriptors:
             return
         _load(names.decode().split())
-        if os.fork() == 0:
-            control.close()
-            _handle(socket.socket(fileno=descriptors[0]))
+        try:
+            forked = os.fork()
+        except OSError as error:  # the client gets no answer and may retry
+            print(f"no handler of a request can start: {error!r}", file=sys.stderr)
+        else:
+            if forked == 0:
+                control.close()
+                _handle(socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
 
 
