@@ -77,7 +77,10 @@ class GraderHosts:
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
         async with self._turn(owner, "grade"), self._free:
-            ask = partial(self._ask, head, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+            limit_s = (
+                OWN_TIME_S * (1 + len(samples)) + TIME_S * calls
+            )  # without code: for all together, then each alone
+            ask = partial(self._ask, head, lines, limit_s, loads_of(grader))
             try:
                 answered = await ask()
             except WorkerEnded:

@@ -199,7 +199,9 @@ def _grade(
     """A sample whose child breaks has no reward and a flag; samples without code that break together go alone."""
     calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
     time_s, graded, late, returned = TIME_S * calls or OWN_TIME_S, list[Graded](), 0, False
-    for group in [[one] for one in samples] if calls else [samples]:
+    groups = [[one] for one in samples] if calls else [samples]
+    while groups:
+        group = groups.pop(0)
         if late >= MOST_TIMEOUTS and not returned:
             graded.append(_broken(f"it was not run: its first {MOST_TIMEOUTS} calls all ran out of time", code=False))
             continue
@@ -209,7 +211,7 @@ def _grade(
         except Broke as error:
             late += error.late
             if len(group) > 1:
-                graded += [found for one in group for found in _grade(grader, [one], client)]
+                groups += [[one] for one in group]
             else:
                 graded.append(_broken(str(error), code=bool(calls)))
     return graded

@@ -70,6 +70,29 @@ async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> No
     assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
 
 
+SLOW_TOGETHER = """
+import time
+from train.graders import worker
+grade, graded = worker.grade, []
+def slow(*given):
+    graded.append(given)
+    time.sleep(60 * (len(graded) > 1))
+    return grade(*given)
+worker.grade, worker.OWN_TIME_S = slow, 1.5
+worker.main()
+"""
+
+
+async def test_grade_without_code_has_time_for_each_sample_alone(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "_BEGIN", SLOW_TOGETHER)
+    await hosts.grade("ann", CHECK, [(Sample("a"), "a")])
+    monkeypatch.setattr(hosts_module, "OWN_TIME_S", 1)
+    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a")] * 4)
+    assert [one.reward for one in found] == [1] * 4
+
+
 FAILS_ONCE = """
 import os, pathlib
 from train.graders import worker
