@@ -28,8 +28,8 @@ CHECK_CPU_S = 10
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = "from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(list[Graded])
-
-
+ANSWER_BYTES = 32 << 20
+"""The largest answer: users' code has a part in it, and the box holds it in memory."""
 RETRY_S = 1.0
 """Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 
@@ -134,23 +134,23 @@ class GraderHosts:
             except OSError as error:
                 mine.close()
                 raise WorkerEnded(f"the process that grades ended: {error}") from None
-        reader, writer = await asyncio.open_unix_connection(sock=mine)
+        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=ANSWER_BYTES)
         try:
             async with asyncio.timeout(limit_s):
                 writer.writelines(await asyncio.to_thread(_lines, {"nice": NICENESS, **head}, samples))
                 await writer.drain()
-                answered = await reader.read()
+                answered = await reader.readuntil()
         except TimeoutError:
             raise WorkerBroke(f"grading took longer than {limit_s:.0f} s") from None
-        except OSError as error:
+        except asyncio.LimitOverrunError:
+            raise ForkBroke(f"its results are larger than {ANSWER_BYTES >> 20} MiB") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
             raise WorkerEnded(f"the process that grades ended: {error}") from None
         finally:
             writer.close()  # which ends what still runs for it
         if answered.startswith(_RESULT):
-            return answered[len(_RESULT) : -1]
-        if answered:
-            raise ForkBroke(str(json.loads(answered)["broke"]))
-        raise WorkerEnded("the process that grades ended")
+            return answered[len(_RESULT) : -len(b"}\n")]
+        raise ForkBroke(str(json.loads(answered)["broke"]))
 
     async def _started(self) -> socket.socket:
         async with self._starting:

@@ -127,6 +127,17 @@ async def test_grade_retries_after_the_process_or_its_fork_fails(
     [
         ("from train.graders import worker; worker._child = lambda *_: os._exit(7); worker.main()", ForkBroke),
         ("from train.graders import worker; worker._handle = lambda *_: os._exit(7); worker.main()", WorkerEnded),
+        ("from train.graders import worker; worker.answer = lambda *_: 'x' * (33 << 20); worker.main()", ForkBroke),
+        (
+            "from train.graders import worker\n"
+            "def handle(client):\n"
+            "    list(iter(client.makefile('rb').readline, b'\\n'))\n"
+            "    client.sendall(b'{\"result\": [}')\n"
+            "    os._exit(0)\n"
+            "worker._handle = handle\n"
+            "worker.main()",
+            WorkerEnded,
+        ),
         ("raise SystemExit", WorkerEnded),
     ],
 )
@@ -187,6 +198,12 @@ async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monk
 async def test_half_a_sign_of_users_code_is_no_text_that_is_told(hosts: GraderHosts) -> None:
     (found,) = await hosts.grade("ann", python("raise ValueError('\\ud800')"), [(Sample(""), None)])
     assert found.messages == ["p: ValueError: ? (line 2)"]
+
+
+async def test_handler_of_a_request_has_limited_memory(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = "worker.answer = lambda *_: [worker.resource.getrlimit(worker.resource.RLIMIT_DATA)]"
+    monkeypatch.setattr(hosts_module, "_BEGIN", f"from train.graders import worker; {limit}; worker.main()")
+    assert await hosts.refused_items("ann", {}, []) == [(worker.HANDLER_BYTES,) * 2]
 
 
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:

@@ -229,6 +229,7 @@ def test_where_nothing_can_confine_it_no_code_runs_and_all_else_is_graded(monkey
         "'[' * 15000",
         "'{\"reward\": 1' + '0' * 999 + '}'",
         "'[]'",
+        '\'[{"reward": 1, "passed": true, "messages": ["\' + \'x\' * 400_000 + \'"]}]\'',
         "'{\"reward\": {}}'",
         '\'{"refused": "the box is broken"}\'',
     ],
