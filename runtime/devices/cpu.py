@@ -44,7 +44,7 @@ class Cpu(DeviceKind):
         return {}
 
     def address(self, index: int) -> str:
-        return self.name  # all equal: a parked rank can resume in the place of any
+        return self.name  # devices of the CPU are interchangeable
 
     def before_computing(self) -> None:
         """Ask for AMX tiles. The kernel ends a process that uses them without that by SIGILL; the answer is inherited

@@ -465,8 +465,8 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     )
     with Load(box.url, box.key, starter, workers=3) as load:
         wait_for(lambda: load.finished >= 4, "the load to flow")
-        # Smaller and larger, and twice the same size, for which ranks that were parked go on. The job must not come to
-        # its end while a command starts or ends, nor while nobody looks.
+        # Smaller and larger, and twice the same size. The job must not come to its end while a command
+        # starts or ends, nor while nobody looks.
         for mode in (SPLIT, SPLIT, TRAIN, TRAIN, SPLIT):
             done = len(box.losses(job.id))
             box.set_mode(**mode)

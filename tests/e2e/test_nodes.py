@@ -176,9 +176,6 @@ class Runs:
     def newest_snapshot(self, job_id):
         return None
 
-    def may_continue(self, job_id):
-        return True
-
     def on_event(self, job_id, event): ...
 
     async def will_succeed(self, job_id): ...

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,10 +28,18 @@ CHECK_CPU_S = 10
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = "from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(list[Graded])
+ANSWER_BYTES = 32 << 20
+"""The largest answer: users' code has a part in it, and the box holds it in memory."""
+RETRY_S = 1.0
+"""Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 
 
 class WorkerBroke(Exception):
     """The worker ended or took too long; the request has no answer."""
+
+
+class WorkerEnded(WorkerBroke):
+    """The worker or a handler ended, maybe at another owner's request: a retry may succeed."""
 
 
 class ForkBroke(WorkerBroke):
@@ -68,7 +77,15 @@ class GraderHosts:
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
         async with self._turn(owner, "grade"), self._free:
-            answered = await self._ask(head, lines, OWN_TIME_S + TIME_S * calls, loads_of(grader))
+            limit_s = (
+                OWN_TIME_S * (1 + len(samples)) + TIME_S * calls
+            )  # without code: for all together, then each alone
+            ask = partial(self._ask, head, lines, limit_s, loads_of(grader))
+            try:
+                answered = await ask()
+            except WorkerEnded:
+                await asyncio.sleep(RETRY_S)
+                answered = await ask()
         return _GRADED.validate_json(answered)
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -116,24 +133,24 @@ class GraderHosts:
                 socket.send_fds(control, [" ".join(loads).encode()], [theirs.fileno()])
             except OSError as error:
                 mine.close()
-                raise WorkerBroke(f"the process that grades ended: {error}") from None
-        reader, writer = await asyncio.open_unix_connection(sock=mine)
+                raise WorkerEnded(f"the process that grades ended: {error}") from None
+        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=ANSWER_BYTES)
         try:
             async with asyncio.timeout(limit_s):
                 writer.writelines(await asyncio.to_thread(_lines, {"nice": NICENESS, **head}, samples))
                 await writer.drain()
-                answered = await reader.read()
+                answered = await reader.readuntil()
         except TimeoutError:
             raise WorkerBroke(f"grading took longer than {limit_s:.0f} s") from None
-        except OSError as error:
-            raise WorkerBroke(f"the process that grades ended: {error}") from None
+        except asyncio.LimitOverrunError:
+            raise ForkBroke(f"its results are larger than {ANSWER_BYTES >> 20} MiB") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise WorkerEnded(f"the process that grades ended: {error}") from None
         finally:
             writer.close()  # which ends what still runs for it
         if answered.startswith(_RESULT):
-            return answered[len(_RESULT) : -1]
-        if answered:
-            raise ForkBroke(str(json.loads(answered)["broke"]))
-        raise WorkerBroke("the process that grades ended")
+            return answered[len(_RESULT) : -len(b"}\n")]
+        raise ForkBroke(str(json.loads(answered)["broke"]))
 
     async def _started(self) -> socket.socket:
         async with self._starting:

@@ -5,7 +5,7 @@ for each sample (for all samples at once where the grader has no code), confined
 (runtime/processes/confinement.py), and kills it at a limit, or when the client leaves.
 
 A request is lines of JSON: {"kind", "nice", ...}, a line for each sample, and an empty line. The answer is
-{"result": ...}, or {"broke": why} if the request ended its child.
+one such line: {"result": ...}, or {"broke": why} if the request ended its child.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ OWN_TIME_S = 60
 """Seconds for a request without code."""
 CHECK_S = 30
 MEMORY_BYTES = 2 << 30
+HANDLER_BYTES = 4 << 30
 SCHEMA_BYTES = 1 << 30
 SCHEMA_S = 300
 """Of the clock: its CPU is what bounds a check of items, so that a busy machine refuses no honest one."""
@@ -69,7 +70,7 @@ MOST_TIMEOUTS = 3
 """If this many calls run out of time before any returns, the request makes no more of them: otherwise a job's devices
 would wait two minutes for each of its answers."""
 _POLL_S = 0.02
-_RESULT_BYTES = 32 << 20
+_RESULT_BYTES = 256 << 10  # of one sample
 _DETAIL_CHARACTERS = 2000
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
 _GRADED = TypeAdapter(list[Graded])
@@ -112,9 +113,14 @@ def main() -> None:
         if not descriptors:
             return
         _load(names.decode().split())
-        if os.fork() == 0:
-            control.close()
-            _handle(socket.socket(fileno=descriptors[0]))
+        try:
+            forked = os.fork()
+        except OSError as error:  # the client gets no answer and may retry
+            print(f"no handler of a request can start: {error!r}", file=sys.stderr)
+        else:
+            if forked == 0:
+                control.close()
+                _handle(socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
 
 
@@ -149,6 +155,7 @@ def _handle(client: socket.socket) -> NoReturn:
     try:
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_DATA, (HANDLER_BYTES, HANDLER_BYTES))
         lines = client.makefile("rb")
         request = json.loads(lines.readline())
         os.nice(request["nice"])
@@ -157,7 +164,7 @@ def _handle(client: socket.socket) -> NoReturn:
             answered = {"result": answer(request, samples, client)}
         except Broke as error:
             answered = {"broke": str(error)}
-        client.sendall(_written(answered))
+        client.sendall(_written(answered) + b"\n")
     except BaseException as error:  # noqa: BLE001 - this process ends here
         traceback.print_exception(error)
     finally:
@@ -194,17 +201,20 @@ def _grade(
     """A sample whose child breaks has no reward and a flag; samples without code that break together go alone."""
     calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
     time_s, graded, late, returned = TIME_S * calls or OWN_TIME_S, list[Graded](), 0, False
-    for group in [[one] for one in samples] if calls else [samples]:
+    groups = [[one] for one in samples] if calls else [samples]
+    while groups:
+        group = groups.pop(0)
         if late >= MOST_TIMEOUTS and not returned:
             graded.append(_broken(f"it was not run: its first {MOST_TIMEOUTS} calls all ran out of time", code=False))
             continue
         try:
-            graded += _in_child(partial(_graded, grader, group), time_s, client, read=partial(_read, len(group)))
+            work, read = partial(_graded, grader, group), partial(_read, len(group))
+            graded += _in_child(work, time_s, client, read=read, most_bytes=_RESULT_BYTES * len(group))
             returned = True
         except Broke as error:
             late += error.late
             if len(group) > 1:
-                graded += [found for one in group for found in _grade(grader, [one], client)]
+                groups += [[one] for one in group]
             else:
                 graded.append(_broken(str(error), code=bool(calls)))
     return graded
@@ -240,11 +250,12 @@ def _in_child(
     memory_bytes: int = MEMORY_BYTES,
     cpu_s: float | None = None,
     read: Callable[[bytes], Any] = json.loads,
+    most_bytes: int = _RESULT_BYTES,
 ) -> Any:
     """What `work` returns in a confined fork; it is told why the fork is not confined, "" if it is.
 
     Code may write anything in place of its result: `read` raises ValueError for what is none. cpu_s: `time_s` without
-    it. Raises Broke.
+    it. most_bytes: of the result; a longer one is cut. Raises Broke.
     """
     cpu_s = time_s if cpu_s is None else cpu_s
     reading, writing = os.pipe()
@@ -253,7 +264,7 @@ def _in_child(
         _child(writing, work, memory_bytes, round(cpu_s) or 1)
     os.close(writing)
     try:
-        result = _result(reading, time.monotonic() + time_s, pid, client)
+        result = _result(reading, most_bytes, time.monotonic() + time_s, pid, client)
     finally:
         os.close(reading)
         # It is not waited for yet, so the pid is still its own.
@@ -270,9 +281,9 @@ def _in_child(
         raise kind(f"its process ended{ended} without a result; {limits}") from None
 
 
-def _result(reading: int, until_s: float, pid: int, client: socket.socket | None) -> bytearray | None:
-    """All that the child writes until it closes its end; None if it takes too long. Raises Broke for too many
-    threads."""
+def _result(reading: int, most_bytes: int, until_s: float, pid: int, client: socket.socket | None) -> bytearray | None:
+    """What the child writes until it closes its end or exceeds `most_bytes`; None if it takes too long. Raises Broke
+    for too many threads."""
     result, watched = bytearray(), [reading, *([client] if client else [])]
     while time.monotonic() < until_s:
         # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
@@ -284,7 +295,7 @@ def _result(reading: int, until_s: float, pid: int, client: socket.socket | None
         if reading in ready:
             more = os.read(reading, 1 << 16)
             result += more
-            if not more or len(result) > _RESULT_BYTES:
+            if not more or len(result) > most_bytes:
                 return result
     return None
 

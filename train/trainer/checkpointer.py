@@ -37,6 +37,7 @@ class Checkpointer:
         self._emit, self._progress, self._grid = emit, progress, fragments.grid(engine)
         self.kept: snapshot.Kept = snapshot.NOTHING
         self._newest: tuple[int, Written] | None = None
+        self._refused = False  # the last try found shared memory full, which the job has reported
         self._last_s, self._cost_s = time.monotonic(), 0.0
 
     def due(self) -> bool:
@@ -53,7 +54,9 @@ class Checkpointer:
         except (StoreFull, OSError) as error:
             if not is_full(error):
                 raise
-            self._emit("message", level="warn", text=f"no snapshot at step {step}: {error}")
+            if not self._refused:
+                self._emit("message", level="warn", text=f"no snapshot at step {step}: {error}")
+            self._refused = True
         self._last_s = time.monotonic()
 
     def suspend(self, step: int) -> Written:
@@ -79,7 +82,7 @@ class Checkpointer:
         if self._grid.rank == 0:
             snapshot.forget_older(store, self._spec)
         written = snapshot.write_snapshot(self._spec, store, self._layout, self._plan, step=step, tokens=self._tokens)
-        self._newest, self._cost_s = (step, written), written.seconds
+        self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
         self._emit("snapshot", step=step, **asdict(written))
         return written
 

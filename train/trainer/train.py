@@ -212,7 +212,8 @@ class Run:
         spent_s = time.monotonic() - self._began_s
         if self.step == self.first_step:
             return np.inf if spent_s > KEPT_S else 0.0
-        return self._took_s - spent_s if spent_s < self._took_s else np.inf
+        # A step a little longer than the last is about to end.
+        return max(0.0, self._took_s - spent_s) if spent_s < 1.25 * self._took_s else np.inf
 
     def _left_step(self) -> bool:
         self.profiling.drop()

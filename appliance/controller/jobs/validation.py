@@ -127,7 +127,7 @@ class JobValidation:
             most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
             await self._check_cut(row, tokenizer, most, reports)
         if self._still_validating(row.id):
-            self._queue(row, self._base(row), chosen, training, messages)
+            self._queue(row.id, training, messages)
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
@@ -203,16 +203,12 @@ class JobValidation:
             abandoned.set()
             checking.cancel()
 
-    def _queue(
-        self,
-        row: JobRow,
-        base: Resolved,
-        chosen: settings.Settings,
-        report: DataReport,
-        messages: list[tuple[str, str]],
-    ) -> None:
-        """Raises TaskFailed."""
-        context, db, method = self._context, self._context.db, method_of(row.method)
+    def _queue(self, job_id: str, report: DataReport, messages: list[tuple[str, str]]) -> None:
+        """Raises TaskFailed, InvalidHyperparameter, CheckpointRefused."""
+        context, db = self._context, self._context.db
+        row = jobs.get(db, job_id)  # an operator may have changed it during the check
+        base, method, dataset = self._base(row), method_of(row.method), settings.dataset_of(report)
+        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, dataset, row)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
@@ -222,7 +218,6 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        dataset = settings.dataset_of(report)
         warnings = [*verdict.warnings, *settings.cut_examples(method, dataset, chosen.resolved)]
         warnings += settings.high_rate(context, base, method, row.hyperparameters, dataset, chosen.resolved)
         with db.transaction():

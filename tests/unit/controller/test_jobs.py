@@ -15,7 +15,7 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.jobs.validation import VALIDATIONS
+from appliance.controller.jobs.validation import VALIDATIONS, JobValidation
 from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
@@ -383,6 +383,24 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
     # That the short one fits was seen: it is the training file of the job whose validation file is at fault.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
+
+
+@pytest.mark.usefixtures("checked_here")
+async def test_validation_keeps_a_change_made_while_it_counts_tokens(control: Control, tmp_path: Path, monkeypatch):
+    tokenizer().save_pretrained(tmp_path / "base")
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "base"))
+
+    async def check_cut(_: object, row: jobs.JobRow, *__: object) -> None:
+        answer = await control.http.patch(f"/admin/v1/jobs/{row.id}", headers=ADMIN, json={"max_devices": 2})
+        assert answer.status_code == 200
+
+    monkeypatch.setattr(JobValidation, "_check_cut", check_cut)
+    pairs = await control.upload((json.dumps(PAIR) + "\n").encode() * 12)
+    job_id = await control.job(
+        training_file=pairs, hyperparameters={"batch_size": 4}, extra_body={"method": {"type": "dpo"}}
+    )
+    row = jobs.get(control.db, job_id)
+    assert (row.phase, row.max_devices, row.allowed_sizes) == ("queued", 2, [1, 2])
 
 
 async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control):

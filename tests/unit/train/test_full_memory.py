@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.control.progress import Progress
+from train.plan.errors import SnapshotMismatch
+from train.state import snapshot
 from train.trainer import checkpointer as checkpointing
 from train.trainer.checkpointer import Checkpointer, Publisher
 from weights.format.errors import StoreFull
@@ -42,12 +45,16 @@ def fail(code):
 def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     checkpointer, _, store, told = run
     monkeypatch.setattr(draft, "_write_manifest", fail(errno.ENOSPC))
-    checkpointer.save(2)
-    assert [(event, data["level"]) for event, data in told] == [("message", "warn")]
+    for _ in range(2):
+        checkpointer.save(2)
+    assert [(event, data["level"]) for event, data in told] == [("message", "warn")], "once, not at each try"
     assert store.list("snapshot") == [] and store.usage().draft_bytes == 0, "it is given back"
     monkeypatch.undo()
     checkpointer.save(2)
     assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
+    monkeypatch.setattr(draft, "_write_manifest", fail(errno.ENOSPC))
+    checkpointer.save(3)
+    assert [event for event, _ in told] == ["message", "snapshot", "message"]
 
 
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
@@ -106,3 +113,16 @@ def test_suspension_reuses_the_snapshot_of_its_step(run):
     (kept,) = store.list("snapshot", "j")
     assert checkpointer.suspend(2).path == str(kept.path)
     assert store.list("snapshot", "j") == [kept] and [event for event, _ in told] == ["snapshot"]
+
+
+@pytest.mark.parametrize(("tokens", "step"), [({}, 2), ({"tokens": "other"}, None)], ids=["absent", "other"])
+def test_read_snapshot_compares_tokens_where_it_has_them(run, monkeypatch, tokens, step):
+    checkpointer, _, store, _ = run
+    checkpointer.save(2)
+    (stored,) = store.list("snapshot", "j")
+    del stored.manifest.meta["tokens"]
+    stored.manifest.meta.update(tokens)
+    monkeypatch.setattr(snapshot, "_stored", lambda path: stored)
+    with nullcontext() if step else pytest.raises(SnapshotMismatch):
+        read = snapshot.read_snapshot(checkpointer._engine, checkpointer._spec, store, stored.path, "digest")
+        assert read == step

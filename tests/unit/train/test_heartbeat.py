@@ -77,3 +77,11 @@ def test_long_validation_moves_with_each_row_and_is_left(
     found = run._validation(valid)
     assert progress.entered == ["validating"] * (0 if left else 5)
     assert found == (None if left else {"loss": pytest.approx(np.mean(range(5))), "mean_token_accuracy": 0.75})
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(8, 2), (11, 0), (20, np.inf)], ids=["before", "about to end", "long"])
+def test_left_of_step_counts_on_the_time_of_the_last_step(monkeypatch, spent_s, left_s):
+    run = Run.__new__(Run)
+    run.step, run.first_step, run._took_s, run._began_s = 2, 0, 10.0, 0.0
+    monkeypatch.setattr(training.time, "monotonic", lambda: float(spent_s))
+    assert run._left_of_step_s() == left_s

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ from train.graders import hosts as hosts_module
 from train.graders import worker
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
-from train.graders.hosts import MAX_BUSY, NICENESS, ForkBroke, GraderHosts, WorkerBroke
+from train.graders.hosts import MAX_BUSY, NICENESS, ForkBroke, GraderHosts, WorkerBroke, WorkerEnded
 from train.graders.templates import Sample
 
 SAME = {"type": "string_check", "name": "c", "input": "{{sample.output_text}}", "reference": "{{item}}"}
@@ -69,12 +70,75 @@ async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> No
     assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
 
 
+SLOW_TOGETHER = """
+import time
+from train.graders import worker
+grade, graded = worker.grade, []
+def slow(*given):
+    graded.append(given)
+    time.sleep(60 * (len(graded) > 1))
+    return grade(*given)
+worker.grade, worker.OWN_TIME_S = slow, 1.5
+worker.main()
+"""
+
+
+async def test_grade_without_code_has_time_for_each_sample_alone(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "_BEGIN", SLOW_TOGETHER)
+    await hosts.grade("ann", CHECK, [(Sample("a"), "a")])
+    monkeypatch.setattr(hosts_module, "OWN_TIME_S", 1)
+    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a")] * 4)
+    assert [one.reward for one in found] == [1] * 4
+
+
+FAILS_ONCE = """
+import os, pathlib
+from train.graders import worker
+failed, fork = pathlib.Path({path!r}), os.fork
+def fails_once():
+    if failed.exists():
+        return fork()
+    failed.write_text(str(os.getpid()))
+    {failure}
+os.fork = fails_once
+worker.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "survives"),
+    [("os._exit(7)", False), ("raise OSError(12, 'no memory')", True)],
+    ids=["process", "fork"],
+)
+async def test_grade_retries_after_the_process_or_its_fork_fails(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: str, survives: bool
+) -> None:
+    failed = tmp_path / "failed"
+    monkeypatch.setattr(hosts_module, "_BEGIN", FAILS_ONCE.format(path=str(failed), failure=failure))
+    found = await asyncio.gather(*(hosts.grade(owner, CHECK, [(Sample("a"), "a")]) for owner in ("ann", "bob")))
+    assert [graded.reward for (graded,) in found] == [1, 1] and hosts._process is not None
+    assert (hosts._process.pid == int(failed.read_text())) == survives
+
+
 @pytest.mark.parametrize(
     ("begin", "kind"),
     [
         ("from train.graders import worker; worker._child = lambda *_: os._exit(7); worker.main()", ForkBroke),
-        ("from train.graders import worker; worker._handle = lambda *_: os._exit(7); worker.main()", WorkerBroke),
-        ("raise SystemExit", WorkerBroke),
+        ("from train.graders import worker; worker._handle = lambda *_: os._exit(7); worker.main()", WorkerEnded),
+        ("from train.graders import worker; worker.answer = lambda *_: 'x' * (33 << 20); worker.main()", ForkBroke),
+        (
+            "from train.graders import worker\n"
+            "def handle(client):\n"
+            "    list(iter(client.makefile('rb').readline, b'\\n'))\n"
+            "    client.sendall(b'{\"result\": [}')\n"
+            "    os._exit(0)\n"
+            "worker._handle = handle\n"
+            "worker.main()",
+            WorkerEnded,
+        ),
+        ("raise SystemExit", WorkerEnded),
     ],
 )
 async def test_whether_the_request_or_the_worker_broke_is_told(
@@ -134,6 +198,12 @@ async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monk
 async def test_half_a_sign_of_users_code_is_no_text_that_is_told(hosts: GraderHosts) -> None:
     (found,) = await hosts.grade("ann", python("raise ValueError('\\ud800')"), [(Sample(""), None)])
     assert found.messages == ["p: ValueError: ? (line 2)"]
+
+
+async def test_handler_of_a_request_has_limited_memory(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = "worker.answer = lambda *_: [worker.resource.getrlimit(worker.resource.RLIMIT_DATA)]"
+    monkeypatch.setattr(hosts_module, "_BEGIN", f"from train.graders import worker; {limit}; worker.main()")
+    assert await hosts.refused_items("ann", {}, []) == [(worker.HANDLER_BYTES,) * 2]
 
 
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:

@@ -229,6 +229,7 @@ def test_where_nothing_can_confine_it_no_code_runs_and_all_else_is_graded(monkey
         "'[' * 15000",
         "'{\"reward\": 1' + '0' * 999 + '}'",
         "'[]'",
+        '\'[{"reward": 1, "passed": true, "messages": ["\' + \'x\' * 400_000 + \'"]}]\'',
         "'{\"reward\": {}}'",
         '\'{"refused": "the box is broken"}\'',
     ],
@@ -303,6 +304,21 @@ def test_samples_without_code_that_break_their_process_are_graded_alone(monkeypa
     samples = [{"sample": {"output_text": text}, "item": None, "answers": {}} for text in ("good", "bad", "good")]
     graded = worker.answer({"kind": "grade", "grader": check}, samples)
     assert [one.reward for one in graded] == [1, 0, 1] and graded[1].errors == GradingErrors(other_error=True)
+
+
+def test_samples_without_code_that_all_time_out_are_not_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = list[int]()
+
+    def in_child(work: partial, *_: object, **__: object) -> list[Graded]:
+        groups.append(len(work.args[1]))
+        raise worker.TookTooLong("it took longer than 60 s")
+
+    monkeypatch.setattr(worker, "_in_child", in_child)
+    check = {"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"}
+    graded = worker.answer(
+        {"kind": "grade", "grader": check}, [{"sample": {"output_text": ""}, "item": None, "answers": {}}] * 5
+    )
+    assert groups == [5, 1, 1] and [one.errors for one in graded] == [GradingErrors(other_error=True)] * 5
 
 
 GRADE = "def grade(sample, item):\n    return 1.0\n"
