@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data.check import MAX_REASON_CHARACTERS
-from train.data.formats import SHAPES, BadRecord, Shape, left_out, shape_of
+from train.data.formats import MARKS, SHAPES, BadRecord, Shape, left_out, shape_of
 from train.data.lines import parse
 from train.methods.methods import METHODS, convert
 from train.shapes import messages, preferences
@@ -34,6 +34,8 @@ def value_of(key: str, shape: Shape):
     answers = {"prompt": (), "preference": ()}.get(shape.name, (("assistant", f"mark_{key}_answer_end"),))
     if key in ("messages", "conversations", "conversation"):
         return turns(("user", mark), *answers)
+    if shape.marked and key in MARKS:
+        return True
     if key in ("tools", "functions"):
         function = {"name": mark, "parameters": {"type": "object"}}
         return [function if key == "functions" else {"type": "function", "function": function}]
@@ -67,7 +69,7 @@ def unaccounted(record: dict) -> set[str]:
 
 
 def row_of(shape: Shape, keys: Iterable[str]) -> dict:
-    return {key: value_of(key, shape) for key in keys}
+    return {key: value_of(key, shape) for key in (*keys, *MARKS[: int(shape.marked)])}
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from train.methods.dpo import METHOD as DPO
+from train.methods.kto import METHOD as KTO
 from train.methods.reinforcement import METHOD as REINFORCEMENT
 
 CHATML = (
@@ -122,6 +123,17 @@ def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
                 "rejected": f"{a} and {b} are {wrong}" + "!" * draw.randrange(4),
             }
             file.write(json.dumps(DPO.convert(record, "preference")) + "\n")
+    return path
+
+
+def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
+    draw = random.Random(seed)
+    with open(path, "w") as file:
+        for number in range(n_examples):
+            a, b, good = draw.randrange(100), draw.randrange(100), number % 4 != 0
+            record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
+            file.write(json.dumps(KTO.convert(record, "unpaired")) + "\n")
     return path
 
 

@@ -20,7 +20,13 @@ from safetensors.torch import load_file
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
 from tests.claims import claim
-from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file, write_prompt_file
+from tests.train_support.tiny import (
+    make_model_dir,
+    write_chat_file,
+    write_marked_file,
+    write_pair_file,
+    write_prompt_file,
+)
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
@@ -44,6 +50,8 @@ SAMPLES = {
 METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
+    "kto": (write_marked_file, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "orpo": (write_pair_file, {"beta": 0.1}),
     "reinforcement": (write_prompt_file, SAMPLES),
     "distillation": (write_prompt_file, {**SAMPLES, "samples": 8.0}),
 }

@@ -7,7 +7,7 @@ the keys that its shape reads and no others; the rest is left out, and `left_out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ __all__ = [
     "left_out",
     "shape_of",
     "to_chat",
+    "to_marked",
     "to_pair",
 ]
 
@@ -69,13 +70,19 @@ def _is_mark(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
 
 
+def _has_mark(record: Record) -> bool:
+    return any(_is_mark(record.get(key)) for key in MARKS)
+
+
 def _is_set(value: Any) -> bool:
     return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
 
 
+MARKS = ("label", "kto_tag")
+"""Keys with the mark of an answer that the method kto reads; others are refused by name."""
 _UNPAIRED = (
-    "a mark of good and bad answers without pairs (as for KTO), which no method takes; keep the good answers without "
-    "the key, or make pairs for dpo: prompt, chosen, rejected"
+    "a mark of good and bad answers without pairs: for the method kto name it 'label', true or false; for supervised "
+    "keep the good answers without the key; for dpo make pairs: prompt, chosen, rejected"
 )
 _ONE_SIDE = "an answer to avoid, which only pairs can train: prompt, chosen and rejected, with the method dpo"
 REFUSES: Refusals = {
@@ -113,7 +120,7 @@ class Shape:
     """name: in reports and for methods; several rows of the table may share one. has: keys that have to be there,
     whatever is in them. needs: of each of these groups one key has to have a value. convert: the turns of a
     conversation, or a Pair of them. reads: further keys that `convert` and the checks get. refuses: keys that make a
-    record unusable. when: what else chooses the shape."""
+    record unusable. marked: a mark of the answer has to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -121,6 +128,7 @@ class Shape:
     reads: frozenset[str] = _REQUEST
     refuses: Refusals = field(default_factory=lambda: _CHAT_REFUSES)
     has: tuple[str, ...] = ()
+    marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
     keys: frozenset[str] = field(init=False)
 
@@ -128,7 +136,7 @@ class Shape:
         object.__setattr__(self, "keys", self.reads.union(*self.needs))
 
     def fits(self, record: Record) -> bool:
-        if any(key not in record for key in self.has):
+        if any(key not in record for key in self.has) or (self.marked and not _has_mark(record)):
             return False
         for group in self.needs:
             if not any(has_value(record.get(key)) for key in group):
@@ -137,6 +145,8 @@ class Shape:
 
     def is_meant(self, record: Record) -> bool:
         """Whether a record has the keys, whatever is in them."""
+        if self.marked and not _has_mark(record):
+            return False
         return all(key in record for key in self.has) and all(
             any(key in record for key in group) for group in self.needs
         )
@@ -150,6 +160,8 @@ def shape_of(record: Any) -> str:
 def to_chat(record: Record, shape: str = "chat") -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
     row = _shape(record)
+    if row.marked:
+        refuse(record, _CHAT_REFUSES)
     if "preference" in (shape, row.name):
         raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
     given = _read(row, record)
@@ -175,6 +187,26 @@ def to_pair(record: Record) -> list[Record]:
             if message["role"] == "assistant":
                 message["weight"] = int(index >= first and message.get("weight") != 0)
     return chats
+
+
+def to_marked(record: Record) -> tuple[Record, bool]:
+    """A checked chat of which only the answer to its last question is trained, and whether that answer is a good one.
+    Raises BadRecord."""
+    row = _shape(record)
+    given = _read(row, record)
+    mark = one_of(given, MARKS)
+    if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
+        key = next(key for key in MARKS if record.get(key) is not None)
+        raise BadRecord(f"{key!r} is {mark!r}; expected true for a good answer, false for a bad one")
+    chat = _checked(with_system(row.convert(given), given), given, _name(given))
+    messages = chat["messages"]
+    asked = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
+    answers = [(n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
+    for index, message in answers:
+        message["weight"] = int(index > asked and message.get("weight") != 0)
+    if not any(message["weight"] for _, message in answers):
+        raise BadRecord("the answer to the last question has weight 0, so there is nothing to learn")
+    return chat, bool(mark)
 
 
 def left_out(record: Record, shape: str) -> set[str]:
@@ -319,6 +351,21 @@ def _pair(convert: Callable[[Record], Pair], *needs: tuple[str, ...], **more: An
     return Shape("preference", (SIDES, *needs), convert, refuses=REFUSES, has=SIDES, **more)
 
 
+def _marked(row: Shape) -> Shape:
+    """The same conversations, each with a mark of its answer."""
+    refuses = {key: refusal for key, refusal in row.refuses.items() if key not in MARKS}
+    return replace(row, name="unpaired", reads=row.reads.union(MARKS), refuses=refuses, marked=True)
+
+
+_CONVERSATIONS = (
+    Shape("chat", (("messages",),), _conversation),
+    Shape("sharegpt", (_CONVERSATION,), _conversation),
+    Shape("query_calls", (("query", "question", "instruction"), ("answers",), ("tools",)), _with_calls, _ASKED),
+    _single("alpaca", ("instruction",), ("output", "response")),
+    _single("prompt_completion", ("prompt",), ("completion", "response")),
+    _single("question_answer", ("question", "query"), ("answer", "response")),
+    _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
+)
 SHAPES: tuple[Shape, ...] = (
     Shape("preference", (("input",), OUTPUTS), preferences.of_openai, frozenset(), REFUSES, has=OUTPUTS),
     # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
@@ -335,11 +382,6 @@ SHAPES: tuple[Shape, ...] = (
         refuses=REFUSES,
         when=lambda record: ends_with_user(record["messages"]),
     ),
-    Shape("chat", (("messages",),), _conversation),
-    Shape("sharegpt", (_CONVERSATION,), _conversation),
-    Shape("query_calls", (("query", "question", "instruction"), ("answers",), ("tools",)), _with_calls, _ASKED),
-    _single("alpaca", ("instruction",), ("output", "response")),
-    _single("prompt_completion", ("prompt",), ("completion", "response")),
-    _single("question_answer", ("question", "query"), ("answer", "response")),
-    _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
+    *map(_marked, _CONVERSATIONS),
+    *_CONVERSATIONS,
 )

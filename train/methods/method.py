@@ -73,6 +73,9 @@ class Method(ABC):
     the objective reports, in order. sequences: how many sequences of tokens an example is; max_length is the limit
     of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
     about every sequence once and keeps the answers with the job (train.trainer.reference); rows have them from then on.
+    needs_divergence: before the first gradient of a step the ranks ask the objective about all its sequences, without
+    gradients; every batch then has as "divergence" the sum over the step, times the scale, of their log-probabilities
+    less the reference.
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
     a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
@@ -86,6 +89,7 @@ class Method(ABC):
     peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
+    needs_divergence: bool = False
     judged_by: str = ""
     takes: tuple[str, ...] = ()
     cut_refuses: bool = False

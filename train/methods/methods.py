@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.methods import distillation, dpo, reinforcement, supervised
+from train.methods import distillation, dpo, kto, orpo, reinforcement, supervised
 from train.methods.method import Method
 from train.plan.auto import common_names
 from train.plan.errors import InvalidSpec
@@ -29,7 +29,7 @@ def table(*methods: Method) -> dict[str, Method]:
 
 
 DEFAULT = supervised.METHOD
-METHODS = table(supervised.METHOD, dpo.METHOD, reinforcement.METHOD, distillation.METHOD)
+METHODS = table(supervised.METHOD, dpo.METHOD, kto.METHOD, orpo.METHOD, reinforcement.METHOD, distillation.METHOD)
 
 
 def method_of(name: str) -> Method:

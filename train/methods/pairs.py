@@ -24,7 +24,8 @@ class Pairs(Method, ABC):
 
     def refuses(self, shape: str) -> str | None:
         if shape != "preference":
-            return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred"
+            hint = "; the method 'kto' takes answers with a 'label'" if shape == "unpaired" else ""
+            return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred{hint}"
         return None
 
     def convert(self, record: Record, shape: str) -> Record | None:

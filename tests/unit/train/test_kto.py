@@ -1,0 +1,183 @@
+"""KTO computes TRL's formula with a KL term of the whole step, however the step is split."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train_support.specs import host_spec
+from tests.train_support.tiny import make_model_dir
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import ControlSignals, Progress
+from train.data.chat import ChatEncoder
+from train.data.check import check_training_file
+from train.data.formats import BadRecord, shape_of, to_marked
+from train.data.packing import build_row
+from train.methods.kto import METHOD as KTO
+from train.methods.methods import METHODS, convert
+from train.methods.packed_objective import to_batch
+from train.model.model import load_model, load_tokenizer
+from train.plan import auto
+from train.plan.spec import TrainSpec
+from train.trainer.prepare import prepare
+
+OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+ASK, GOOD = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
+UNPAIRED = [
+    {"prompt": "2 and 2?", "completion": "4", "label": True},
+    {"messages": [ASK, GOOD], "label": 1},
+    {"conversations": [{"from": "human", "value": "2 and 2?"}, {"from": "gpt", "value": "4"}], "kto_tag": True},
+    {"instruction": "2 and 2?", "input": "", "output": "4", "kto_tag": True},
+]
+
+
+def answers(count, seed=0):
+    """Sequences whose first token is marked for every second one."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for number, size in enumerate(draw.integers(6, 20, count)):
+        learnt = np.arange(size) >= 4
+        learnt[0] = number % 2 == 0
+        made.append((draw.integers(3, 250, size).astype(np.int32), learnt))
+    return made
+
+
+def log_prob(model, sequence):
+    ids, learnt = (torch.from_numpy(part) for part in sequence)
+    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]].sum()
+
+
+def gradients(model):
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shift", [-2.0, 2.0], ids=["kl-above-0", "kl-clamped"])
+def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
+    model = load_model(host_spec(make_model_dir(tmp_path / "base", dtype=torch.float32), precision="fp32"))
+    sequences = answers(6)
+    log_probs = torch.stack([log_prob(model, sequence) for sequence in sequences])
+    reference = (log_probs + shift + torch.linspace(-1, 1, 6)).detach()
+    # KTOTrainer._compute_loss, with the matched pairs of the step in place of mismatched ones.
+    kl = (log_probs - reference).mean().detach().clamp(min=0)
+    ratios = log_probs - reference
+    chosen = 1 - torch.sigmoid(OPTIONS["beta"] * (ratios[::2] - kl))
+    rejected = 1 - torch.sigmoid(OPTIONS["beta"] * (kl - ratios[1::2]))
+    expected = torch.cat((1.5 * chosen, 0.5 * rejected)).mean()
+    expected.backward()
+    wanted = gradients(model)
+
+    objective, losses = KTO.objective(model, OPTIONS), []
+    rows = [build_row([sequences[n : n + 2]], 64, 0, packing=True) for n in (0, 2, 4)]
+    assert all(row.marks == (True, False) for row in rows)
+    for n, row in zip((0, 2, 4), rows, strict=True):
+        shared = {"reference": reference[n : n + 2], "divergence": (log_probs - reference).mean().detach()}
+        losses.append(objective(to_batch(row, 1 / 6, "cpu") | shared))
+        losses[-1].backward()
+    assert sum(losses).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert all(torch.allclose(gradient, wanted[name], atol=1e-5) for name, gradient in gradients(model).items())
+    found = dict(zip(KTO.metric_names, objective.take_metrics()[0][2:], strict=True))
+    assert found["kl"] == pytest.approx(kl.item(), abs=1e-4) and (kl > 0) == (shift < 0)
+    right = (torch.cat((ratios[::2] - kl, kl - ratios[1::2])) > 0).float().mean().item()
+    assert found["rewards/accuracies"] == pytest.approx(right)
+
+
+def trained(tmp_path, name, **fields):
+    """Events of a run over answers of which three in four are good, so that the KL term rises above 0."""
+    base, data = tmp_path / "base", tmp_path / "t.jsonl"
+    if not base.exists():
+        make_model_dir(base, dtype=torch.float32)
+        records = [{"prompt": f"{n} and {n}?", "completion": f"{2 * n}", "label": n % 4 != 0} for n in range(16)]
+        data.write_text("".join(json.dumps(KTO.convert(record, "unpaired")) + "\n" for record in records))
+    spec = TrainSpec(
+        job_id="j",
+        base_path=str(base),
+        train_path=str(data),
+        valid_path=str(data),
+        run_dir=str(tmp_path / name),
+        shm_root=str(tmp_path / f"{name}-store"),
+        output_model="m",
+        method="kto",
+        options=OPTIONS,
+        n_epochs=2,
+        batch_size=8,
+        max_length=64,
+        packing=False,
+        data_order="given",
+        learning_rate=1e-2,
+        precision="fp32",
+        device_kind="cpu",
+    )
+    told = []
+    spec = replace(spec, **fields)
+    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
+    assert run.run()["outcome"] == "succeeded"
+    run.close()
+    return told
+
+
+def test_kto_run_accumulation_keeps_losses(tmp_path):
+    whole, split = (trained(tmp_path, f"of-{size}", micro_batch=size) for size in (8, 1))
+    for event in ("metrics", "validation"):
+        one, other = ([told for told in events if told["event"] == event] for events in (whole, split))
+        assert len(one) == len(other) > 0
+        for name in ("loss", *KTO.metric_names):
+            assert [told[name] for told in one] == pytest.approx([told[name] for told in other], rel=1e-4, abs=1e-4)
+    steps = [told for told in whole if told["event"] == "metrics"]
+    assert steps[0]["loss"] == pytest.approx((1.5 * 6 + 0.5 * 2) / 16) and steps[0]["kl"] == pytest.approx(0, abs=1e-4)
+    assert max(step["kl"] for step in steps) > 0.1 and steps[-1]["rewards/margins"] > 0
+
+
+@pytest.mark.parametrize("record", UNPAIRED)
+def test_marked_answer_every_shape_is_the_same(record):
+    assert shape_of(record) == "unpaired"
+    assert to_marked(record) == ({"messages": [ASK, GOOD | {"weight": 1}]}, True)
+    bad = {key: False if key in ("label", "kto_tag") else value for key, value in record.items()}
+    assert KTO.convert(bad, "unpaired")["label"] is False
+    assert all(method.refuses("unpaired") for name, method in METHODS.items() if name != "kto")
+    assert KTO.refuses("chat") and KTO.refuses("preference")
+
+
+def test_marked_conversation_trains_last_answer_only():
+    record = {"messages": [ASK, GOOD, ASK, GOOD], "label": False}
+    chat, good = to_marked(record)
+    assert [message.get("weight") for message in chat["messages"]] == [None, 0, None, 1] and not good
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASK, GOOD], "label": "good"},
+        {"messages": [ASK, GOOD], "label": -1},
+        {"messages": [ASK, GOOD], "label": True, "kto_tag": False},
+        {"messages": [ASK, GOOD], "label": True, "is_good": True},
+        {"messages": [ASK, GOOD | {"weight": 0}], "label": True},
+    ],
+)
+def test_marked_answer_unclear_is_refused(record):
+    with pytest.raises(BadRecord):
+        KTO.convert(record, shape_of(record))
+
+
+def test_marked_file_is_checked_and_encoded(tmp_path):
+    source, written = tmp_path / "t.jsonl", tmp_path / "written.jsonl"
+    source.write_text("".join(json.dumps(record | {"source": "x"}) + "\n" for record in UNPAIRED))
+    report = check_training_file(source, chat_path=written, convert=convert)
+    assert report.ok and report.shape == "unpaired" and report.left_out == {"source": 4}
+    assert any("kto" in note for note in report.notes)
+    encoder = ChatEncoder(load_tokenizer(str(make_model_dir(tmp_path / "base"))))
+    for label in (True, False):
+        record = json.loads(written.read_text().splitlines()[0]) | {"label": label}
+        (((ids, learnt),),) = KTO.encode(encoder, record)
+        assert learnt[0] == label and encoder.tokenizer.decode(ids[1:][learnt[1:]]) == "4<|im_end|>"
+
+
+def test_kto_defaults():
+    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
+    fields = KTO.resolve({"full": True}, dataset, model, 1)
+    assert fields["options"] == {"beta": 0.1, "desirable_weight": 1, "undesirable_weight": 1}
+    assert fields["learning_rate"] == pytest.approx(5e-7) and fields["n_epochs"] == 3
