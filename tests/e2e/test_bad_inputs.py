@@ -378,7 +378,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
         "header_invalid",
         "9223372036854775808",
     ),
-    ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "header_invalid", "overlaps"),
+    ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "header_invalid", "overlap"),
     ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
     ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
     ("20", "upload that stops", slow_upload, 408, None, "request_timeout", "too slowly"),
