@@ -77,9 +77,8 @@ class GraderHosts:
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
         async with self._turn(owner, "grade"), self._free:
-            limit_s = (
-                OWN_TIME_S * (1 + len(samples)) + TIME_S * calls
-            )  # without code: for all together, then each alone
+            # Without code: for all samples together, then for each alone.
+            limit_s = OWN_TIME_S * (1 + len(samples)) + TIME_S * calls
             ask = partial(self._ask, head, lines, limit_s, loads_of(grader))
             try:
                 answered = await ask()
