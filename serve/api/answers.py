@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.lora.request import LoRARequest
 
 from serve.api.request_faults import of_request
 
@@ -22,19 +23,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """State of one HTTP answer. begun: the core has its request."""
+    """State of one HTTP answer. begun: the core has its request. adapter: what its request has found, until then."""
 
     begun: bool = False
+    adapter: LoRARequest | None = None
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 _open: set[Answer] = set()
 
 
+def current() -> Answer | None:
+    """The answer that the calling task makes."""
+    return _ANSWER.get()
+
+
 def begin() -> None:
     """The core has the request whose task calls this."""
     if (answer := _ANSWER.get()) is not None:
-        answer.begun = True
+        answer.begun, answer.adapter = True, None
 
 
 def fault_of(error: Exception) -> Exception:
@@ -98,3 +105,4 @@ class Answers:
                 await send({"type": "http.response.body", "body": event, "more_body": False})
         finally:
             _open.discard(answer)
+            answer.adapter = None  # contexts of vLLM's tasks may keep the answer
