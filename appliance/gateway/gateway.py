@@ -23,7 +23,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
-from appliance.gateway.routing.table import Degraded, Table, read_message
+from appliance.gateway.core.table import Degraded, Table, read_message
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller

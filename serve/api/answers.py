@@ -14,7 +14,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from serve.api.request_faults import of_request
 
-# The gateway reads it (appliance/gateway/server/wire.py), because its table can lag behind the engine.
+# The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
 
 log = logging.getLogger(__name__)

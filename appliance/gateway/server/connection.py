@@ -16,9 +16,8 @@ from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.server.exchange import LINGER_S
+from appliance.gateway.server.exchange import LINGER_S, error_response
 from appliance.gateway.server.state import State
-from appliance.gateway.server.wire import error_response
 
 # With two of them two parsers could disagree.
 _ONCE: Final = frozenset(

@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 import zlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Final
 
 import aiohttp
@@ -24,18 +26,16 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.router import Choice, Ticket, Work
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
+from appliance.gateway.core.table import cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
-from appliance.gateway.routing.router import Choice, Ticket, Work
-from appliance.gateway.routing.table import cache_salt
-from appliance.gateway.server import wire
 from appliance.gateway.server.controller import Copies
-from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.state import State
+from appliance.gateway.server.exchange import VERSION, Exchange
+from appliance.gateway.server.state import State, read_up_to
 from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
-from appliance.gateway.server.upstreams import AttemptFailed, EngineFailure, answer_of, is_alive, read_up_to
 
 log = logging.getLogger("appliance.gateway")
 
@@ -45,6 +45,27 @@ _TOKEN_IDS_BYTES: Final = 64 << 20
 _HELD: Final = b": held\n\n"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
+_CONNECT_S: Final = 5.0
+_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+
+
+class EngineFailure(enum.Enum):
+    """Why an engine gave no answer; the text is what the log says."""
+
+    UNREACHED = "cannot reach the engine"
+    """It got no byte of the request."""
+    DIED = "the engine broke off"
+    BROKEN = "the engine's answer is not whole"
+    """It is no HTTP, or ends without its ending; others may still use the engine."""
+    MOVED = "the engine serves another model by now"
+
+
+class AttemptFailed(Exception):
+    """error: what the client gets if the request is not sent again."""
+
+    def __init__(self, reason: EngineFailure, error: HttpError | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason, self.error = reason, error or errors.engine_failed()
 
 
 class Inference:
@@ -276,7 +297,7 @@ class Inference:
         body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(wire.VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
+        headers, is_whole = [(VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
         if is_whole and transcript is not None:
             body = token_count(body) if counts else transcript.whole(body)
             self._keep_copy()
@@ -406,3 +427,39 @@ class Inference:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter)
+
+
+# -- an engine
+
+
+@asynccontextmanager
+async def answer_of(
+    session: aiohttp.ClientSession, path: str, headers: Mapping[str, str], body: bytes, silence_s: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The engine's answer; leaving early closes its connection, by which vLLM aborts the request.
+
+    Raises AttemptFailed, also where the answer breaks off, and HttpError 504. silence_s: how long an engine may send
+    nothing."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
+    try:
+        async with session.post(path, data=body, headers=headers, timeout=timeout) as response:
+            yield response
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise AttemptFailed(EngineFailure.UNREACHED) from error
+    except aiohttp.SocketTimeoutError as error:
+        raise errors.engine_failed(504) from error  # the request itself asks for too much
+    except aiohttp.ClientResponseError as error:
+        raise AttemptFailed(EngineFailure.BROKEN) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise AttemptFailed(EngineFailure.DIED) from error
+
+
+async def is_alive(session: aiohttp.ClientSession) -> bool:
+    """Whether the engine's core lives, by vLLM's own check; one that is too busy to say so does."""
+    try:
+        async with session.get("/health", timeout=_HEALTH_TIMEOUT) as response:
+            return response.status == 200
+    except TimeoutError:
+        return True
+    except (aiohttp.ClientError, OSError):
+        return False

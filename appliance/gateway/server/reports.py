@@ -18,7 +18,7 @@ from typing import Any, Final
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from appliance.gateway.observe.load import ModelLoad
+from appliance.gateway.access.load import ModelLoad
 from appliance.gateway.server.state import State
 from runtime.replace_file import replace_file
 

@@ -9,9 +9,9 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from appliance.gateway.access.metrics import MOST_SERIES, Metrics, key_class
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
 from appliance.gateway.server.reports import STALE_S, metrics_text, write_snapshot
 from appliance.gateway.server.state import State
 

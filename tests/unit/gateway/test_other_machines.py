@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from appliance.gateway.server.upstreams import AttemptFailed, EngineFailure, Sessions, answer_of, is_alive
+from appliance.gateway.server.inference import AttemptFailed, EngineFailure, answer_of, is_alive
+from appliance.gateway.server.state import Sessions
 from appliance.invitation import invite, prepare
 from appliance.paths import BoxPaths
 from runtime.network.mutual_tls import serve_machines

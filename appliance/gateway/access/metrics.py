@@ -14,9 +14,9 @@ from typing import Any, Final
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
+from appliance.gateway.access.load import ModelLoad
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.observe.load import ModelLoad
 from runtime.logs import timestamp
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
