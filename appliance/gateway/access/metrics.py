@@ -1,5 +1,5 @@
-"""Keeps the Prometheus counters and histograms of one gateway process, and its access log: one JSON object per request
-and line."""
+"""Counts what happens to requests in one gateway process, for Prometheus, and keeps its access log: one JSON object per
+request and line."""
 
 from __future__ import annotations
 
@@ -7,89 +7,103 @@ import contextlib
 import os
 import re
 import time
-from collections import defaultdict
-from collections.abc import Collection
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from appliance.gateway.access.load import ModelLoad
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
 from runtime.logs import timestamp
 
-SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-ADDED_SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
-REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MOST_SERIES: Final = 128
 """Triples of model, version and key class per process; beyond this the oldest is dropped. Rendering one takes 2 ms."""
-_LABELS: Final = ("model", "version", "key_class")
+_SERIES: Final = ("model", "version", "key_class")
+_COUNTERS: Final = {
+    "events": (("event",), "Things that happened to requests."),
+    "requests": (("route", "status"), "Requests answered, by route and status."),
+    "model_requests": ((*_SERIES, "status"), "Inference requests ended, by model, version, key class and status."),
+    "tokens": ((*_SERIES, "direction"), "Tokens of prompts (input) and answers (output), as engines counted them."),
+    "cached_tokens": (_SERIES, "Tokens of prompts in an engine's cache of prefixes."),
+}
+"""Name -> labels, description."""
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
+_LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
+_TIMES: Final = {
+    "added": ((), _ADDED, "From complete request to its sending upstream, unheld."),
+    "held": ((), _SECONDS, "Time held requests waited for a replica."),
+    "time_to_first_byte": (_SERIES, _SECONDS, "From complete request to the first body byte."),
+    "request": (_SERIES, _LONG, "From complete request to the end of its answer."),
+    "time_per_output_token": (_SERIES, _SECONDS, "Streams: mean time from one token to the next."),
+}
+"""Name -> labels, ends of its buckets in seconds, description."""
+_KINDS: Final[dict[str, Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
-disable_created_metrics()
+
+class Times:
+    """A histogram of seconds. bounds: the ends of its buckets; another one has what is beyond."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def sample(self) -> tuple[list[tuple[str, int]], float]:
+        """Prometheus' buckets, each with all smaller ones, and the sum."""
+        return list(zip((*map(str, self._bounds), "+Inf"), accumulate(self._counts), strict=True)), self._sum
 
 
 class Metrics:
-    """All counts of one process. Times in seconds.
+    """All counts of one process.
 
-    events: things that happened to requests, by kind. loads: by model of the routing table. series: by model, version
-    and key class, the oldest first: what is counted of their requests, by name.
+    events: things that happened to requests, by kind. loads: by model of the routing table. counts, times: by the names
+    of the tables above, then by the values of their labels. series: model, version and key class of those that have
+    counts, the oldest first.
     """
 
     def __init__(self) -> None:
+        self.counts = {name: Counter[tuple[Any, ...]]() for name in _COUNTERS}
+        self.times: dict[str, defaultdict[tuple[str, ...], Times]] = {
+            name: defaultdict(partial(Times, bounds)) for name, (_, bounds, _) in _TIMES.items()
+        }
         self.events: defaultdict[str, int] = defaultdict(int)
         self.loads: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
-        self.series: dict[tuple[str, str, str], dict[str, Any]] = {}
-        self.registry = CollectorRegistry()
-        counter, histogram = self._counter, self._histogram
-        self.requests = counter("requests", "Requests answered, by route and status.", "route", "status")
-        self.added = histogram("added", "From complete request to its sending upstream, unheld.", ADDED_SECONDS)
-        self.held_for = histogram("held", "Time held requests waited for a replica.", SECONDS)
-        text = "Inference requests ended, by model, version, key class and status."
-        self._answered = counter("model_requests", text, *_LABELS, "status")
-        text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self._tokens = counter("tokens", text, *_LABELS, "direction")
-        text = "Tokens of prompts in an engine's cache of prefixes."
-        self._of_series = {
-            "cached": counter("cached_tokens", text, *_LABELS),
-            "first_byte": histogram(
-                "time_to_first_byte", "From complete request to the first body byte.", SECONDS, *_LABELS
-            ),
-            "duration": histogram(
-                "request", "From complete request to the end of its answer.", REQUEST_SECONDS, *_LABELS
-            ),
-        }
-        text = "Streams: mean time from one token to the next."
-        self._per_token = histogram("time_per_output_token", text, SECONDS, *_LABELS)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"appliance_gateway_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        name = f"appliance_gateway_{name}_seconds"
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        self.series: dict[tuple[str, str, str], None] = {}
 
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
-        self._series(request)["first_byte"].observe(now_s - request.received_s)
+        self.times["time_to_first_byte"][self._key(request)].add(now_s - request.received_s)
 
     def finished(self, request: Request, now_s: float) -> None:
         """Count a finished response, whichever side ended it."""
-        self.requests.labels(request.route.name, request.status).inc()
+        counts = self.counts
+        counts["requests"][request.route.name, request.status] += 1
         if not request.model:
             return
-        series, tokens, token_s = self._series(request), request.tokens, None
-        self._answered.labels(*series["labels"], request.status).inc()
-        series["duration"].observe(now_s - request.received_s)
-        series["input"].inc(tokens.prompt)
-        series["output"].inc(tokens.completion)
-        if tokens.cached:
-            series["cached"].inc(tokens.cached)
+        key, tokens, token_s = self._key(request), request.tokens, None
+        counts["model_requests"][*key, request.status] += 1
+        self.times["request"][key].add(now_s - request.received_s)
+        counts["tokens"][*key, "input"] += tokens.prompt
+        counts["tokens"][*key, "output"] += tokens.completion
+        counts["cached_tokens"][key] += tokens.cached
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:
             token_s = (now_s - request.first_byte_s) / (written - 1)
-            self._per_token.labels(*series["labels"]).observe(token_s)
+            self.times["time_per_output_token"][key].add(token_s)
         self.loads[request.routed_model].finished(request, token_s, now_s)
 
     def forget_models(self, keep: Collection[str]) -> None:
@@ -97,19 +111,35 @@ class Metrics:
         for name in [name for name in self.loads if name not in keep]:
             del self.loads[name]
 
-    def _series(self, request: Request) -> dict[str, Any]:
-        """What is counted of requests like this one; makes room for new ones."""
+    def _key(self, request: Request) -> tuple[str, str, str]:
+        """The series that counts requests like this one; makes room for a new one."""
         key = request.model, request.model_version, key_class(request.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 oldest = next(iter(self.series))
                 del self.series[oldest]
-                for metric in (self._answered, self._tokens, self._per_token, *self._of_series.values()):
-                    metric.remove_by_labels(dict(zip(_LABELS, oldest, strict=True)))
-            made = {name: metric.labels(*key) for name, metric in self._of_series.items()}
-            made |= {way: self._tokens.labels(*key, way) for way in ("input", "output")}
-            self.series[key] = {"labels": key, **made}
-        return self.series[key]
+                for rows in (*self.counts.values(), *self.times.values()):
+                    for labels in [labels for labels in rows if labels[:3] == oldest]:
+                        del rows[labels]
+            self.series[key] = None
+        return key
+
+    def families(self) -> Iterator[Metric]:
+        """Of Prometheus' text."""
+        self.counts["events"] = Counter({(event,): count for event, count in self.events.items()})
+        for name, (names, text) in _COUNTERS.items():
+            yield family("counter", name, text, names, sorted(self.counts[name].items()))
+        for name, (names, _, text) in _TIMES.items():
+            rows = [(labels, times.sample()) for labels, times in self.times[name].items()]
+            yield family("histogram", f"{name}_seconds", text, names, rows)
+
+
+def family(kind: str, name: str, text: str, labels: tuple[str, ...], rows: Iterable[tuple[Any, Any]]) -> Metric:
+    """One family of series. kind: of `_KINDS`. rows: values of the labels, and the value, or a `Times.sample`."""
+    made: Metric = _KINDS[kind](f"appliance_gateway_{name}", text, labels=labels)
+    for values, value in rows:
+        made.add_metric([str(one) for one in values], *(value if isinstance(value, tuple) else (value,)))  # type: ignore[attr-defined]
+    return made
 
 
 def key_class(scopes: frozenset[str]) -> str:

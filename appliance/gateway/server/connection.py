@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.requests.labels("unknown", error.status).inc()
+        self.state.metrics.counts["requests"]["unknown", error.status] += 1
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():

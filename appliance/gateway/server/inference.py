@@ -178,7 +178,7 @@ class Inference:
         finally:
             exchange.ticket = None
             state.on_change(False)
-            state.metrics.held_for.observe(time.monotonic() - now_s)
+            state.metrics.times["held"][()].add(time.monotonic() - now_s)
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
@@ -221,7 +221,7 @@ class Inference:
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
+            state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
         name, version, model = exchange.routed_model, exchange.model_version, state.router.models.get(choice.model)
         pinned = model is not None and name == f"{model.pins}@{version}"
         with self._span("attempt", replica=exchange.replica, version=version, attempt=self.failures + 1) as trace:

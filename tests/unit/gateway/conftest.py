@@ -156,7 +156,7 @@ class Box:
 
     def answered(self) -> float:
         """Number of answers so far."""
-        return sum(sample.value for family in self.state.metrics.requests.collect() for sample in family.samples)
+        return self.state.metrics.counts["requests"].total()
 
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
