@@ -102,9 +102,7 @@ async def _text(state: State, *more: Metric) -> str:
     families, worker = [*state.metrics.families(), *gauges(state), *more], {"worker": state.config.name}
     if state.config.workers > 1:
         for one in families:
-            one.samples = [
-                sample._replace(labels={"worker": state.config.name} | sample.labels) for sample in one.samples
-            ]
+            one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
     collected: Any = SimpleNamespace(collect=lambda: families)
     return (await asyncio.to_thread(generate_latest, collected)).decode()  # it may take 0.3 s
 
