@@ -17,8 +17,7 @@ import enum
 import logging
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import aiohttp
@@ -42,11 +41,10 @@ log = logging.getLogger("appliance.gateway")
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_HELD: Final = b": held\n\n"
-MAX_FAILURES: Final = 3
-MAX_DEATHS: Final = 2
 _CONNECT_S: Final = 5.0
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+MAX_FAILURES: Final = 3
+MAX_DEATHS: Final = 2
 
 
 class EngineFailure(enum.Enum):
@@ -71,9 +69,9 @@ class AttemptFailed(Exception):
 class Inference:
     """One request. model: as its client calls it.
 
-    body: as engines get it, empty where nothing is left to ask for. failures: how many engines had it in vain; avoided:
-    the replicas; died_on: those of them that broke off. answer_begun: the client has a byte of an answer; continues:
-    another engine continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
+    body: as engines get it, empty where nothing is left to ask for. failures: of engines that had it in vain, by
+    replica, the last one's reason. answer_begun: the client has a byte of an answer; continues: another engine
+    continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
     """
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked) -> None:
@@ -98,9 +96,7 @@ class Inference:
             beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        self.failures = 0
-        self.avoided: set[str] = set()
-        self.died_on: set[str] = set()
+        self.failures: list[tuple[str, EngineFailure]] = []
         self.answer_begun = self.continues = False
         self.waiting_since_s = 0.0
         if not self.work.batch:
@@ -109,20 +105,27 @@ class Inference:
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
         while self.body:
-            choice = await self._place()
+            choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
-                self._compare(choice, failed=self.stream.has_error)
+                failed = self.stream.has_error
                 return
             except HttpError:
-                self._compare(choice, failed=True)
+                failed = True
                 raise
             except AttemptFailed as failure:
+                failed = True if failure.reason in (EngineFailure.DIED, EngineFailure.BROKEN) else None
                 self._prepare_retry(failure, choice)
             finally:
+                if failed is not None:
+                    self._compare(choice, failed)
                 self.exchange.choice = None
                 self.state.ended(choice)
-        await self._send_ending()
+        # All tokens of a stream were sent before its engine died: only its ending is missing.
+        assert self.checked.continuation is not None
+        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
+        self._keep_copy()
+        await self.exchange.finish(ending)
 
     # -- a place
 
@@ -134,9 +137,9 @@ class Inference:
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         if work.batch or not work.sequences or state.holds.next(host) is None:
-            choice = state.router.choose(names, work, time.monotonic(), self.avoided)
+            choice = state.router.choose(names, work, time.monotonic(), self._avoided())
         if choice is None and work.batch:
-            raise errors.engine_failed() if self.died_on else errors.batch_gives_way()
+            raise errors.engine_failed() if self._deaths() else errors.batch_gives_way()
         if choice is None and self.continues and exchange.routed_model != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it
         if choice is None:
@@ -156,6 +159,13 @@ class Inference:
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
+    def _avoided(self) -> set[str]:
+        return {replica for replica, _ in self.failures}
+
+    def _deaths(self) -> int:
+        """Engines that broke off while they had it."""
+        return len({replica for replica, reason in self.failures if reason is EngineFailure.DIED})
+
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
         state, exchange, now_s = self.state, self.exchange, time.monotonic()
@@ -163,7 +173,7 @@ class Inference:
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self.avoided, place)
+        ticket = Ticket(self.model, host, names, self.work, self._avoided(), place)
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
@@ -197,7 +207,7 @@ class Inference:
                 if not exchange.head_sent:
                     await exchange.begin_stream(None)
                 if not exchange.connection.flow.write_paused:
-                    await exchange.write(_HELD)
+                    await exchange.write(b": held\n\n")
                 pause_s = holds.sse_interval_s
         raise self._too_late()
 
@@ -210,7 +220,8 @@ class Inference:
     # -- one attempt
 
     async def _attempt(self, choice: Choice) -> None:
-        """Send the request to an engine and relay its answer. Raises AttemptFailed."""
+        """Send the request to an engine and relay its answer. Raises AttemptFailed, also where the answer breaks off,
+        and HttpError 504. Leaving early closes the engine's connection, by which vLLM aborts the request."""
         state, exchange = self.state, self.exchange
         headers = {
             "content-type": "application/json",
@@ -219,27 +230,25 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=state.limits.upstream_silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
-        name, version, model = exchange.routed_model, exchange.model_version, state.router.models.get(choice.model)
-        pinned = model is not None and name == f"{model.pins}@{version}"
-        with self._span("attempt", replica=exchange.replica, version=version, attempt=self.failures + 1) as trace:
+        replica, version = choice.replica.id, choice.replica.version
+        with self._span("attempt", replica=replica, version=version, attempt=len(self.failures) + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
-            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-                # The engine knows the version of its first token; the table may lag behind a swap.
-                named = response.headers.get("x-appliance-model-version")
-                if pinned and named not in (None, version):
-                    raise self._moved(f"`{name}` is served no more.")
-                if named is not None and not self._may_be_adapter():
-                    exchange.model_version = named
-                if response.status >= 400:
-                    raise await self._refusal(response, session)
-                if response.content_type == "text/event-stream":
-                    await self._relay_stream(response, choice, session)
-                else:
-                    await self._relay_whole(response, choice)
+            try:
+                async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
+                    await self._relay(response, choice, session)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise AttemptFailed(EngineFailure.UNREACHED) from error
+            except aiohttp.SocketTimeoutError as error:
+                raise errors.engine_failed(504) from error  # the request itself asks for too much
+            except aiohttp.ClientResponseError as error:
+                raise AttemptFailed(EngineFailure.BROKEN) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise AttemptFailed(EngineFailure.DIED) from error
 
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which the chosen engine knows the model."""
@@ -250,6 +259,21 @@ class Inference:
         if self.exchange.route.task == "embed":  # for which vLLM reads no header
             body = with_fields(body, priority=choice.priority)
         return body
+
+    async def _relay(self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession) -> None:
+        exchange, version, model = self.exchange, choice.replica.version, self.state.router.models.get(choice.model)
+        # The engine knows the version of its first token; the table may lag behind a swap.
+        named = response.headers.get("x-appliance-model-version")
+        if model is not None and choice.model == f"{model.pins}@{version}" and named not in (None, version):
+            raise self._moved(f"`{choice.model}` is served no more.")
+        if named is not None and not self._may_be_adapter():
+            exchange.model_version = named
+        if response.status >= 400:
+            raise await self._refusal(response, session)
+        if response.content_type == "text/event-stream":
+            await self._relay_stream(response, choice, session)
+        else:
+            await self._relay_whole(response, choice)
 
     async def _relay_stream(
         self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
@@ -333,13 +357,6 @@ class Inference:
             if choice.load.inflight == 1:
                 metrics.loads[choice.model].prefilled(self.checked.prompt_tokens, now_s - exchange.sent_s)
 
-    async def _send_ending(self) -> None:
-        """All tokens of a stream were sent before its engine died: only its ending is missing."""
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
-        self._keep_copy()
-        await self.exchange.finish(ending)
-
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""
         transcript = self.checked.transcript
@@ -382,14 +399,9 @@ class Inference:
             if self._wait_left_s() <= 0:
                 raise self._too_late()
             return
-        if reason is not EngineFailure.MOVED:
-            self._compare(choice, failed=True)
         self.waiting_since_s = 0.0
-        self.failures += 1
-        self.avoided.add(choice.replica.id)
-        if reason is EngineFailure.DIED:
-            self.died_on.add(choice.replica.id)
-        if len(self.died_on) >= MAX_DEATHS:
+        self.failures.append((choice.replica.id, reason))
+        if self._deaths() >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
             log.warning("two engines died of this request: it is not sent again", extra=exchange.ids)
             message = (
@@ -397,7 +409,7 @@ class Inference:
                 "it, or ask whoever runs the box what the engines' logs say."
             )
             raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
-        if self.failures >= MAX_FAILURES:
+        if len(self.failures) >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
@@ -412,7 +424,7 @@ class Inference:
         self.continues, self.path = True, RESUME_PATH.decode()
         self.body = b"" if rest is None else with_fields(rest, **self.salt)
 
-    def _compare(self, choice: Choice, *, failed: bool) -> None:
+    def _compare(self, choice: Choice, failed: bool) -> None:
         """Count the attempt for its version while the model has a canary."""
         sent_s, first_s = self.exchange.sent_s, self.exchange.first_byte_s
         self.state.comparison.add(
@@ -427,31 +439,6 @@ class Inference:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter)
-
-
-# -- an engine
-
-
-@asynccontextmanager
-async def answer_of(
-    session: aiohttp.ClientSession, path: str, headers: Mapping[str, str], body: bytes, silence_s: float
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The engine's answer; leaving early closes its connection, by which vLLM aborts the request.
-
-    Raises AttemptFailed, also where the answer breaks off, and HttpError 504. silence_s: how long an engine may send
-    nothing."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
-    try:
-        async with session.post(path, data=body, headers=headers, timeout=timeout) as response:
-            yield response
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise AttemptFailed(EngineFailure.UNREACHED) from error
-    except aiohttp.SocketTimeoutError as error:
-        raise errors.engine_failed(504) from error  # the request itself asks for too much
-    except aiohttp.ClientResponseError as error:
-        raise AttemptFailed(EngineFailure.BROKEN) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise AttemptFailed(EngineFailure.DIED) from error
 
 
 async def is_alive(session: aiohttp.ClientSession) -> bool:
