@@ -234,13 +234,14 @@ class Inference:
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
-        replica, version = choice.replica.id, choice.replica.version
+        replica, version, model = choice.replica.id, choice.replica.version, state.router.models.get(choice.model)
+        pinned = model is not None and choice.model == f"{model.pins}@{version}"
         with self._span("attempt", replica=replica, version=version, attempt=len(self.failures) + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             try:
                 async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
-                    await self._relay(response, choice, session)
+                    await self._relay(response, choice, session, pinned)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
             except aiohttp.SocketTimeoutError as error:
@@ -260,11 +261,14 @@ class Inference:
             body = with_fields(body, priority=choice.priority)
         return body
 
-    async def _relay(self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession) -> None:
-        exchange, version, model = self.exchange, choice.replica.version, self.state.router.models.get(choice.model)
+    async def _relay(
+        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, pinned: bool
+    ) -> None:
+        """pinned: the request names the version that is to answer."""
+        exchange = self.exchange
         # The engine knows the version of its first token; the table may lag behind a swap.
         named = response.headers.get("x-appliance-model-version")
-        if model is not None and choice.model == f"{model.pins}@{version}" and named not in (None, version):
+        if pinned and named not in (None, choice.replica.version):
             raise self._moved(f"`{choice.model}` is served no more.")
         if named is not None and not self._may_be_adapter():
             exchange.model_version = named
