@@ -55,6 +55,7 @@ class State:
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
+        self.connections: set[Any] = self.server.connections
         self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
         self.metrics = Metrics()
         self.comparison = Comparison()
@@ -82,11 +83,6 @@ class State:
         self.buffered_bytes = 0
         self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
-
-    @property
-    def connections(self) -> set[Any]:
-        """Open client connections."""
-        return self.server.connections
 
     def new_request_id(self) -> bytes:
         self._id_serial += 1
@@ -121,8 +117,7 @@ class State:
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
             return errors.model_not_found(name)
-        versions = {replica.version for replica in model.replicas} or {model.version}
-        served = ", ".join(f"`{name}`" for name in sorted(versions))
+        served = ", ".join(f"`{one}`" for one in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
             f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
