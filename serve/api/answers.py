@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from serve.api.request_faults import of_request
 
-# The gateway reads it (appliance/gateway/server/wire.py), because its table can lag behind the engine.
+# The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
 
 log = logging.getLogger(__name__)

@@ -61,9 +61,7 @@ SUBPACKAGES = (
     "appliance",
     "appliance.controller.interfaces",
     "appliance.gateway.server",
-    "appliance.gateway.observe",
     "appliance.gateway.access",
-    "appliance.gateway.routing",
     "appliance.gateway.requests",
     "appliance.gateway.core",
     "appliance.ui",
@@ -130,7 +128,7 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
     "wandb": {"appliance/tracking.py"},
-    "opentelemetry": {"appliance/gateway/observe/tracing.py"},
+    "opentelemetry": {"appliance/gateway/access/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (

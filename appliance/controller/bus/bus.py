@@ -131,7 +131,7 @@ class Bus:
         return self._generation
 
     def set_models(self, models: dict[str, Any]) -> int:
-        """Publish the table's models (appliance.gateway.routing.table). Returns the generation that carries them."""
+        """Publish the table's models (appliance.gateway.core.table). Returns the generation that carries them."""
         if models != self._models:
             self._models = models
             self._next_generation()

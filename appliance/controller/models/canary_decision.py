@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.gateway.observe.load import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.rows import CanaryRow
 
 ERROR_CHANCE = 0.001
