@@ -150,7 +150,6 @@ WITHOUT_TORCH = (
     "runtime/devices/kinds.py",
     "serve/core/config.py",
     "serve/core/errors.py",
-    "serve/core/shape.py",
     "serve/core/sizing.py",
     "serve/core/spec.py",
     "serve/engine/replica.py",

@@ -15,7 +15,7 @@ from appliance.cli.command import Session, command, either, flag, given, named, 
 from appliance.cli.commands import training
 from appliance.cli.commands.data import kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.resources import JOB, JOBS, STEPS, segment
+from appliance.cli.resources import JOB, JOBS, segment
 from appliance.cli.waiting import POLL_S, Doing, Patience, until
 from train.methods.methods import METHODS
 
@@ -275,7 +275,12 @@ def _end_well(job: dict[str, Any]) -> None:
     raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
 
 
-@command("profile job", JOB, STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
+@command(
+    "profile job",
+    JOB,
+    opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3),
+    opt("--timeout SECONDS", type=number(float, 1), default=300.0),
+)
 def profile_job(session: Session, args: Namespace) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 

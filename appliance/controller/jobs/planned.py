@@ -14,8 +14,7 @@ from appliance.controller.models.capacity import BoxFacts, Verdict
 from runtime.devices.kinds import hardware_first
 from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, adapter_rank_limit, engine_size
+from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, method_of
 from train.plan import auto

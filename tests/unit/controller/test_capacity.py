@@ -9,8 +9,7 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
-from serve.core.sizing import engine_size
+from serve.core.sizing import ServedShape, engine_size
 from tests.unit.controller.conftest import ADMIN
 from train.plan import estimate
 from train.plan.auto import DatasetStats, ModelStats, resolve
