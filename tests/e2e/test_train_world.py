@@ -16,6 +16,7 @@ from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, PATIENT, same
 from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
+from weights.tiers.directory import seal_dir, take_in
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,8 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
         await shop.launch(shop.spec("wrong-size"), 3, limits=PATIENT).start()
     assert not caught.value.retryable
 
-    base = shop.store.import_dir(shop.base, model="base", version="v1")
+    seal_dir(shop.base, kind="version", model="base", version="v1")
+    base = take_in(shop.store, shop.base)
     world = await shop.launch(shop.spec("cancelled", n_epochs=40, base_path=str(base.path)), 2).start()
     await world.reached(1)
     shop.store.evict(1 << 40)
