@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from runtime.devices.published import ACCELERATORS, accelerator_called
+from train.methods.methods import METHODS
 from train.plan.estimate import ModelShape, parameters_of
 from train.plan.known_shapes import shape_named
-from train.plan.speed import flops_per_token, speed, weights_passed
+from train.plan.speed import flops_per_token, forward_flops, speed, weights_passed
 
 FULL = {"full": True, "lora_rank": 16, "activation_checkpointing": False, "n_epochs": 1, "batch_size": 8}
 FULL |= {"micro_batch": 8, "zero_stage": 1}
@@ -64,6 +65,13 @@ def test_shards_that_cross_pcie_may_take_longer():
     assert speed(model, LORA | {"zero_stage": 3}, card, devices=8, **asked).used[0] == 0.05
     for fields, devices in ((LORA | {"zero_stage": 3}, 1), (LORA, 8)):
         assert speed(model, fields, card, devices=devices, **asked).used[0] == 0.2
+
+
+def test_speed_counts_the_forward_pass_that_kto_asks_of_each_step():
+    model, card = shape("llama-3.1-8b"), ACCELERATORS["h100"]
+    asked = {"tokens": 1000, "row_tokens": 100.0, "steps": 1, "devices": 1, "reference": True}
+    once, each = (speed(model, LORA | {"n_epochs": 3}, card, again=again, **asked).flops for again in (False, True))
+    assert each - once == 3 * 1000 * forward_flops(model, 100.0) and METHODS["kto"].needs_divergence
 
 
 @pytest.mark.parametrize(
