@@ -73,7 +73,7 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
         return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
     most = fields["max_length"]
     lengths = [min(length, most) for length in dataset.lengths]
-    if fields["data_order"] != "shuffled":  # by loss is not known yet: neighbours fill rows as well in any order
+    if fields["data_order"] == "given":
         packs = in_order(lengths, most)
     else:
         packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
@@ -104,7 +104,7 @@ def resolve(
     )
 
     fields["packing"] = given.flag("packing", auto=True)
-    fields["data_order"] = given.choice("data_order", ("shuffled", "given", "loss"), auto="shuffled")
+    fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
     devices = max_devices // fields["tensor_parallel"]
     length, batch = _rows(given, dataset, model, fields, devices)

@@ -48,8 +48,7 @@ class TrainSpec:
     micro_batch: int = 1
     max_length: int = 1024  # tokens per packed sequence
     packing: bool = True
-    # Shuffled anew in each epoch, or in each as the file has it, or by the starting model's loss, the least first.
-    data_order: Literal["shuffled", "given", "loss"] = "shuffled"
+    data_order: Literal["shuffled", "given"] = "shuffled"  # anew in each epoch, or in each as the file has it
 
     learning_rate: float = 1e-5
     lr_scheduler: Schedule = "cosine"
@@ -89,7 +88,7 @@ class TrainSpec:
             "max_length": self.max_length >= 8,
             "learning_rate": self.learning_rate > 0,
             "lr_scheduler": self.lr_scheduler in SCHEDULES,
-            "data_order": self.data_order in ("shuffled", "given", "loss"),
+            "data_order": self.data_order in ("shuffled", "given"),
             "publish": self.publish != "best" or self.valid_path is not None,
             "early_stopping_patience": self.early_stopping_patience == 0
             or (self.early_stopping_patience > 0 and self.valid_path is not None),
