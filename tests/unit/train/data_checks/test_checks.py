@@ -8,8 +8,7 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, checked, write
-from train.data_checks.options import BadOption
-from train.data_checks.process import CheckFailed, answer_of, command_of
+from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
 from train.data_checks.repeats import NearDuplicates, grams, words_of
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
