@@ -7,9 +7,7 @@ import pytest
 from tests.train_support.tiny import gsm8k
 from train.data.check import (
     MAX_COUNTED_ERRORS,
-    MAX_LEFT_OUT,
     MAX_LISTED_ERRORS,
-    MAX_REASON_CHARACTERS,
     check_training_file,
 )
 from train.data.formats import BadRecord
@@ -226,45 +224,11 @@ def test_keys_that_no_shape_reads_are_counted_in_a_note(tmp_path):
     assert [note for note in report.notes if "id (6), source (12)" in note]
 
 
-def test_keys_left_out_are_bounded(tmp_path):
-    report = check_training_file(write(tmp_path / "f", {**GOOD, **{f"key{n}": 1 for n in range(500)}}))
-    assert len(report.left_out) == MAX_LEFT_OUT + 1 and sum(report.left_out.values()) == 500
-
-
 def test_gsm8k_as_published(tmp_path):
     report = check_training_file(gsm8k(tmp_path / "g.jsonl", "train", 500), chat_path=tmp_path / "out")
     assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
     assert 50_000 < report.n_tokens_estimate < 120_000
     assert len(report.example_tokens) == 500 and sum(report.example_tokens) == report.n_tokens_estimate
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ('{"messages": [' + "[]," * 100_001 + "1]}", "brackets"),
-        ('{"messages": [' + "1," * 1_000_001 + "1]}", "commas"),
-        # What some records hold as text is parsed too.
-        (
-            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "['
-            + "[]," * 100_001
-            + '1]"}}]}]}',
-            "brackets",
-        ),
-    ],
-)
-def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, said):
-    """Parsing holds up every thread of the controller, whichever thread does it."""
-    source = write(tmp_path / "f", *[GOOD] * 10, record)
-    parse = json.loads
-
-    def only_small(raw):
-        assert len(raw) < 1000
-        return parse(raw)
-
-    monkeypatch.setattr("train.data.check.orjson.loads", only_small)
-    monkeypatch.setattr("train.shapes.records.json.loads", only_small)
-    report = check_training_file(source)
-    assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]
 
 
 PAIR = {
@@ -293,14 +257,6 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
     else:
         assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
     assert not (tmp_path / "out").exists() and not report.ok
-
-
-def test_a_reason_is_short_however_long_what_it_names_is(tmp_path):
-    long = "k" * 1_000_000
-    source = write(tmp_path / "f", {long: 1}, {**GOOD, long: 1}, {"messages": [{"role": long}]})
-    report = check_training_file(source)
-    assert report.n_errors == 2 and all(len(reason) <= MAX_REASON_CHARACTERS for _, reason in report.errors)
-    assert [len(name) for name in report.left_out] == [60]
 
 
 def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):
