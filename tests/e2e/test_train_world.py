@@ -25,7 +25,6 @@ from weights.tiers.directory import seal_dir, take_in
         ("zero2", {"zero_stage": 2, "weight_decay": 0.1}),
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
-        ("by-loss", {"zero_stage": 1, "data_order": "loss"}),
         pytest.param("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}, marks=pytest.mark.soak),
         ("kto-zero3", {"method": "kto", "zero_stage": 3, "learning_rate": 1e-2}),
         ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),

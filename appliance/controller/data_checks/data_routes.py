@@ -28,8 +28,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import files
 from appliance.store.records import keys
 from appliance.store.rows import FileRow
-from train.data_checks.options import CHECKS, BadOption, CheckName
-from train.data_checks.process import CheckFailed
+from train.data_checks.process import CHECKS, BadOption, CheckFailed, CheckName
 from train.methods.methods import METHODS
 
 ROUTE = "files.prepare"

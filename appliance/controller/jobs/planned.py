@@ -11,6 +11,7 @@ from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import settings
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.node_sizes import NodeSizes
 from runtime.devices.kinds import hardware_first
 from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
@@ -164,6 +165,7 @@ def estimate(
         steps=auto.steps(method.rows(dataset), fields),
         devices=devices,
         reference=method.needs_reference,
+        again=method.needs_divergence,
     )
     return {
         "flops": found.flops,
@@ -226,7 +228,7 @@ def plan_imagined(
     how = method_of(method)
     dataset = typical(examples, how)
     try:
-        chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), devices)
+        chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), NodeSizes((devices,)))
     except InvalidHyperparameter as error:
         raise BadShape(str(error)) from error
     verdict = settings.verdict(imagined.shape, chosen, box, how)

@@ -20,6 +20,7 @@ from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks import data_work
 from appliance.controller.http.peers import FromBox
+from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
@@ -118,6 +119,12 @@ def graders_load_what_they_use() -> Iterator[None]:
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
     monkeypatch.setattr(app_module, "GATES_EVERY_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many this machine has."""
+    monkeypatch.setattr(node_sizes, "host_cores", lambda: 64)
 
 
 @pytest.fixture(autouse=True)
