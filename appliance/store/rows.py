@@ -224,6 +224,7 @@ class JobRow:
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
+    joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -270,6 +271,8 @@ class JobRow:
     gate: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
+    joules: float | None = None
+    metered_s: float = 0.0
 
     @property
     def finished(self) -> bool:
