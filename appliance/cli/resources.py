@@ -265,11 +265,11 @@ RESOURCES = (
     ),
     resource(
         "power",
-        "Show the power limit, and who has drawn how much energy.",
+        "Show the power limit, and the energy of jobs.",
         "/admin/v1/power",
         read(
             "",
-            "Show the power limit, and the energy of each job, each model and of devices that no job or model held.",
+            "Show the power limit, and the energy of each job that had not ended before that time.",
             output.view,
             options=(SINCE,),
             query="since_s",

@@ -35,7 +35,6 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.operations import Operations
 from appliance.controller.oidc import routes as oidc_routes
@@ -62,12 +61,11 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     JobValidation(context)
     Operations(context)
     data_checks, batches = DataWork(context), Batches(context)
-    activations = Activations(context)
-    canaries, stored = Canaries(context, activations), StoredResponses(context)
+    canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
-    gates = Gates(context, activations)
+    gates = Gates(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,7 +85,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in rounds:
                 task.cancel()
             await asyncio.gather(*rounds, return_exceptions=True)
-            await canaries.tasks.stop()
             await context.tasks.stop()
             await graders.stop()
 
@@ -99,9 +96,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redirect_slashes=False,
         middleware=[Middleware(RequestIds)],
     )
-    app.state.context, app.state.canaries = context, canaries
+    app.state.context = context
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.gates = gates
     app.state.graders = answers
     error_handlers.install(app)
 
@@ -114,7 +110,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     forget.routes(context, admin, evaluations)
     canary_routes.routes(context, admin, canaries)
     operation_routes.routes(context, admin)
-    admin_models.routes(context, admin, canaries, activations)
+    admin_models.routes(context, admin, canaries)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),

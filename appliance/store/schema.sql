@@ -108,7 +108,7 @@ CREATE TABLE jobs (
     eta_s REAL, trained_tokens INTEGER, result_files TEXT NOT NULL, created_s REAL NOT NULL, started_s REAL,
     finished_s REAL, owner TEXT NOT NULL DEFAULT '', deadline_s REAL, preemptible INTEGER NOT NULL DEFAULT 1,
     held INTEGER NOT NULL DEFAULT 0, asked_sizes TEXT, stable_name INTEGER NOT NULL DEFAULT 0,
-    activate INTEGER NOT NULL DEFAULT 1, verdict TEXT, gate TEXT
+    activate INTEGER NOT NULL DEFAULT 1, verdict TEXT, gate TEXT, joules REAL, metered_s REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_phase ON jobs (phase, seq);
 CREATE INDEX jobs_owner ON jobs (owner, seq);
@@ -422,13 +422,6 @@ CREATE TABLE held (
 CREATE TABLE spent (
     key_id TEXT NOT NULL, day INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (key_id, day)
 ) WITHOUT ROWID;
-
--- metered_s: device-seconds in which the joules were counted.
-CREATE TABLE energy (
-    kind TEXT NOT NULL, name TEXT NOT NULL, hour_s INTEGER NOT NULL, joules REAL NOT NULL, metered_s REAL NOT NULL,
-    PRIMARY KEY (kind, name, hour_s)
-) WITHOUT ROWID;
-CREATE INDEX energy_by_hour ON energy (hour_s);
 
 -- contents: checksum of the tried files. rules: number of the trial. refused_file, reason: '' if accepted.
 CREATE TABLE folder_trials (

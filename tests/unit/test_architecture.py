@@ -550,7 +550,6 @@ TASKS = {
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/work.py BatchWork._answer_lines": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner.run": AWAITED,
-    "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,

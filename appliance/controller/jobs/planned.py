@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.devices.energy_views import J_PER_KWH
+from appliance.controller.devices.energy import J_PER_KWH
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import settings
 from appliance.controller.models import capacity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.controller.models.canary_decision import decide, p95_s
+from appliance.controller.models.canaries import decide, p95_s
 from appliance.gateway.access.load import bucket
 from appliance.store.rows import CanaryRow
 
