@@ -42,7 +42,6 @@ from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
     batch_routes,
-    checkpoint_permissions,
     completion_routes,
     job_routes,
     model_routes,
@@ -128,7 +127,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),
-        checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),
         admin,

@@ -332,14 +332,6 @@ class CheckpointNameRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PermissionRow:
-    id: str
-    checkpoint: str
-    project_id: str
-    created_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverRow:
     id: str
     reason: str

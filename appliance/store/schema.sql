@@ -145,12 +145,6 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_job ON checkpoints (job_id, seq);
 CREATE INDEX checkpoints_of_version ON checkpoints (model, version, name);
 
-CREATE TABLE permissions (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, checkpoint TEXT NOT NULL, project_id TEXT NOT NULL,
-    created_s REAL NOT NULL, UNIQUE (checkpoint, project_id)
-);
-CREATE INDEX permissions_of ON permissions (checkpoint, seq);
-
 CREATE TABLE handovers (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, reason TEXT NOT NULL, state TEXT NOT NULL,
     detail TEXT NOT NULL, started_s REAL NOT NULL, ended_s REAL

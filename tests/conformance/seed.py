@@ -29,7 +29,6 @@ from appliance.store.rows import (
     JobRow,
     KeyRow,
     ModelRow,
-    PermissionRow,
     ResponseRow,
     UploadPartRow,
     UploadRow,
@@ -43,7 +42,6 @@ PLAIN_MODEL = "gpt-6-astra"
 JUDGE = "model"
 DELETABLE = "ft:gpt-4o-mini:acemeco:suffix:abc123"
 PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
-PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
 UPLOAD, PART = "upload_abc123", "string"
 PART_DATA = b"Example data"
 BATCH, BATCH_INPUT = "batch_id", "input_file_id"
@@ -73,8 +71,7 @@ def reset(db: Database, files_dir: Path) -> None:
         _forget(db)
         for name in (TUNABLE, PLAIN_MODEL, JUDGE):
             _model(db, name, "base", None)
-        # JOB is asked for as a checkpoint's name too by the tests of permissions.
-        for name in (DELETABLE, PERMITTED, JOB):
+        for name in (DELETABLE, PERMITTED):
             _model(db, name, "fine-tuned", TUNABLE)
         for file_id in _FILE_IDS[:3]:
             _file(db, files_dir, file_id)
@@ -94,8 +91,6 @@ def reset(db: Database, files_dir: Path) -> None:
                 {"train_loss": 1.0},
             ),
         )
-        job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
-        job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
         _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
@@ -141,9 +136,8 @@ def _keys(db: Database) -> None:
 
 
 def _forget(db: Database) -> None:
-    names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED, JOB]
+    names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED]
     marks = ", ".join("?" * len(names))
-    db.execute("DELETE FROM permissions WHERE checkpoint IN (?, ?)", [PERMITTED, JOB])
     db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
     db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
     db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)

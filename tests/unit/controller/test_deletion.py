@@ -17,7 +17,6 @@ from appliance.store.rows import (
     JobJudgeRow,
     JobMetricRow,
     JobRow,
-    PermissionRow,
     UploadPartRow,
     UploadRow,
 )
@@ -46,7 +45,7 @@ def rows(db: Database, table: str) -> int:
 
 
 def test_deleting_a_job_takes_what_belongs_to_it(db: Database):
-    tables = ("job_events", "job_metrics", "checkpoints", "permissions", "job_judges", "jobs")
+    tables = ("job_events", "job_metrics", "checkpoints", "job_judges", "jobs")
     jobs.insert(db, JobRow("ftjob-1", "m", "supervised", "file-1", 1, "out", 0.0, phase="succeeded"))
     job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"teacher": "starter"}))
     with db.transaction():
@@ -54,7 +53,6 @@ def test_deleting_a_job_takes_what_belongs_to_it(db: Database):
             job_records.insert_event(db, JobEventRow(f"e-{number}", "ftjob-1", "info", "message", "x", 0.0))
             job_records.upsert_metric(db, JobMetricRow("ftjob-1", number, 0.0))
             job_records.insert_checkpoint(db, CheckpointRow(f"c-{number}", "ftjob-1", f"m:{number}", "m", "1", 1, 0.0))
-            job_records.insert_permission(db, PermissionRow(f"p-{number}", f"m:{number}", "proj", 0.0))
     retention.delete_job(db, "ftjob-1")
     assert [rows(db, table) for table in tables] == [0] * len(tables)
 
