@@ -30,7 +30,6 @@ from appliance.store.rows import (
     KeyRow,
     ModelRow,
     ResponseRow,
-    UploadPartRow,
     UploadRow,
     VersionRow,
 )
@@ -245,7 +244,6 @@ def _upload(db: Database, uploads_dir: Path) -> None:
             now_s + 3600,
         ),
     )
-    uploads.insert_part(db, UploadPartRow(PART, UPLOAD, len(PART_DATA), now_s))
 
 
 def _batches(db: Database, files_dir: Path) -> None:
@@ -297,7 +295,6 @@ def _responses(db: Database) -> None:
                 key_id="key_conformance0",
                 status="completed",
                 created_s=time.time(),
-                used_s=time.time(),
                 bytes=len(given) + len(answered),
                 input=given,
                 response=answered,
