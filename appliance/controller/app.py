@@ -24,7 +24,7 @@ from appliance.controller.data_checks import data_routes
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import file_routes, quarantine, storage, upload_routes
+from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
 from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
@@ -41,7 +41,6 @@ from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
     batch_routes,
-    checkpoint_permissions,
     completion_routes,
     job_routes,
     model_routes,
@@ -69,7 +68,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        quarantine.sweep(context)
+        storage.sweep(context)
         context.tasks.resume()
         context.spending.publish_keys()
         keep_every = context.background.keep_every
@@ -124,7 +123,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),
-        checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),
         admin,

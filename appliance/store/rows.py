@@ -335,14 +335,6 @@ class CheckpointNameRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PermissionRow:
-    id: str
-    checkpoint: str
-    project_id: str
-    created_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverRow:
     id: str
     reason: str
@@ -581,14 +573,6 @@ class UploadRow:
     file_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UploadPartRow:
-    id: str
-    upload_id: str
-    bytes: int
-    created_s: float
-
-
 AnswerKind = Literal["response", "chat.completion"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
@@ -599,16 +583,15 @@ class ResponseRow:
     """An answer of /v1/responses, or a chat completion, kept for its owner.
 
     key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
-    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when
-    it was made, or gone on from last. bytes: of input, response, request and metadata. model, metadata: of a completion
-    alone, whose `response` is without the second, for that can be changed.
+    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. bytes: of
+    input, response, request and metadata. model, metadata: of a completion alone, whose `response` is without the
+    second, for that can be changed.
     """
 
     id: str
     key_id: str
     status: ResponseStatus
     created_s: float
-    used_s: float
     bytes: int
     input: str
     response: str

@@ -19,7 +19,7 @@ from appliance.controller.batches import work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
 from appliance.controller.context import tasks
-from appliance.controller.files import quarantine
+from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
@@ -355,7 +355,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
-    quarantine.sweep(control.context)
+    storage.sweep(control.context)
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9

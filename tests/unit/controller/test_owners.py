@@ -87,9 +87,6 @@ SPECIAL: dict[tuple[str, str], Any] = {
     ),
     ("POST", "/admin/v1/plan"): NOTHING,  # its body names a job's model and file: test_plan.py
     ("GET", "/v1/fine_tuning/methods"): NOTHING,
-    ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
-    ("GET", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
-    ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): ADMINS,
     ("POST", "/v1/responses"): InBody(
         {"model": "model", "previous_response_id": "response"}, {"model": "starter", "input": "1", "background": True}
     ),
