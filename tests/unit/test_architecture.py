@@ -45,7 +45,6 @@ SUBPACKAGES = (
     "appliance.controller.grading",
     "appliance.controller.batches",
     "appliance.controller.responses",
-    "appliance.controller.data_checks",
     "appliance.controller.jobs",
     "appliance.controller.files",
     "appliance.controller.models",
