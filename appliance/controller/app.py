@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance.controller import retention
+from appliance.controller import data_checks, retention
 from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
@@ -20,8 +20,6 @@ from appliance.controller.admin.owners import forget, key_ends, keys, page_sessi
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks import data_routes
-from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
@@ -59,7 +57,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     JobValidation(context)
     Operations(context)
-    data_checks, batches = DataWork(context), Batches(context)
+    checks, batches = data_checks.DataWork(context), Batches(context)
     canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
@@ -113,7 +111,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
-        data_routes.routes(context, data_checks),
+        data_checks.routes(context, checks),
         batch_routes.routes(context, batches),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),

@@ -70,8 +70,7 @@ class FileRow:
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
     report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
-    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
-    was made of.
+    waiting, done or failed, of the check of what is in it; data_check: its report.
     """
 
     id: str
@@ -88,7 +87,6 @@ class FileRow:
     report: dict[str, Any] | None = json_column(default=None)
     check_status: str | None = None
     data_check: dict[str, Any] | None = json_column(default=None)
-    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,11 @@ CREATE INDEX keys_of_commands ON keys (revoked_s, created_s) WHERE session;
 CREATE INDEX keys_expiring ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NULL;
 CREATE INDEX keys_expired ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NOT NULL;
 
--- report, data_check: of the check of training data; check_status: waiting, done or failed. lineage: what a prepared
--- file was made of.
+-- report, data_check: of the check of training data; check_status: waiting, done or failed.
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, status_details TEXT, report TEXT, key_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT,
-    lineage TEXT
+    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT
 );
 CREATE INDEX files_purpose ON files (purpose, seq);
 CREATE INDEX files_owner ON files (owner, seq);

@@ -45,7 +45,6 @@ SUBPACKAGES = (
     "appliance.controller.grading",
     "appliance.controller.batches",
     "appliance.controller.responses",
-    "appliance.controller.data_checks",
     "appliance.controller.jobs",
     "appliance.controller.files",
     "appliance.controller.models",
@@ -549,7 +548,7 @@ ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/work.py BatchWork._answer_lines": AWAITED,
-    "appliance/controller/evals/runner.py EvalRunner.run": AWAITED,
+    "appliance/controller/evals/runner.py EvalRunner._judge": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
