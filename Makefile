@@ -28,8 +28,9 @@ test-property: setup ## property tests only
 e2e: setup ## end-to-end tests only: real box, real engines, real training
 	$(PYTEST) tests/e2e
 
-soak: setup ## the long runs
+soak: setup ## the long runs, and new examples of each property
 	$(PYTEST) -m soak --timeout 7200 tests
+	$(PYTEST) --hypothesis-profile drawn tests/property
 
 bench: setup ## each script in benchmarks/ in turn, then one table: claim, measured, aim, met or missed
 	@failed=""; for script in benchmarks/[a-z]*.py; do echo "== $$script"; \

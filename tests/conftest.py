@@ -31,8 +31,9 @@ OTHERS = pytest.StashKey[bool]()
 MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
 
 # Nothing here says anything of speed: Hypothesis's limit of 200 ms for an example, which a busy machine exceeds now and
-# then, is off, in unit tests as in those of properties.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# then, is off, in unit tests as in those of properties. The same examples at each run: `make soak` draws new ones.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("drawn", settings.get_profile("untimed"), derandomize=False)
 settings.load_profile("untimed")
 
 # A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it

@@ -352,7 +352,7 @@ def room_for(job: JobView, free: Sequence[str]) -> int:
 
 
 def explore(examples: int, steps: int) -> None:
-    chosen = int(os.environ.get("SCHEDULER_SEED") or random.SystemRandom().randrange(2**32))
+    chosen = int(os.environ["SCHEDULER_SEED"])
     print(f"scheduler machine: SCHEDULER_SEED={chosen}", flush=True)
     SchedulerMachine.steps = SchedulerMachine.verbs = 0
     machine_settings = settings(
@@ -368,10 +368,10 @@ def explore(examples: int, steps: int) -> None:
     print(f"scheduler machine: {SchedulerMachine.steps} steps, {SchedulerMachine.verbs} verbs, 0 violations")
 
 
-def explore_in_parts(monkeypatch, examples: int, wanted: int) -> None:
+def explore_in_parts(monkeypatch, examples: int, wanted: int, first: int) -> None:
     """Until `wanted` steps are done; how many an example has is left to chance. Each part has a seed of its own, so
-    that one which fails is repeated alone; they follow from the first."""
-    first, done = int(os.environ.get("SCHEDULER_SEED") or random.SystemRandom().randrange(2**32)), 0
+    that one which fails is repeated alone; they follow from `first`, or from SCHEDULER_SEED."""
+    first, done = int(os.environ.get("SCHEDULER_SEED", first)), 0
     for part in itertools.count():
         monkeypatch.setenv("SCHEDULER_SEED", str(first + part))
         explore(examples=examples, steps=100)
@@ -384,14 +384,15 @@ def explore_in_parts(monkeypatch, examples: int, wanted: int) -> None:
 @pytest.mark.timeout(7200)  # `make test` gives it only the time that nobody else wants
 @pytest.mark.parametrize("half", [1, 2])  # side by side where there are two cores
 def test_random_lives(monkeypatch, half: int) -> None:
-    explore_in_parts(monkeypatch, examples=40, wanted=5_000)
+    explore_in_parts(monkeypatch, examples=40, wanted=5_000, first=1_000_000 * half)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_random_lives_for_long(capsys, monkeypatch) -> None:
     with capsys.disabled():
-        explore_in_parts(monkeypatch, examples=500, wanted=1_000_000)
+        drawn = random.SystemRandom().randrange(2**32)
+        explore_in_parts(monkeypatch, examples=500, wanted=1_000_000, first=drawn)
 
 
 def test_a_crash_is_not_an_exception() -> None:
