@@ -150,13 +150,6 @@ def test_usage_is_found_in_every_shape(body, expected):
     assert (tokens.prompt, tokens.completion) == expected
 
 
-def test_anthropics_two_parts_add_up():
-    tokens = Tokens()
-    tokens.read(b'data: {"type":"message_start","message":{"usage":{"input_tokens":11,"output_tokens":0}}}\n\n')
-    tokens.read(b'data: {"type":"message_delta","usage":{"output_tokens":6}}\n\n')
-    assert (tokens.prompt, tokens.completion) == (11, 6)
-
-
 # --- what is used is billed, and what is refused is counted
 
 
