@@ -146,10 +146,6 @@ class Table(Struct, tag_field="type", tag="table"):
     keys: dict[Digest, Caller] = {}
     audiences: list[frozenset[str]] = []
 
-    def sessions(self) -> dict[str, tuple[Login, Caller]]:
-        """Logins with the callers that they stand for, by the SHA-256 of the login's token."""
-        return {token: (login, key) for key in self.keys.values() for token, login in key.sessions.items()}
-
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
     """Parts of the box that fail and are tried again."""
