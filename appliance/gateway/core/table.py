@@ -63,12 +63,11 @@ class StartFailure(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """One model's row.
 
-    max_model_len: context of its engines in tokens;
-    slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
-    empty where they are its own. adapter: the name by which they know an adapter; pins:
-    the model that they serve under this further name, such as `m@v1` of `m`.
-    owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False for one
-    that is known to have no chat template.
+    max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
+    unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
+    an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
+    which it exists, None: for all; in a message their place in `audiences`. chats: False for one that is known to have
+    no chat template.
     """
 
     name: Text = ""
