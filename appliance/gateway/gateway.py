@@ -128,7 +128,7 @@ class Gateway:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
         state = self.state
-        sessions = table.sessions()
+        sessions = {token: (login, key) for key in table.keys.values() for token, login in key.sessions.items()}
         changed_keys = state.keys != table.keys or state.sessions != sessions
         state.keys, state.sessions = table.keys, sessions
         state.spending.apply(table.keys.values())

@@ -16,13 +16,13 @@ from tests.front.clients import Neighbours, StreamClient, allow_descriptors, con
 
 MIB = 1 << 20
 HELD = 2000
-# One owner has all streams here, who may else have 1024 at each worker.
+# One owner has all streams here, who may else have 1536 requests at each worker.
 LIMITS = {
     "head_timeout_s": 5.0,
     "body_grace_s": 5.0,
     "write_stall_s": 2.0,
     "keepalive_s": 5.0,
-    "owner_streams": 2 * HELD,
+    "owner_requests": 2 * HELD,
 }
 pytestmark = pytest.mark.soak
 

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from appliance.controller.interfaces.errors import shown
-from appliance.gateway.core.errors import JSON_TYPES, not_of_type
 
 
 class StrictBody(BaseModel):
@@ -58,6 +57,15 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
     "less_than_equal": ("le", "above maximum", "<=", "above_max"),
 }
+_JSON_TYPES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
 _WANTED = {
     "string_type": "a string",
     "bool_type": "a boolean",
@@ -77,8 +85,9 @@ def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
         return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     if kind == "missing":
         return f"Missing required parameter: '{param}'.", "missing_required_parameter"
-    if kind in _WANTED and type(given) in JSON_TYPES:
-        return not_of_type(param, _WANTED[kind], given), "invalid_type"
+    if kind in _WANTED and type(given) in _JSON_TYPES:
+        got = _JSON_TYPES[type(given)]
+        return f"Invalid type for '{param}': expected {_WANTED[kind]}, but got {got} instead.", "invalid_type"
     if kind in _BOUNDS:
         # A query has its numbers as texts.
         got = given if isinstance(given, str) and given.lstrip("-").isdigit() and len(given) <= 20 else shown(given)

@@ -64,11 +64,9 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of all keys of one owner: requests (streams among them) and bytes of bodies. Ten keys do not allow ten
-    times as much."""
+    """Open work of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as much."""
 
     requests: int = 0
-    streams: int = 0
     body_bytes: int = 0
 
 
@@ -105,22 +103,13 @@ class KeyUse:
         for name, bucket in self.buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
-    def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
+    def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of https://platform.openai.com/docs/guides/rate-limits."""
         fields = []
         for name, bucket in self.buckets.items():
-            reset = duration(bucket.wait_s(bucket.limit, now_s))
-            values = {"limit": b"%d" % bucket.limit, "remaining": b"%d" % max(0, int(bucket.level)), "reset": reset}
-            fields += [(f"x-ratelimit-{field}-{name}".encode(), value) for field, value in values.items()]
+            for field, value in (("limit", bucket.limit), ("remaining", max(0, int(bucket.level)))):
+                fields.append((f"x-ratelimit-{field}-{name}".encode(), b"%d" % value))
         return fields
-
-
-def duration(seconds: float) -> bytes:
-    """A duration in OpenAI's format: 20ms, 1.5s, 6m0s."""
-    if seconds < 1:
-        return b"%dms" % round(seconds * 1000)
-    minutes, rest = divmod(seconds, 60)
-    return b"%dm%ds" % (minutes, rest) if minutes else f"{round(rest, 2):g}s".encode()
 
 
 _NO_USE: Final = KeyUse(OwnerUse())

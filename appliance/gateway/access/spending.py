@@ -62,12 +62,10 @@ class UsageLimits:
 
     def opened(self, request: Request, checked: Checked, limits: Limits) -> None:
         """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
-        tokens and its owner few enough requests and streams."""
+        tokens and its owner few enough requests."""
         caller, use = request.caller, request.use
         if use.owner.requests >= limits.owner_requests:
             raise self.too_many_at_once("requests", limits.owner_requests)
-        if checked.stream and use.owner.streams >= limits.owner_streams:
-            raise self.too_many_at_once("streams", limits.owner_streams)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         quota = None if caller.quota is None else max(1, caller.quota // self._workers)
         if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
@@ -80,17 +78,13 @@ class UsageLimits:
         self._take(request, 0, checked.tokens)
         request.counted, request.streams = True, checked.stream
         request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
-        self._count(request, 1)
+        use.under_way += request.charged
+        use.owner.requests += 1
 
     def closed(self, request: Request) -> None:
         request.counted = False
-        self._count(request, -1)
-
-    def _count(self, request: Request, sign: int) -> None:
-        use = request.use
-        use.under_way += sign * request.charged
-        use.owner.requests += sign
-        use.owner.streams += sign * request.streams
+        request.use.under_way -= request.charged
+        request.use.owner.requests -= 1
 
     def too_many_at_once(self, things: str, limit: int) -> HttpError:
         self._events["concurrency_limited"] += 1
@@ -104,7 +98,7 @@ class UsageLimits:
             return
         now_s = time.monotonic()
         refused = request.use.take(requests, tokens, now_s)
-        request.rate_headers = request.use.headers(now_s)
+        request.rate_headers = request.use.headers()
         if refused is not None:
             self._events["rate_limited"] += 1
             name, limit, wait_s = refused

@@ -31,11 +31,9 @@ class Limits:
     upload_body_bytes: Count = 512 * MIB
     # All inference bodies in memory, held ones included: bounds the cost of many slow or held clients.
     buffered_body_bytes: Count = 256 * MIB
-    # The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included, and their
-    # streams.
+    # The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included.
     owner_body_bytes: Count = 96 * MIB
     owner_requests: Count = 1536
-    owner_streams: Count = 1024
     # The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere.
     buffered_response_bytes: Count = 256 * 1024
     # Largest stored answer of /v1/responses, or chat completion; a larger one is relayed unchanged and not stored.

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
@@ -18,19 +18,11 @@ from runtime.moments import minute
 from runtime.pydantic_words import words_of_check
 
 MAX_RETRY_AFTER_S = 120
+ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
 ENGINE_FAILED: Final = "engine_failed"
 ENGINES_DIED: Final = "engines_died"
 """Two engines ended while they had one request, which is sent to no other."""
-JSON_TYPES: Final = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-    type(None): "null",
-}
 
 
 class ConfigInvalid(Exception):
@@ -59,7 +51,9 @@ class HttpError(Exception):
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
-        self.kind = self.kind or kind_of_status(self.status)
+        if not self.kind:
+            self.kind = "server_error" if self.status >= 500 else "invalid_request_error"
+            self.kind = "rate_limit_error" if self.status == 429 else self.kind
         if self.retry_after_s is not None:
             self.retry_after_s = min(max(math.ceil(self.retry_after_s), 1), MAX_RETRY_AFTER_S)
 
@@ -70,11 +64,6 @@ class HttpError(Exception):
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> HttpError:
     return HttpError(400, message, param=param, code=code)
-
-
-def not_of_type(param: str, wanted: str, given: Any) -> str:
-    """OpenAI's words for a JSON value of another type."""
-    return f"Invalid type for '{param}': expected {wanted}, but got {JSON_TYPES[type(given)]} instead."
 
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
@@ -133,12 +122,6 @@ def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
 # -- what others answered
 
 
-def kind_of_status(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
     """Turn an error answer of the engine or the controller into ours.
 
@@ -170,9 +153,10 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     return HttpError(status, _VALUES.sub("", message), kind=kind, param=param, code=code)
 
 
-def from_event(line: bytes) -> HttpError | None:
-    """The error in an event of an engine's stream; None if it is no error event. line: its JSON. Of a failure of its
-    own an engine says nothing that a client could use."""
+def from_event(event: bytes) -> HttpError | None:
+    """The error in an event of an engine's stream that has ERROR_EVENT; None if it is no error event. Of a failure of
+    its own an engine says nothing that a client could use."""
+    line = event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0]
     try:
         error = orjson.loads(line).get("error")
     except (orjson.JSONDecodeError, AttributeError):

@@ -127,15 +127,15 @@ class Router:
         avoid: replicas that take it only if no other can."""
         for model in (self.models[name] for name in names if name in self.models):
             usable = [
-                (replica.avoid or replica.id in avoid, replica, load)
+                (replica, load)
                 for replica in model.replicas
                 if replica.state == OPEN
                 and (load := self.loads[replica.id]).paused_until_s <= now_s
                 and self._has_room(model, load, work)
             ]
-            least = min((avoided for avoided, _, _ in usable), default=None)
-            if least is not None:
-                return self._place(model, [(r, load) for avoided, r, load in usable if avoided == least], work, now_s)
+            others = [(replica, load) for replica, load in usable if not replica.avoid and replica.id not in avoid]
+            if usable:
+                return self._place(model, others or usable, work, now_s)
         return None
 
     def _place(self, model: Model, usable: list[tuple[Replica, ReplicaLoad]], work: Work, now_s: float) -> Choice:
@@ -152,11 +152,9 @@ class Router:
         """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
         Class batch has half of the slots, and none of what is beyond them."""
         slots = model.slots or self.max_inflight
-        if not work.sequences:
-            return True
-        if work.batch:
+        if work.batch and work.sequences:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
-        return load.sequences < (slots if model.slots is None else slots + slots // 4)
+        return not work.sequences or load.sequences < (slots if model.slots is None else slots + slots // 4)
 
     def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
         """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.

@@ -63,12 +63,11 @@ class StartFailure(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """One model's row.
 
-    max_model_len: context of its engines in tokens;
-    slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
-    empty where they are its own. adapter: the name by which they know an adapter; pins:
-    the model that they serve under this further name, such as `m@v1` of `m`.
-    owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False for one
-    that is known to have no chat template.
+    max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
+    unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
+    an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
+    which it exists, None: for all; in a message their place in `audiences`. chats: False for one that is known to have
+    no chat template.
     """
 
     name: Text = ""
@@ -145,10 +144,6 @@ class Table(Struct, tag_field="type", tag="table"):
     models: dict[Text, Model] = {}
     keys: dict[Digest, Caller] = {}
     audiences: list[frozenset[str]] = []
-
-    def sessions(self) -> dict[str, tuple[Login, Caller]]:
-        """Logins with the callers that they stand for, by the SHA-256 of the login's token."""
-        return {token: (login, key) for key in self.keys.values() for token, login in key.sessions.items()}
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):

@@ -17,16 +17,9 @@ _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
 # Events `response.…` with the whole object.
 _WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
 # What of a chat request is kept beside its messages: as OpenAI's stored objects have it.
-OPTIONS: Final = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
+OPTIONS: Final = tuple(
+    "tools tool_choice parallel_tool_calls response_format temperature top_p presence_penalty frequency_penalty "
+    "seed".split()
 )
 _ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
 _ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage")
@@ -170,12 +163,8 @@ def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
     nothing is answered that could be."""
     stores, background = stores and data.get("store") is not False, data.get("background") is True
     if background and not stores:
-        raise errors.bad_request(
-            "`background` is true and `store` is false: the answer of a response in background can only be retrieved, "
-            "so it has to be stored.",
-            param="background",
-            code="invalid_value",
-        )
+        text = "`background` is true and `store` is false: the answer can only be retrieved, so it has to be stored."
+        raise errors.bad_request(text, param="background", code="invalid_value")
     previous = data.get("previous_response_id") or ""
     return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
 
@@ -186,9 +175,8 @@ def of_completion(data: dict[str, Any]) -> CompletionTranscript | None:
     if data.get("store"):
         return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
     if data.get("metadata") is not None:
-        raise errors.bad_request(
-            "The 'metadata' parameter is only allowed when 'store' is enabled.", param="metadata", code="invalid_value"
-        )
+        text = "The 'metadata' parameter is only allowed when 'store' is enabled."
+        raise errors.bad_request(text, param="metadata", code="invalid_value")
     return None
 
 

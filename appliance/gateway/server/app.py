@@ -222,18 +222,18 @@ class App:
             exchange.ignored = checked.ignored
             names = "; ".join(value.decode() for _, value in checked.ignored)
             log.info("left out of the request, as no engine has it: %s", names, extra=exchange.ids)
-        model = self._state.callable_model(checked.model, exchange.caller)
+        model, message = self._state.callable_model(checked.model, exchange.caller), ""
         if model.task != route.task:
             message = f"The model `{checked.model}` does not support {route.name}."
-            raise HttpError(400, message, param="model", code="model_not_supported")
-        if model.max_model_len is not None:
-            check_length(checked, model.max_model_len)
-        if route.converses and not model.chats:
+        elif route.converses and not model.chats:
             message = (
                 f"The model `{checked.model}` has no chat template, so it knows no conversations: ask it with "
                 "/v1/completions, or give it one with `appliance model deploy MODEL --chat-template FILE`."
             )
-            raise HttpError(400, message, param="model", code="model_not_supported")  # before an engine is started
+        if message:  # before an engine is started
+            raise HttpError(400, message, param="model", code="model_not_supported")
+        if model.max_model_len is not None:
+            check_length(checked, model.max_model_len)
 
 
 # -- what a head brings

@@ -58,8 +58,7 @@ class Copies:
     """
 
     def __init__(self, state: State) -> None:
-        self._state = state
-        self._waiting = asyncio.Queue[bytes]()
+        self._state, self._waiting = state, asyncio.Queue[bytes]()
         self._count = self._bytes = 0
         self._away = False
 
@@ -116,8 +115,7 @@ class Controller:
     """copies: answers on their way to its store."""
 
     def __init__(self, state: State) -> None:
-        self.copies = Copies(state)
-        self._state = state
+        self._state, self.copies = state, Copies(state)
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
         """Answers with what the controller answers. body: the request's, if it was read already."""

@@ -34,7 +34,7 @@ from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import VERSION, Exchange
 from appliance.gateway.server.state import State, read_up_to
-from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
+from appliance.gateway.server.stream import Stream
 
 log = logging.getLogger("appliance.gateway")
 
@@ -43,6 +43,7 @@ _ERROR_BYTES: Final = 64 * 1024
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _CONNECT_S: Final = 5.0
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+TOO_LATE: Final = "no replica became ready in time"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
 
@@ -209,13 +210,10 @@ class Inference:
                 if not exchange.connection.flow.write_paused:
                     await exchange.write(b": held\n\n")
                 pause_s = holds.sse_interval_s
-        raise self._too_late()
+        raise self.state.not_ready(self.model, TOO_LATE)
 
     def _wait_left_s(self) -> float:
         return self.waiting_since_s + self.state.config.holds.hold_s - time.monotonic()
-
-    def _too_late(self) -> HttpError:
-        return self.state.not_ready(self.model, "no replica became ready in time")
 
     # -- one attempt
 
@@ -289,9 +287,11 @@ class Inference:
             for event in stream.events(piece):
                 # An engine's last event reports its own death, which must not reach a client whose stream continues.
                 hides_death = not self.answer_begun or self.checked.continuation is not None
-                if hides_death and event.startswith(ERROR_EVENT) and await self._is_fatal(event, session):
-                    await exchange.write(b"".join(relayed))
-                    raise AttemptFailed(EngineFailure.DIED)
+                if hides_death and event.startswith(errors.ERROR_EVENT):
+                    error = errors.from_event(event)
+                    if error is not None and error.status >= 500 and not await is_alive(session):
+                        await exchange.write(b"".join(relayed))
+                        raise AttemptFailed(EngineFailure.DIED)
                 if not began:
                     began = True
                     await self._begin(choice)
@@ -380,11 +380,6 @@ class Inference:
             return AttemptFailed(EngineFailure.DIED)
         return error
 
-    async def _is_fatal(self, event: bytes, session: aiohttp.ClientSession) -> bool:
-        """Whether the engine died of the error in this event."""
-        error = event_error(event)
-        return error is not None and error.status >= 500 and not await is_alive(session)
-
     def _moved(self, message: str) -> AttemptFailed:
         """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
         retry_s = self.state.config.holds.retry_after_s
@@ -401,7 +396,7 @@ class Inference:
         if reason is EngineFailure.UNREACHED:
             self.waiting_since_s = self.waiting_since_s or exchange.sent_s
             if self._wait_left_s() <= 0:
-                raise self._too_late()
+                raise state.not_ready(self.model, TOO_LATE)
             return
         self.waiting_since_s = 0.0
         self.failures.append((choice.replica.id, reason))

@@ -11,13 +11,11 @@ from typing import Final
 import orjson
 
 from appliance.gateway.access.request import USAGE, Request
-from appliance.gateway.core import errors
-from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.errors import ERROR_EVENT, from_event
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.server.exchange import error_event
 
-ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
 _FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -75,7 +73,7 @@ class Stream:
             self.ended = True
         # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
         request.stream_events += _EVENT in event
-        if ERROR_EVENT in event and (error := event_error(event)) is not None:
+        if ERROR_EVENT in event and (error := from_event(event)) is not None:
             self.ended = self.has_error = True
             return error_event(error, request, request.stream_events - 1)
         return event + b"\n\n"
@@ -92,8 +90,3 @@ class Stream:
             body = b"" if self._transcript is None else self._transcript.usage
         if USAGE in body:
             self._request.tokens.read(body)
-
-
-def event_error(event: bytes) -> HttpError | None:
-    """The error in an event with ERROR_EVENT; None if it is none."""
-    return errors.from_event(event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0])

@@ -12,7 +12,7 @@ from appliance.gateway.core.table import Canary, Model, Replica
 from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start
-from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
+from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
 async def split(box: Box, share: float, **canary_states: str) -> None:
@@ -60,16 +60,6 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
     }
     times = counts["versions"]["v2"]
     assert sum(times["first_byte"].values()) == sum(times["duration"].values()) == 2 * versions.count("v2")
-
-
-@pytest.mark.parametrize("code", [400, 500])
-async def test_an_error_in_a_canarys_stream_counts_as_its_error(start_box: Start, code: int) -> None:
-    box = await start_box()
-    await split(box, 1.0)
-    error = b'data: {"error":{"message":"no","type":"x","code":%d}}\n\ndata: [DONE]\n\n' % code
-    box.engines["e1"].script = sends(*chat_events("a", done=False), error)
-    assert (await box.ask("POST", "/v1/chat/completions", {**asked(1), "stream": True})).status == 200
-    assert counted(box) == {"v2": (1, 1)}
 
 
 async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_counts_for_the_canary(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 
@@ -124,19 +123,6 @@ async def test_a_second_death_ends_it_and_takes_no_third_engine(start_box: Start
     *tokens, last = events(response.body)
     assert last["error"]["code"] == "engines_died" and box.state.metrics.events["continued"] == 1
     assert "".join(event["choices"][0]["delta"]["content"] for event in tokens) == "".join(t for _, t in TOKENS[:4])
-
-
-async def test_a_stream_without_a_salt_is_continued(start_box: Start) -> None:
-    box = await start_box(prefix_cache_shared=True)
-    for name, lives in (("e0", {"tokens": 3}), ("e1", {})):
-        await box.engine(name, greedy_engine(dict(lives)))
-    box.serve("m", "e0")
-    asked = asyncio.create_task(
-        box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
-    )
-    await box.until(lambda: box.state.metrics.events["continued"] == 1)
-    box.serve("m", "e1")
-    assert text_of((await asked).body) == TEXT
 
 
 async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:

@@ -44,21 +44,6 @@ async def test_death_before_the_first_byte_is_invisible(start_box: Start) -> Non
         assert box.state.router.loads["good"].inflight == 0
 
 
-async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        if len(box.engines["e0"].requests) == 1:
-            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
-            reply.die()
-        else:
-            await reply.json(chat_answer())
-
-    box.engines["e0"].script = script
-    response = await box.ask("POST", "/v1/chat/completions", chat())
-    assert response.status == 200
-    assert json.loads(response.body) == chat_answer()
-    assert box.state.metrics.events["retried"] == 1
-
-
 @pytest.mark.parametrize("ending", ["reset", "clean end of HTTP"])
 async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> None:
     first = chat_events("hel", "lo")[0]

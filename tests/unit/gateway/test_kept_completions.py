@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
-from appliance.gateway.requests.request_check import check_body
-
 from .conftest import Box, Start, chat
 from .test_responses import Controller, stored
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
@@ -44,14 +39,6 @@ async def test_what_does_not_say_store_is_not_stored(front: Box, stream: bool, m
     assert (await front.ask("POST", URL, chat(stream=stream, **more))).status == 200
     await front.ask("POST", URL, chat(**KEPT))
     assert len(await stored(front)) == 1 and not front.gateway.controller.copies.delivering
-
-
-async def test_a_box_that_stores_nothing_answers(start_box: Start) -> None:
-    box = await start_box(stores_responses=False)
-    await box.engine("e0", answer_chat)
-    box.serve("m", "e0")
-    assert json.loads((await box.ask("POST", URL, chat(**KEPT))).body) == chat_answer()
-    assert not box.gateway.controller.copies.delivering
 
 
 def chunk(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]:
@@ -138,9 +125,3 @@ async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
     response = await box.ask("POST", URL, chat(stream=True, **KEPT))
     assert response.body.endswith(b"data: [DONE]\n\n") and response.body.count(b"data: {") >= 32
     assert not controller.requests and not box.gateway.controller.copies.delivering and not box.state.buffered_bytes
-
-
-def test_metadata_without_store_is_refused_at_the_front() -> None:
-    body = json.dumps(chat(metadata={"use": "test"})).encode()
-    with pytest.raises(HttpError, match="only allowed when 'store' is enabled"):
-        check_body(resolve(b"POST", URL.encode()), body, Limits())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from appliance.gateway.server.reports import load_report
-
-from .conftest import Box, Start, chat, request_bytes, salted
-from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
+from .conftest import Box, chat, request_bytes, salted
+from .upstreams import Reply, UpstreamRequest, chat_events
 
 
 async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
@@ -106,17 +104,6 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     assert response.headers["x-appliance-model-version"] == "v1"
 
 
-async def test_pipelined_requests_are_answered_in_order(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"seed": request.json["seed"]})
-
-    box.engines["e0"].script = script
-    wire = await box.connect()
-    await wire.send(b"".join(request_bytes("POST", "/v1/chat/completions", chat(seed=i)) for i in range(5)))
-    for i in range(5):
-        assert (await wire.response()).body == b'{"seed": %d}' % i
-
-
 async def test_expect_continue(box: Box) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
     whole = request_bytes("POST", "/v1/chat/completions", body, headers="Expect: 100-continue\r\n")
@@ -125,48 +112,6 @@ async def test_expect_continue(box: Box) -> None:
     assert (await wire.head())[0] == 100
     await wire.send(body)
     assert (await wire.response()).status == 200
-
-
-async def test_two_replicas_share_load_and_affinity_keeps_a_conversation_together(start_box: Start) -> None:
-    box = await start_box()
-    for name in ("e0", "e1"):
-        await box.engine(name)
-    box.serve("m", "e0", "e1")
-    for i in range(20):
-        message = [{"role": "user", "content": f"conversation {i % 4}"}]
-        assert (await box.ask("POST", "/v1/chat/completions", {"model": "m", "messages": message})).status == 200
-    seen = {
-        name: {request.json["messages"][0]["content"] for request in engine.requests}
-        for name, engine in box.engines.items()
-    }
-    assert not seen["e0"] & seen["e1"]
-    assert sum(len(engine.requests) for engine in box.engines.values()) == 20
-
-
-async def test_load_is_counted_and_given_back(box: Box) -> None:
-    go_on = asyncio.Event()
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await go_on.wait()
-        await reply.json(chat_answer())
-
-    box.engines["e0"].script = script
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=100)))
-    await box.until(lambda: bool(box.engines["e0"].requests))
-    report = load_report(box.state)
-    assert report["replicas"]["e0"]["inflight"] == 1
-    assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
-    assert report["models"]["m"]["arrived_requests"] == 1
-    assert 0 < report["models"]["m"]["arrived_prompt_tokens"] < 100, "of the prompt alone"
-    assert report["models"]["m"]["waiting_prompt_tokens"] == 0, "an answer in one piece does not say when it began"
-    assert report["models"]["m"]["prompt_tokens"] == report["models"]["m"]["arrived_prompt_tokens"]
-    go_on.set()
-    assert (await wire.response()).status == 200
-    report = load_report(box.state)
-    assert report["replicas"]["e0"] == {"inflight": 0}
-    assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
-    assert box.state.buffered_bytes == 0
 
 
 async def test_a_version_by_its_name_is_answered_by_that_version_or_not_at_all(box: Box) -> None:

@@ -93,14 +93,6 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
     assert router.end(choice) is False
 
 
-def test_choose_takes_a_quarter_more_than_an_engines_slots() -> None:
-    router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
-    assert all(router.choose(["m"], Work(), 0.0) for _ in range(9))
-    assert router.choose(["m"], Work(sequences=8), 0.0), "who has many sequences needs one free slot"
-    assert router.choose(["m"], Work(), 0.0) is None
-    assert router.choose(["m"], Work(sequences=0), 0.0), "what takes no slot is not counted"
-
-
 def test_choose_gives_batch_half_of_the_slots_that_people_leave() -> None:
     router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
     batch = [router.choose(["m"], Work(batch=True), 0.0) for _ in range(5)]

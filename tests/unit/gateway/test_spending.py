@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.access.request import KeyUse, OwnerUse, Tokens, duration
+from appliance.gateway.access.request import KeyUse, OwnerUse, Tokens
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
@@ -32,11 +32,6 @@ def test_a_minutes_worth_at_once_then_as_it_refills():
     refused = allowance.take(1, 1, 0.0)
     assert refused == ("requests", 60, pytest.approx(1.0))
     assert allowance.take(1, 1, 0.5) is not None and allowance.take(1, 1, 1.0) is None
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, b"0ms"), (0.02, b"20ms"), (1.5, b"1.5s"), (360, b"6m0s")])
-def test_durations_are_written_as_openai_writes_them(seconds, text):
-    assert duration(seconds) == text
 
 
 # --- through the gateway
@@ -148,13 +143,6 @@ def test_usage_is_found_in_every_shape(body, expected):
     tokens = Tokens()
     tokens.read(body.replace(b'"usage": {', b'"usage":{'))
     assert (tokens.prompt, tokens.completion) == expected
-
-
-def test_anthropics_two_parts_add_up():
-    tokens = Tokens()
-    tokens.read(b'data: {"type":"message_start","message":{"usage":{"input_tokens":11,"output_tokens":0}}}\n\n')
-    tokens.read(b'data: {"type":"message_delta","usage":{"output_tokens":6}}\n\n')
-    assert (tokens.prompt, tokens.completion) == (11, 6)
 
 
 # --- what is used is billed, and what is refused is counted
@@ -279,13 +267,7 @@ async def test_the_bodies_of_one_owner_do_not_fill_the_memory_for_all(start_box:
 
 async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
     """Three keys of one owner once had all memory for bodies, and two all places of those who wait for a model."""
-    box = await start_box(
-        limits={
-            "owner_requests": 2,
-            "owner_streams": 1,
-            "owner_body_bytes": 3000,
-        }
-    )
+    box = await start_box(limits={"owner_requests": 2, "owner_body_bytes": 3000})
     await box.engine("e0", hang)
     box.serve("m", "e0")
     for key in ("sk-test-inference", "sk-test-tuning"):
@@ -294,8 +276,6 @@ async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> 
     wires = [await box.connect() for _ in range(3)]
     await wires[0].send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=first))
     await engine_has(box, 1)
-    refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True), key=second)
-    assert refused.status == 429 and "1 streams" in refused.error["message"]
     await wires[1].send(request_bytes("POST", "/v1/chat/completions", chat(), key=second))
     await engine_has(box, 2)
     refused = await box.ask("POST", "/v1/chat/completions", chat(), key=first)

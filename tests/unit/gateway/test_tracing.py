@@ -86,9 +86,3 @@ async def test_a_request_without_a_trace_begins_one_and_an_unsampled_one_is_not_
     first, second = [request.headers["traceparent"] for request in box.engines["e0"].requests]
     assert first.split("-")[1] == request.trace_id.hex() and second.startswith(f"00-{TRACE}-")
     assert second.endswith("-00")
-
-
-async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> None:
-    trace = f"00-{TRACE}-{PARENT}-01"
-    await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
-    assert box.engines["e0"].requests[0].headers["traceparent"] == trace and box.state.tracing is None
