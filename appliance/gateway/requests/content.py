@@ -1,7 +1,7 @@
 """Checks what is inside a body: how deep it is, its structured output (schemas, expressions, choices, tools that must
 be called), its images and sounds. Pure.
 
-Engines compile schemas within limits of their own (serve.forms.grammars). This module bounds their size and refuses
+Engines compile schemas within limits of their own (serve.vllm.grammars). This module bounds their size and refuses
 schemas of formats with keywords that no engine enforces. Text grammars and structural tags are refused: they reach more
 of an engine than answers need.
 """
@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from serve.forms.keywords import counted, defined, unenforced
+from serve.core.keywords import counted, defined, unenforced
 
 Form = tuple[str, Any]
 # Its place in the request, and what it is.
