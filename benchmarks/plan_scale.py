@@ -22,10 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_most, record
-from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import Allocation, Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover.moves import Box, GroupView, moves
 from scheduler.plan.plan import plan
 

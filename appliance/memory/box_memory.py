@@ -15,8 +15,8 @@ from appliance.memory.host_memory import HostMemory, Means, Stored
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
-from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.discovery import HOME_NODE
+from scheduler.devices.host_reading import MemoryReading
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,8 @@ class Away(Protocol):
     def alike(self) -> tuple[str, ...]:
         """Nodes on which jobs can run, home first."""
 
-    async def idle_bytes(self, name: str) -> tuple[int, int]: ...
-
-    async def trim_pool(self, name: str) -> int: ...
-
-    async def evict(self, name: str, nbytes: int) -> int: ...
+    async def of_agent(self, name: str, method: str, *arguments: Any) -> Any:
+        """What `idle_bytes`, `trim_pool` or `evict` of a node's agent answers."""
 
 
 class BoxMemory:
@@ -110,7 +107,9 @@ class BoxMemory:
     def _host(self, name: str) -> HostMemory:
         nodes = self._nodes
         stored = Stored(
-            lambda: nodes.idle_bytes(name), lambda: nodes.trim_pool(name), lambda nbytes: nodes.evict(name, nbytes)
+            lambda: nodes.of_agent(name, "idle_bytes"),
+            lambda: nodes.of_agent(name, "trim_pool"),
+            lambda nbytes: nodes.of_agent(name, "evict", nbytes),
         )
         return HostMemory(self._db, stored, self._reserve, self._means, lambda: self._readings[name], self._clock, name)
 

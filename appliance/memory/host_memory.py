@@ -21,10 +21,9 @@ from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
-from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import AWAKE
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)

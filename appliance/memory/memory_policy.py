@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.host_reading import MemoryReading
 
 Kind = Literal["pool", "versions", "sleeper", "job"]
 

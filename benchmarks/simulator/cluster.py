@@ -14,7 +14,7 @@ from collections import deque
 
 from benchmarks.simulator.engine import Engine, EngineModel, Served
 from benchmarks.simulator.trace import Requests
-from scheduler.core.routing_rules import PENDING_TO_TOTAL
+from scheduler.core.workload import PENDING_TO_TOTAL
 
 
 def _weight(engine: Engine) -> int:

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import Cluster
-from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
 from scheduler.core.workload import (
@@ -19,6 +18,7 @@ from scheduler.core.workload import (
     DeploymentView,
     JobView,
     Policy,
+    ReplicaPlan,
     ReplicaState,
     ReplicaView,
     Standby,

@@ -14,6 +14,7 @@ from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.effects import MODEL, SimEffects, SimModel, SimStore, VerbTimes, elastic_job
 from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.gateway import Gateway, Reports, Sample
+from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
 from scheduler.autoscale.shadow import standby_costs
@@ -22,7 +23,6 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 
 UP_S = 16.0

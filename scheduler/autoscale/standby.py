@@ -14,7 +14,6 @@ but for a tenth of it. The more of it was really spent, the less a choice may pl
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from scheduler.autoscale.shadow import Costs, Seen, Shadow
 from scheduler.core.workload import PATIENT, Standby
@@ -31,7 +30,6 @@ SINKS_AT = 1.5
 """The allowance to plan with sinks once more than half of it is spent."""
 BURST = 3.0
 """Late requests in the burst of one of them: a choice not in force must be in time by more than such chance."""
-_SUMS = ("_seen_s", "_requests", "_late", "_hopeless")
 
 
 def levels(least: int, most: int) -> list[int]:
@@ -93,21 +91,3 @@ class StandbyLearner:
         best = min(able, key=lambda shadow: shadow.cost_s)
         stays = now in able and now.cost_s - best.cost_s <= 2 * self._costs.stop_s(now.choice.replicas)
         return now if stays else best
-
-    def state(self) -> dict[str, Any]:
-        """What has been learned, as JSON; for `restore` of a learner with the same arguments."""
-        return {
-            "sums": {name: getattr(self, name) for name in _SUMS},
-            "choices": [[shadow.late, shadow.cost_s] for shadow in self._shadows],
-            "in_force": self._shadows.index(self._in_force),
-        }
-
-    def restore(self, state: dict[str, Any], now_s: float, age_s: float) -> None:
-        """Go on from a state that was taken `age_s` ago. Raises LookupError, TypeError or ValueError if it is not a
-        state."""
-        fade = math.exp(-max(age_s, 0.0) / MEMORY_S)
-        for name in _SUMS:
-            setattr(self, name, float(state["sums"][name]) * fade)
-        for shadow, (late, cost_s) in zip(self._shadows, state["choices"], strict=True):
-            shadow.late, shadow.cost_s = late * fade, cost_s * fade
-        self._in_force, self._at_s = self._shadows[state["in_force"]], now_s

@@ -1,4 +1,5 @@
-"""The planner's input: jobs, deployments, replicas, policy. Frozen views that the store and the loop fill in.
+"""The planner's input (jobs, deployments, replicas, policy: frozen views that the store and the loop fill in), and its
+output.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -23,6 +24,9 @@ AWAKE: frozenset[ReplicaState] = frozenset({"starting", "ready", "open", "draini
 Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
+PENDING_TO_TOTAL = 16
+"""A prompt token that stands before a first token weighs as much as this many tokens in all: those slow a step down.
+Gateways and the simulator judge engines alike by it."""
 FULL = 0.8
 """Share of the requests that one replica carries at which another is woken: requests differ in size, so caches are
 full, and all that come are late, before their number says so."""
@@ -320,3 +324,45 @@ class PlanInput:
     hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """The wanted state of a replica: "open" on its devices, or "asleep" on its last devices without holding them.
+    `settings`: those that a new engine gets."""
+
+    id: str
+    model: str
+    version: str
+    tensor_parallel: int
+    devices: tuple[str, ...]
+    state: str
+    settings: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A job's group of ranks, one per device."""
+
+    job_id: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
+
+    waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
+    needed. hysteresis: input of the next plan. review_at_s: when the answer may change without an event.
+    """
+
+    replicas: tuple[ReplicaPlan, ...] = ()
+    groups: tuple[GroupPlan, ...] = ()
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
+    review_at_s: float | None = None
+
+    @property
+    def open_replicas(self) -> tuple[ReplicaPlan, ...]:
+        return tuple(r for r in self.replicas if r.state == "open")

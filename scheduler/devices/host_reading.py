@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from scheduler.core.memory_reading import MemoryReading
 
 _UNLIMITED = 2**60
 _CGROUPS = Path("sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Memory of the machine, or of the enclosing control group with the least memory left (`where`). In bytes;
+    `stalled`: PSI's "full avg10", percent, 0 where the kernel does not report it."""
+
+    total: int
+    available: int
+    stalled: float = 0.0
+    where: str = "this machine"
+    swap_used: int = 0
 
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:

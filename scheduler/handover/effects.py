@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame
 from scheduler.core.inventory import Device
-from scheduler.core.workload import ReplicaView
+from scheduler.core.workload import ReplicaPlan, ReplicaView
 
 Detail = Mapping[str, Any] | None
 

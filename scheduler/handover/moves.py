@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from scheduler.core.allocation import Allocation, ReplicaPlan
 from scheduler.core.inventory import Device, Holder, node_of
-from scheduler.core.workload import ReplicaView
+from scheduler.core.workload import Allocation, ReplicaPlan, ReplicaView
 from scheduler.handover.effects import Observed
 
 How = Literal["sleep", "stop", "suspend", "end", "wake", "start", "train", "swap", "open"]

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Cause, Failures
+from scheduler.core.failures import Cause, Failures, Reloads
 from scheduler.core.inventory import Holder
-from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, ReplicaView, Workload
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.moves import Box

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from scheduler.core.allocation import Allocation
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Policy, ReplicaView, Workload
+from scheduler.core.workload import Allocation, Policy, ReplicaView, Workload
 from scheduler.handover.moves import Box, Handover
 from scheduler.loop.view import Transition
 

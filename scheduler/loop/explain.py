@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from scheduler.autoscale.idle import IdlePolicy
-from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import FULL, DeploymentView, PlanInput, Policy, ReplicaView, Standby
+from scheduler.core.workload import FULL, Allocation, DeploymentView, PlanInput, Policy, ReplicaView, Standby
 from scheduler.handover.handover import STEPS, Doing
 from scheduler.handover.moves import Handover, Move
 

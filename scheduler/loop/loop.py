@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
 from scheduler.core.failures import Trouble, first_line, goes_back_to
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
+from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner

@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core.allocation import Allocation
-from scheduler.core.failures import Failures, first_line
+from scheduler.core.failures import Failures, Reloads, first_line
 from scheduler.core.inventory import CORDONED, Device, Holder
-from scheduler.core.reloads import Reloads
-from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
+from scheduler.core.workload import (
+    Allocation,
+    DeploymentView,
+    Hysteresis,
+    JobView,
+    PlanInput,
+    Policy,
+    ReplicaView,
+    Workload,
+)
 from scheduler.handover.moves import Box, Move
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce

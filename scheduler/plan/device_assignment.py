@@ -9,10 +9,9 @@ from dataclasses import replace
 from runtime.devices.kinds import kind_of
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
-from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
-from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaView
+from scheduler.core.workload import DeploymentView, GroupPlan, JobView, PlanInput, ReplicaPlan, ReplicaView
 from scheduler.plan.free_devices import FreeDevices
 
 

@@ -8,9 +8,8 @@ little as possible: a holder of unchanged size keeps its devices, a sleeping eng
 
 from __future__ import annotations
 
-from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import PlanInput
+from scheduler.core.workload import Allocation, PlanInput
 from scheduler.plan import queue
 from scheduler.plan.device_assignment import DeviceAssignment
 from scheduler.plan.shares import Shares

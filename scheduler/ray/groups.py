@@ -134,7 +134,7 @@ class Groups:
         """What ranks on a node other than home need; None at home."""
         if node_config.name == self._nodes.home.name:
             return None
-        return ResultTransfer(self._nodes, node_config, job_id, lambda event: self._jobs.on_event(job_id, event))
+        return ResultTransfer(self._nodes, node_config.name, job_id, lambda event: self._jobs.on_event(job_id, event))
 
     def _teller(self, job_id: str, coming: ResultTransfer | None) -> Callable[[dict[str, Any]], None]:
         return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take

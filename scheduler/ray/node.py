@@ -19,13 +19,12 @@ from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from scheduler.core.inventory import Device
-from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from scheduler.devices.readings import DeviceReadings
 from scheduler.ray.actors import find_actor
 from scheduler.ray.node_copies import NodeCopies
-from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
+from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
 from weights.format.manifest import Manifest
 from weights.memory.lease import Lease

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.host_reading import MemoryReading
 from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
@@ -175,15 +175,9 @@ class Nodes:
             "memory_available_bytes": None if memory is None else memory.available,
         }
 
-    async def idle_bytes(self, name: str) -> tuple[int, int]:
-        """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
-        return tuple(await self._of_agent(name, "idle_bytes"))
-
-    async def trim_pool(self, name: str) -> int:
-        return await self._of_agent(name, "trim_pool")
-
-    async def evict(self, name: str, nbytes: int) -> int:
-        return await self._of_agent(name, "evict", nbytes)
+    async def of_agent(self, name: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent about its host's memory (NodeCopies). Raises EffectFailed."""
+        return await within(method, name, self._on(name, method, name, method, *arguments))
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
@@ -206,13 +200,6 @@ class Nodes:
                 log.warning("%s may stay there: %s", left, answer.reason, extra={"node": name})
             elif isinstance(answer, BaseException):
                 raise answer
-
-    async def _of_agent(self, name: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent about its host's memory."""
-        known = self._known.get(name)
-        if known is None:
-            raise EffectFailed(method, name, f"node {name} is gone")
-        return await within(method, name, ask(method, name, getattr(known.actor, method).remote(*arguments)))
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -270,7 +257,7 @@ class Nodes:
 
     async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent accepts requests."""
-        await ask(verb, target, self._actor(node_config, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
+        await self._on(node_config.name, verb, target, "wait_warm", name, WARM_TIMEOUT_S)
 
     async def bring(
         self, node_config: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
@@ -279,37 +266,36 @@ class Nodes:
         necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
             return version_dir, 0
-        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
         try:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
             raise EffectFailed(verb, target, f"{version_dir} cannot be read: {error}") from error
-        name = Name(stored.kind, stored.model, stored.version)
-        return await ask(verb, target, there.take.remote(home, name, version_dir, holder))
+        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name, verb, target)
+        return await self._on(node_config.name, verb, target, "take", home, name, version_dir, holder)
 
-    async def bring_home(self, node_config: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+    async def bring_home(self, node: str, name: Name, remote: Path, target: str) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
-        verb = "bring_home"
-        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
-        kept = await ask(verb, target, home.keep.remote(there, name, remote))
-        await ask(verb, target, there.unpin.remote(remote))
+        there = self._actor(node, "bring_home", target)
+        kept = await self._on(self.home.name, "bring_home", target, "keep", there, name, remote)
+        await self._on(node, "bring_home", target, "unpin", remote)
         return kept
 
-    async def bring_job(self, node_config: NodeConfig, folder: Path, verb: str, target: str) -> Path:
+    async def bring_job(self, node: str, folder: Path, verb: str, target: str) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
-        return await ask(verb, target, there.take_job.remote(home, folder))
+        return await self._on(node, verb, target, "take_job", self._actor(self.home.name, verb, target), folder)
 
-    async def forget_job(self, node_config: NodeConfig, job_id: str, leases_only: bool) -> None:
+    async def forget_job(self, node: str, job_id: str, leases_only: bool) -> None:
         """Free what the node keeps for this job, because the job no longer needs it there, or not for now."""
-        there = self._actor(node_config, "forget_job", job_id)
-        await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
+        await self._on(node, "forget_job", job_id, "forget_job", job_id, leases_only)
 
-    def _actor(self, node_config: NodeConfig, verb: str, target: str) -> Any:
-        known = self._known.get(node_config.name)
-        if known is None:
-            raise EffectFailed(verb, target, f"node {node_config.name} is gone")
+    async def _on(self, node: str, verb: str, target: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent. Raises EffectFailed."""
+        return await ask(verb, target, getattr(self._actor(node, verb, target), method).remote(*arguments))
+
+    def _actor(self, node: str, verb: str, target: str) -> Any:
+        if (known := self._known.get(node)) is None:
+            raise EffectFailed(verb, target, f"node {node} is gone")
         return known.actor
 
 

@@ -42,7 +42,7 @@ async def outfit(
     async def bring(path: str, what: str) -> str:
         return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}", VERB, job_id))[0])
 
-    folder = await nodes.bring_job(node_config, Path(spec.run_dir), VERB, job_id)
+    folder = await nodes.bring_job(node_config.name, Path(spec.run_dir), VERB, job_id)
     there = replace(
         spec,
         base_path=await bring(spec.base_path, "base"),
@@ -62,12 +62,12 @@ class ResultTransfer:
     def __init__(
         self,
         nodes: Nodes,
-        node_config: NodeConfig,
+        node: str,
         job_id: str,
         tell: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._nodes, self._node_config, self._job_id, self._tell = nodes, node_config, job_id, tell
+        self._nodes, self._node, self._job_id, self._tell = nodes, node, job_id, tell
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._missing = ""
         self._clock = clock
@@ -93,7 +93,7 @@ class ResultTransfer:
         self.stop()
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
-                await self._nodes.forget_job(self._node_config, self._job_id, leases_only=suspended)
+                await self._nodes.forget_job(self._node, self._job_id, leases_only=suspended)
         return self._missing
 
     def stop(self) -> None:
@@ -125,9 +125,9 @@ class ResultTransfer:
             self._tell({**event, "path": str(path)})
 
     async def _brought(self, event: dict[str, Any]) -> Path | None:
-        remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node_config.name}
+        remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
         try:
-            path, copied_bytes = await self._nodes.bring_home(self._node_config, name_at(remote), remote, self._job_id)
+            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote, self._job_id)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
             log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from runtime.errors import SupervisorDied
-from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.workload import ReplicaView
+from scheduler.core.workload import ReplicaPlan, ReplicaView
 from scheduler.handover.effects import Detail, Event, ReplicaDied
 from scheduler.ray.actors import (
     ANSWER_S,
@@ -190,46 +189,47 @@ class Replicas:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
     async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
-        try:
-            detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
-        finally:
-            self._versions.taken(model, version)
+        detail = await self._load("wake_replica", replica_id, model, version)
         self._watch(replica_id, self._engines[replica_id])
-        return {**detail, "copied_bytes": copied_bytes}
+        return detail
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
         try:
-            # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
-            withheld = self._routing.withhold_adapters(replica_id)
-            await self._while_alive("swap_replica", replica_id, withheld, "before it loaded the new weights")
-            detail = await self._reload("swap_replica", replica_id, "swap", model, version, path)
+            detail = await self._load("swap_replica", replica_id, model, version)
         except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
-        finally:
-            self._versions.taken(model, version)
         if self._routing.is_open(replica_id):
             status = await self._ask_replica("swap_replica", replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
-        return {**detail, "copied_bytes": copied_bytes}
+        return detail
 
-    async def _reload(self, verb: str, replica_id: str, method: str, model: str, version: str, path: str) -> Any:
-        """An engine that dies of it, or runs out of memory, may have done so by chance: once. Loads of several engines
-        at the same time count as one."""
+    async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
+        """Have an engine that runs load a version. One that dies of it, or runs out of memory, may have done so by
+        chance: once. Loads of several engines at the same time count as one."""
+        engine = self._engines.get(replica_id)
+        if engine is None or engine.node_config is None:
+            raise EffectFailed(verb, replica_id, "there is no such engine")
+        path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
         again = model in self._died_loading
         try:
-            detail = await self._ask_replica(verb, replica_id, method, model, version, path)
+            if verb == "swap_replica":
+                # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
+                withheld = self._routing.withhold_adapters(replica_id)
+                await self._while_alive(verb, replica_id, withheld, "before it loaded the new weights")
+            load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
+            detail = await ask(verb, replica_id, load)
         except EffectFailed as error:
             if error.blame == "own" and isinstance(cause_of(error), EngineFailed):
                 self._died_loading.add(model)
                 if again:
                     raise EffectFailed(verb, replica_id, f"{error.reason} (twice in a row)", "reload") from error
             raise
+        finally:
+            self._versions.taken(model, version)
         self._died_loading.discard(model)
-        return detail
+        return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
@@ -287,13 +287,6 @@ class Replicas:
         except BaseException:
             self._versions.taken(model, version)
             raise
-
-    async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
-        engine = self._engines.get(replica_id)
-        if engine is None or engine.node_config is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine")
-        path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
-        return str(path), copied_bytes
 
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
         engine = self._engines.get(replica_id)

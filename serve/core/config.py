@@ -36,8 +36,7 @@ class EngineConfig(BaseModel):
         gt=0,
         description="fork to healthy, first load of the weights and on a GPU first compilation of the model included",
     )
-    swap_timeout_s: float = Field(150.0, gt=0)
-    sleep_timeout_s: float = Field(120.0, gt=0)
+    swap_timeout_s: float = Field(150.0, gt=0, description="also of a wake and a sleep")
     stop_timeout_s: float = Field(10.0, gt=0, description="the supervisor kills the engine after this")
     hung_s: float = Field(
         120.0,

@@ -33,7 +33,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
-from serve.adapters.adapters import EngineAdapters
 from serve.api import answers
 from serve.core import fingerprint
 from serve.core.errors import (
@@ -51,6 +50,7 @@ from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
 from serve.load.version_check import ModelIdentity, check_same_model
+from serve.vllm.adapters import EngineAdapters
 from weights.memory.locks import DirectoryLock
 
 log = logging.getLogger(__name__)

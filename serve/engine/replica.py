@@ -126,7 +126,7 @@ class Replica:
 
     async def sleep(self) -> dict[str, Any]:
         """Free weights and KV memory but keep the process. The caller must have drained the engine."""
-        answer = await self._call("sleep", self._config.sleep_timeout_s)
+        answer = await self._call("sleep", self._config.swap_timeout_s)
         self._state = "asleep"
         group_dies_as(DiesAs.ASLEEP, self._child.pid)
         return answer
@@ -176,7 +176,7 @@ class Replica:
         silent = not self._operations and time.monotonic() - self._pulsed_s >= SILENT_S
         if self._last is not None and silent:
             return {**self._last, "silent": True}
-        self._last = {**await self._call("status", self._config.sleep_timeout_s), **own}
+        self._last = {**await self._call("status", self._config.swap_timeout_s), **own}
         return self._last
 
     async def _end_if_hung(self, child: Child) -> None:

@@ -31,11 +31,6 @@ _KNOWN = (
         "engines of this box cannot serve the architecture {arch}; `appliance model rm {model}` removes it",
     ),
     (
-        r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)",
-        "{model} has {heads} attention heads, which {devices} devices cannot share evenly; choose another number with "
-        "`appliance model deploy {model} --tensor-parallel N`",
-    ),
-    (
         r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
         "{model} keeps a state of each request, and memory holds {held} of them, not {asked}: `appliance model deploy "
         "{model} --max-num-seqs {held}`, or spread it over more devices (`--tensor-parallel N`)",

@@ -169,7 +169,7 @@ class LoadPlan:
                 continue
             floats = given.dtype.is_floating_point and expected.dtype.is_floating_point
             if given.shape != expected.shape or (given.dtype != expected.dtype and not floats):
-                of, other = ([str(one.dtype), list(one.shape)] for one in (given, expected))
+                of, other = (f"{one.dtype} {list(one.shape)}" for one in (given, expected))
                 problems.append(f"{name} is {of}, expected {other}")
         unknown = sorted(source.described.keys() - self.expected)
         problems += [f"{name} is not part of this model" for name in unknown if not name.endswith(IGNORED_SUFFIXES)]

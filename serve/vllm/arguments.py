@@ -44,7 +44,7 @@ def engine_arguments(
         "--fingerprint-mode": "custom",
         "--fingerprint-value": spec.version,
         "--scheduling-policy": "priority",  # the gateway gives each request its number
-        "--structured-outputs-config.backend": "guidance",  # serve.forms.grammars
+        "--structured-outputs-config.backend": "guidance",  # serve.vllm.grammars
         "--structured-outputs-config.disable_any_whitespace": "true",  # so that no answer pads itself to its limit
     }
     args = [word for pair in values.items() for word in pair]
@@ -111,7 +111,7 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # "auto" pins every engine of a machine to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
-        # Without it vLLM does not resolve unknown adapters (serve.adapters.adapters).
+        # Without it vLLM does not resolve unknown adapters (serve.vllm.adapters).
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots or "--enable-lora" in spec.extra_args else "0",
         "VLLM_SERVER_DEV_MODE": "0",
         # By default the sockets between frontend and core are in /tmp, where every user may connect.

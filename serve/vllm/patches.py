@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
-from serve.forms import grammars
+from serve.vllm import grammars
 
 SEGMENT_NAME_BYTES = 8
 _applied: list[bool] = []

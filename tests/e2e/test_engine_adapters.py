@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
+from appliance.controller.engines import sampling
 from appliance.controller.grading.spans import Line, written
-from serve.core import sampling
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name

@@ -137,7 +137,7 @@ def bad_versions(box):
         return {**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}
 
     yield rewrite(a, root / "bad" / "missing", drop), VersionMismatch, "up_proj.weight is missing"
-    yield rewrite(a, root / "bad" / "shape", reshape), VersionMismatch, "lm_head.weight has shape"
+    yield rewrite(a, root / "bad" / "shape", reshape), VersionMismatch, "lm_head.weight is"
     yield rewrite(a, root / "bad" / "extra", add), VersionMismatch, "not part of this model"
     other_rope = rewrite(a, root / "bad" / "rope", dict)
     edit_config(other_rope, rms_norm_eps=0.01)

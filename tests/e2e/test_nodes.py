@@ -17,12 +17,12 @@ from ray import cloudpickle
 from ray._private import services
 from ray.cluster_utils import Cluster
 
+from benchmarks.simulator.journal import MemoryJournal
 from runtime.processes.kernel import life
 from runtime.processes.warm_parents import WarmSpec
 from scheduler.core.errors import NodeNameTaken
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.devices.discovery import logical_devices
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray import groups, replicas
 from scheduler.ray.effects import RayEffects

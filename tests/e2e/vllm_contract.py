@@ -179,7 +179,7 @@ def _steps_bounded(has: Any):
 
 
 def _forms_followed():
-    """What serve.forms.grammars replaces is called by these names."""
+    """What serve.vllm.grammars replaces is called by these names."""
     from vllm.parser import abstract_parser
     from vllm.sampling_params import SamplingParams
     from vllm.v1.structured_output import StructuredOutputManager

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from benchmarks.simulator import virtual_time
+from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import DeploymentView, JobView, Policy
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 

@@ -29,12 +29,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.virtual_time import VirtualClock, VirtualLoop
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 

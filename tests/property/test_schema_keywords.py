@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.forms.keywords import OPTIONS, unenforced
+from serve.core.keywords import OPTIONS, unenforced
 
 Schema = dict[str, Any]
 SPACED = OPTIONS | {"whitespace_flexible": True}  # as json.dumps writes

@@ -90,8 +90,6 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
-    "serve.forms",
-    "serve.adapters",
     "serve.api",
     "serve.load",
     "serve.core",

@@ -1,6 +1,6 @@
 """Loads adapters that an engine misses from the nearest tier into shared memory.
 
-Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
+Implements the box side of `serve.core.adapter_source.AdapterServer`; that file documents the protocol with the engines.
 
 On threads of its own: a tier elsewhere takes seconds for each adapter, which the controller's other work must not wait
 for.
@@ -16,7 +16,7 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.tiers.facts import name_of
 from appliance.tiers.tiers import Tiers
-from serve.adapters.source import AdapterServer
+from serve.core.adapter_source import AdapterServer
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
 

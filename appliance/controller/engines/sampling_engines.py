@@ -16,13 +16,13 @@ import httpx
 import orjson
 
 from appliance.controller.bus.bus import Bus
+from appliance.controller.engines import sampling
 from appliance.controller.interfaces.records import BatchCapacity, EngineAnswer, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.router import BATCH_BEHIND
 from appliance.gateway.core.table import OPEN
 from runtime.network.mutual_tls import http_options
-from serve.core import sampling
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SocketEngines:
         return BatchCapacity(lines, "" if lines else "the engines of the model are busy with interactive requests")
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        """The answer of one of those engines to a request of serve.core.sampling. The model that it names may be one in
+        """The answer of one of those engines to a request of `sampling`. The model that it names may be one in
         training, which no other request reaches. Raises LineReturned."""
         engines = self._open(model, version)
         if not engines:

@@ -16,7 +16,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
-from serve.forms.keywords import unenforced_in_tools
+from serve.core.keywords import unenforced_in_tools
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.bus.asking import Asking
+from appliance.controller.grading import scoring
 from appliance.controller.grading.judged import all_graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.jobs.events import add_message
@@ -21,7 +22,6 @@ from appliance.gateway.core.errors import ENGINES_DIED
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
-from serve.core import scoring
 from train.graders.graders import parse
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.hosts import GraderHosts, WorkerBroke

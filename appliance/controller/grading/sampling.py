@@ -18,6 +18,7 @@ from typing import Any
 
 from appliance.controller.access.model_access import may_use, unknown_model
 from appliance.controller.access.spending import Spending, quota_of
+from appliance.controller.engines import sampling
 from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.grading.spans import Line, is_newer, lines, written
 from appliance.controller.interfaces.records import LineReturned
@@ -25,7 +26,6 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
-from serve.core import sampling
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from serve.core import sampling
+from appliance.controller.engines import sampling
 from weights.format.names import step_of
 
 _APART = 0x9E3779B97F4A7C15

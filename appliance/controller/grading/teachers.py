@@ -8,10 +8,10 @@ from typing import Any
 from appliance.controller.access.model_access import check_may_ask, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading import scoring
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.settings import tokenizer_of
-from serve.core import scoring
 
 
 def teacher_of(

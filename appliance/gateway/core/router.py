@@ -22,7 +22,7 @@ from typing import Final
 
 from appliance.gateway.core.fair_queue import FairQueue
 from appliance.gateway.core.table import OPEN, Model, Replica
-from scheduler.core.routing_rules import PENDING_TO_TOTAL
+from scheduler.core.workload import PENDING_TO_TOTAL
 
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.

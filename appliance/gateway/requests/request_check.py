@@ -2,7 +2,7 @@
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
 UTF-8. fields.py has the fields, normalize.py makes of the body what engines read. Engines compile schemas within limits
-of their own (serve.forms.grammars); here their size is bounded, and schemas of formats with keywords that no engine
+of their own (serve.vllm.grammars); here their size is bounded, and schemas of formats with keywords that no engine
 enforces are refused. Text grammars and structural tags reach more of an engine than answers need.
 """
 
@@ -24,7 +24,7 @@ from appliance.gateway.requests.continuation import CHAT, Continuation, continua
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
-from serve.forms.keywords import counted, defined, unenforced
+from serve.core.keywords import counted, defined, unenforced
 
 Pairs = Sequence[tuple[bytes, bytes]]
 Form = tuple[str, Any]

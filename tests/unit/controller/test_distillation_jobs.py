@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.controller.grading import scoring
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import Saying, Teaching
 from appliance.controller.grading.sampling import RolloutSampling
@@ -20,7 +21,6 @@ from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from serve.core import scoring
 from tests.simulator.control_plane import SimulatedEngines, teaching_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model

@@ -9,12 +9,12 @@ import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.load import Load, ModelLoad
+from appliance.controller.engines import sampling
 from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.records import LineReturned
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.router import BATCH_BEHIND
-from serve.core import sampling
 from tests.unit.gateway.upstreams import DummyUpstream
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.simulator import virtual_time
-from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
 from scheduler.handover.effects import (
     Event,
     GroupEnded,

@@ -9,13 +9,22 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulator import virtual_time
-from scheduler.core.allocation import Allocation, GroupPlan, ReplicaPlan
+from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed, Stopped
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView
+from scheduler.core.workload import (
+    Allocation,
+    Build,
+    Demand,
+    DeploymentView,
+    GroupPlan,
+    JobView,
+    Policy,
+    ReplicaPlan,
+    ReplicaView,
+)
 from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
-from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.moves import Box, GroupView, Handover, Move, moves, only_with_room
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from benchmarks.simulator import virtual_time
+from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.workload import DeploymentView, JobView, Policy
 from scheduler.handover.effects import InventoryChanged
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 

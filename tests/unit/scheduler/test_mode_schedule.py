@@ -9,9 +9,9 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from benchmarks.simulator import virtual_time
+from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
-from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time

@@ -19,7 +19,7 @@ from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node as ray_node
 from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
-from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
+from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import StoreFull, VersionLeased
 from weights.memory.segment import forget_mappings

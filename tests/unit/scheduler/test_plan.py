@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.idle import Idle, IdleSettings
-from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import (
+    Allocation,
+    Demand,
+    DeploymentView,
+    Hysteresis,
+    JobView,
+    PlanInput,
+    Policy,
+    ReplicaView,
+)
 from scheduler.plan import queue
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of

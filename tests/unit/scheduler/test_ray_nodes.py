@@ -11,8 +11,8 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
-from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.discovery import logical_devices
+from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
@@ -159,14 +159,14 @@ async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_a
     ray.agents["node:n1"].available = 3
     assert not await nodes.look(), "the scheduler need not look at the devices for that"
     assert {name: reading.available for name, reading in nodes.memory().items()} == {"n1": 3, "n2": 32}
-    assert await nodes.idle_bytes("n1") == (5, 6)
-    await nodes.evict("n1", 7)
+    assert await nodes.of_agent("n1", "idle_bytes") == (5, 6)
+    await nodes.of_agent("n1", "evict", 7)
     assert ray.agents["node:n1"].calls[-1] == ("evict", 7)
     del ray.on["n1"], ray.agents["node:n1"]
     await nodes.look()
     assert set(nodes.memory()) == {"n2"}
     with pytest.raises(EffectFailed, match="n1 is gone"):
-        await nodes.trim_pool("n1")
+        await nodes.of_agent("n1", "trim_pool")
 
 
 async def test_other_nodes_are_told_what_was_deleted_and_one_that_is_stopped_holds_nobody_up(

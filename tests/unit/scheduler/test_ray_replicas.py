@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
+from scheduler.core.workload import ReplicaPlan
 from scheduler.ray import replicas
 from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
@@ -175,6 +175,15 @@ async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
         assert avoided == {"r1": silent}
 
 
+async def loadable(found: Replicas) -> None:
+    """Engines on a node that has every version."""
+    await found.observe()
+    for engine in found._engines.values():
+        engine.node_config = SimpleNamespace(name="n0")
+    found._nodes = SimpleNamespace(bring=lambda *_: asyncio.sleep(0, (Path("/v"), 0)))
+    found._versions = SimpleNamespace(in_memory=lambda *_: asyncio.sleep(0, Path("/v")), taken=lambda *_: None)
+
+
 async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):
     found, _ = two
     died, cannot = EngineFailed("wake: the engine died"), VersionUnreadable("no file")
@@ -185,12 +194,12 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
             raise error
         return {}
 
-    await found.observe()
+    await loadable(found)
     monkeypatch.setattr(found._engines["r0"].supervisor, "call", call)
     blames = []
     while answers:
         try:
-            await found._reload("wake_replica", "r0", "wake", "m", "v1", "/v")
+            await found.wake_replica("r0", "m", "v1")
             blames.append("")
         except EffectFailed as failed:
             blames.append(failed.blame)
@@ -204,10 +213,10 @@ async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
         await asyncio.sleep(0)
         raise EngineFailed("swap: the engine died")
 
-    await found.observe()
+    await loadable(found)
     for replica_id in ("r0", "r1"):
         monkeypatch.setattr(found._engines[replica_id].supervisor, "call", call)
-    loads = [found._reload("swap_replica", one, "swap", "m", "v2", "/v") for one in ("r0", "r1")]
+    loads = [found.wake_replica(one, "m", "v2") for one in ("r0", "r1")]
     assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
 
 
@@ -218,9 +227,8 @@ async def test_swap_out_of_time_offers_adapters_again(two):
     async def withhold(replica_id: str) -> None:
         await asyncio.Event().wait()
 
-    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append)
-    found._versions = SimpleNamespace(taken=lambda model, version: None)
-    found._bring = lambda *_: asyncio.sleep(0, ("/v", 0))
+    await loadable(found)
+    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append, close=lambda *_: None)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await found.swap_replica("r0", "m", "v2")

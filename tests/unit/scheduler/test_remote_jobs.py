@@ -33,18 +33,14 @@ class Nodes:
         self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
         self.gate.set()
 
-    async def bring_home(self, node_config, name, remote, job_id):
+    async def bring_home(self, node, name, remote, job_id):
         await self.gate.wait()
         if name.kind in self.lost:
             raise EffectFailed("bring_home", job_id, "node n1 is gone")
         return Path("/dev/shm/home") / remote.relative_to(THERE), 10
 
-    async def forget_job(self, node_config, job_id, leases_only):
+    async def forget_job(self, node, job_id, leases_only):
         self.forgotten.append((job_id, leases_only))
-
-
-class At:
-    name = "n1"
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def nodes():
 
 
 def coming(nodes, told):
-    return ResultTransfer(nodes, At(), "job-1", told.append)
+    return ResultTransfer(nodes, "n1", "job-1", told.append)
 
 
 async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
@@ -75,7 +71,7 @@ async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
 async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_always(nodes):
     told: list[dict] = []
     now = [100.0]
-    home = ResultTransfer(nodes, At(), "job-1", told.append, lambda: now[0])
+    home = ResultTransfer(nodes, "n1", "job-1", told.append, lambda: now[0])
 
     async def written(step):
         path = SNAPSHOT["path"].replace("step-5", f"step-{step}")
@@ -108,7 +104,7 @@ async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(
     def refuse(event):
         raise ValueError("no such column")
 
-    home = ResultTransfer(nodes, At(), "job-1", refuse)
+    home = ResultTransfer(nodes, "n1", "job-1", refuse)
     home.take(*steps(1))
     home.take(*steps(2))
     async with asyncio.timeout(60):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -152,18 +151,6 @@ def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
         changes += last is not None and best != last
         last = best
     assert changes <= 6
-
-
-def test_what_was_learned_goes_into_the_state_and_out_of_it() -> None:
-    before, _ = lived(lambda t: 8.0 if t % 60 < 2 else 0.1, 10)
-    after = learner()
-    after.restore(json.loads(json.dumps(before.state())), 5000.0, 0.0)
-    assert after.best == before.best and after.state() == before.state()
-    old = learner()
-    old.restore(before.state(), 5000.0, 4 * 3600.0)
-    assert old.state()["sums"]["_requests"] < 0.01 * before.state()["sums"]["_requests"], "faded meanwhile"
-    with pytest.raises(KeyError):
-        learner().restore({}, 0.0, 0.0)
 
 
 def test_until_something_is_known_the_careful_way_is_in_force() -> None:

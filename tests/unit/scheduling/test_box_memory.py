@@ -12,7 +12,7 @@ from appliance.memory.host_memory import HostMemory, Means, stored_here
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
-from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.host_reading import MemoryReading
 
 GB = 10**9
 
@@ -38,19 +38,12 @@ class World:
     def alike(self) -> tuple[str, ...]:
         return ("n0", "n1") if self.there else ("n0",)
 
-    async def idle_bytes(self, name: str) -> tuple[int, int]:
-        if name != "n1":
-            raise EffectFailed("idle_bytes", name, "gone")
-        return self.pool_bytes, self.idle
-
-    async def trim_pool(self, name: str) -> int:
-        self.done.append(("trim_pool", name))
-        freed, self.pool_bytes = self.pool_bytes, 0
-        return freed
-
-    async def evict(self, name: str, nbytes: int) -> int:
-        self.done.append(("evict", name))
-        freed, self.idle = self.idle, 0
+    async def of_agent(self, name: str, method: str, *arguments: int) -> Any:
+        if method == "idle_bytes":
+            return self.pool_bytes, self.idle
+        self.done.append((method, name))
+        freed = self.pool_bytes if method == "trim_pool" else self.idle
+        self.pool_bytes, self.idle = (0, self.idle) if method == "trim_pool" else (self.pool_bytes, 0)
         return freed
 
 
@@ -188,10 +181,10 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
 
 
 async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeypatch, caplog):
-    async def gone(name: str) -> tuple[int, int]:
-        raise EffectFailed("idle_bytes", name, "its node died")
+    async def gone(name: str, method: str, *_: int) -> Any:
+        raise EffectFailed(method, name, "its node died")
 
-    monkeypatch.setattr(world, "idle_bytes", gone)
+    monkeypatch.setattr(world, "of_agent", gone)
     short(world)
     await box.look(world.status())
     assert "its node died" in caplog.text

@@ -12,8 +12,7 @@ from appliance.memory.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemor
 from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from scheduler.core.memory_reading import MemoryReading
-from scheduler.devices.host_reading import read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from tests.unit.weights.conftest import write
 from weights.memory.lease import unpin
 

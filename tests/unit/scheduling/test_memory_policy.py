@@ -15,7 +15,7 @@ from appliance.memory.memory_policy import (
     decide,
     default_reserve,
 )
-from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.host_reading import MemoryReading
 
 GB = 10**9
 RESERVE = GB

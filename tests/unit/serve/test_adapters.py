@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from serve.adapters.adapters import EngineAdapters
+from serve.vllm.adapters import EngineAdapters
 from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock
 from weights.tiers.directory import seal_dir

@@ -15,8 +15,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from serve.forms import grammars
-from serve.forms.grammars import BoundedGrammar, FormBackend
+from serve.vllm import grammars
+from serve.vllm.grammars import BoundedGrammar, FormBackend
 from tests.train_support.tiny import tokenizer
 
 NAMES = {

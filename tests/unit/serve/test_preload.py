@@ -32,6 +32,6 @@ def test_the_first_form_of_an_engine_imports_nothing():
     assert {"llguidance.torch", "xgrammar"} <= needed
     packages = {module.rpartition(".")[0] for module in listed}
     of_grammars = {
-        name.name for node in _tree("serve.forms.grammars").body if isinstance(node, ast.Import) for name in node.names
+        name.name for node in _tree("serve.vllm.grammars").body if isinstance(node, ast.Import) for name in node.names
     }
     assert needed - listed - packages - of_grammars == set()

@@ -49,11 +49,6 @@ FULL = (
             False,
         ),
         (
-            "ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (4).",
-            ["9 attention heads", "4 devices", "--tensor-parallel"],
-            False,
-        ),
-        (
             "ValueError: Failed to find a kernel that can implement the NVFP4 linear layer. Reasons: \n x",
             ["m has quantised layers", "NVFP4", "kind of device", "GGUF"],
             False,

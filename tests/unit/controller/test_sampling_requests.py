@@ -11,7 +11,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     GenerateTokensResponse,
 )
 
-from serve.core import sampling
+from appliance.controller.engines import sampling
 
 
 def choice(index, ids, log_probs):

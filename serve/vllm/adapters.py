@@ -22,8 +22,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from serve.adapters.source import AdapterUnavailable, brought_in
 from serve.api import answers
+from serve.core.adapter_source import AdapterUnavailable, brought_in
 from serve.core.spec import ReplicaSpec
 from serve.load.shm_source import VersionUnreadable, lease
 from weights.format.errors import WeightsError

@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend, process_
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 
-from serve.forms.keywords import NOT_IN_TOOLS, OPTIONS, nodes, without
+from serve.core.keywords import NOT_IN_TOOLS, OPTIONS, nodes, without
 
 ACCEPT_S, MASK_S, MOST_BEYOND_S = 0.02, 0.3, 0.5
 """Seconds of thread time for a grammar to accept tokens and to fill a mask, and how much all of a request's may take
