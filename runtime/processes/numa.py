@@ -62,14 +62,3 @@ def parse_list(text: str) -> frozenset[int]:
             first, _, last = part.partition("-")
             found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def shown(cpus: Collection[int]) -> str:
-    """The inverse of `parse_list`."""
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and cpu == parts[-1][1] + 1:
-            parts[-1][1] = cpu
-        else:
-            parts.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

@@ -149,7 +149,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     # Bind before the first thread starts: threads and forked processes inherit it.
     cpus = numa.bind(message["numa_nodes"])
     if cpus is not None:
-        log.info("bound to processors %s, near NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
+        log.info("bound to processors %s, near NUMA node %s", sorted(cpus), sorted(set(message["numa_nodes"])))
     connection.settimeout(None)
     # An open lifeline in a grandchild would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
