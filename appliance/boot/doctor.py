@@ -110,8 +110,6 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     watch = kind.watch(names)
     for reading in () if watch is None else watch(()):
         yield _device(reading)
-    for one in kind.remarks(names):
-        yield _judged(one.check, one.well, one.found, one.wanted, one.remedy, "fail" if one.fails else "warn")
     yield from _of_kind(kind)
     if not runs and watch is not None:
         foreign = "; ".join(foreign_use(devices))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import PARSER_TOKENS, missing_tokens, parser_of_calls, reasoning_parser
-from weights.checkpoint import processor_settings
+from weights.checkpoint import settings
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
     ADAPTER_CONFIG_FILE,
@@ -43,11 +43,11 @@ OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 KEPT_TEXT = ("README.md",)
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
-PROCESSORS = ("chat_template.json", *processor_settings.FILES)
+PROCESSORS = ("chat_template.json", *settings.PROCESSOR_FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
 # vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
-_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, processor_settings.NEVER_TAKEN)
+_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, settings.NEVER_TAKEN)
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
@@ -108,7 +108,7 @@ def choose_files(directory: Path) -> Files:
 
 
 def check_header(path: Path, name: str) -> None:
-    """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises HeaderInvalid."""
+    """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises IntegrityError."""
     with path.open("rb") as file:
         read_header(file, path=path.parent, name=name)
 

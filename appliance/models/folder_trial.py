@@ -15,7 +15,7 @@ from appliance.models.trial_process import TrialFailed, TrialProcess
 from train.convert.tokenizer_trial import CPU_S, MEMORY_BYTES
 from weights.checkpoint.errors import TokenizerRefused
 from weights.checkpoint.folder import read_json, read_tokenizer_config
-from weights.checkpoint.tokenizer_settings import CONFIG_FILE, MAP_FILE
+from weights.checkpoint.settings import CONFIG_FILE, MAP_FILE
 from weights.format.foreign_json import config_in
 from weights.format.names import TOKENIZER_FILES, VOCABULARIES
 from weights.format.tool_template import with_tools

@@ -329,7 +329,7 @@ class ModelLibrary:
         return found
 
     def show(self, name: str, version: str) -> ModelVersion:
-        """Raises weights.format.errors.ManifestInvalid if there is no such version or its manifest is damaged."""
+        """Raises weights.format.errors.IntegrityError if there is no such version or its manifest is damaged."""
         path = self.path(name, version)
         manifest = Manifest.read(path)
         meta = manifest.meta

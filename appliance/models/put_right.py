@@ -19,8 +19,8 @@ from appliance.models.template_trial import Tried
 from weights.checkpoint import generation
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
 from weights.checkpoint.folder import CONFIG_FILE, read_json, read_tokenizer_config
-from weights.checkpoint.tokenizer_settings import CONFIG_FILE as TOKENIZER_CONFIG
-from weights.checkpoint.tokenizer_settings import MAP_FILE
+from weights.checkpoint.settings import CONFIG_FILE as TOKENIZER_CONFIG
+from weights.checkpoint.settings import MAP_FILE
 from weights.checkpoint.turns import Turns, told, warnings_of
 from weights.format.files import open_regular
 from weights.format.layout import Layout

@@ -40,7 +40,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
     state = torch.arange(elements, dtype=torch.float32, device=device)
     into = torch.zeros_like(state)
     buffer = kind.locked_buffer(PIECE_ELEMENTS) if kind.locks_pages else torch.empty(PIECE_ELEMENTS)
-    with kinds.copy_streams(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
+    with kind.copy_stream(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
         link_out = _seconds(kind, device, lambda: _pieces(state, buffer, out=True))
         link_in = _seconds(kind, device, lambda: _pieces(into, buffer, out=False))
         found = {"host_copy": host_copy(min(state_bytes, GIB))}

@@ -15,8 +15,7 @@ from typing import Any
 
 import pynvml
 
-from runtime.devices import nvml_setup
-from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading, Remark
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading
 from runtime.devices.nvml_power import NvmlPower
 from runtime.devices.torch_cuda import TorchCuda, device_at_import, started
 from runtime.devices.xids import fault_of
@@ -107,9 +106,6 @@ class Cuda(TorchCuda):
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
-
-    def remarks(self, devices: Mapping[int, str]) -> tuple[Remark, ...]:
-        return nvml_setup.remarks(devices)
 
     def power_control(self) -> PowerControl:
         return NvmlPower()

@@ -65,20 +65,6 @@ ordered. `power_cap`: at its power limit, which is no fault."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
-    """What its driver says of how devices are set up or connected. `check`: what was asked. `well`: None if none of
-    them tells. `found`, which names those that differ, `wanted`, `remedy`: as a person reads them. `fails`: whether
-    they cannot be used as it is, or only are worse."""
-
-    check: str
-    well: bool | None
-    found: str
-    wanted: str
-    remedy: str = ""
-    fails: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PowerLimits:
     """A device's power limit in force and the one that it comes with, in watts."""
 
@@ -167,11 +153,6 @@ class DeviceKind(ABC):
         """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
-
-    def remarks(self, devices: Mapping[int, str]) -> tuple[Remark, ...]:
-        """How the devices {index: id} are set up and connected, as a process without a privilege can ask in some
-        milliseconds."""
-        return ()
 
     def power_control(self) -> PowerControl | None:
         """None: nothing sets their limits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Protocol
 
 from runtime.devices import cpu, cuda
@@ -88,11 +87,3 @@ def unplanned_attention() -> None:
     """See DeviceKind; asks every kind."""
     for kind in KINDS.values():
         kind.unplanned_attention()
-
-
-def copy_streams() -> ExitStack:
-    """Give this thread's copies their own stream on the device that the process computes on."""
-    with ExitStack() as streams:
-        for kind in KINDS.values():
-            streams.enter_context(kind.copy_stream())
-        return streams.pop_all()

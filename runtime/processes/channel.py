@@ -13,16 +13,13 @@ import struct
 import threading
 from typing import Any
 
-from runtime.errors import ChannelClosed, FrameTooLarge
+from runtime.errors import ChannelClosed
 
-MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct(">I")
 
 
 def encode(message: dict[str, Any]) -> bytes:
     body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameTooLarge(len(body), MAX_FRAME_BYTES)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -32,13 +29,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
-
-
-def _length(head: bytes) -> int:
-    (length,) = _LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise FrameTooLarge(length, MAX_FRAME_BYTES)
-    return length
 
 
 class BlockingChannel:
@@ -59,7 +49,7 @@ class BlockingChannel:
 
     def receive(self) -> dict[str, Any]:
         """Next message; raises ChannelClosed at end of file."""
-        return json.loads(self._exactly(_length(self._exactly(_LENGTH.size))))
+        return json.loads(self._exactly(*_LENGTH.unpack(self._exactly(_LENGTH.size))))
 
     def _exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -96,7 +86,7 @@ class AsyncChannel:
         """Next message; raises ChannelClosed at end of file."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
-            return json.loads(await self._reader.readexactly(_length(head)))
+            return json.loads(await self._reader.readexactly(*_LENGTH.unpack(head)))
         # After a failed write asyncio raises that write's error here too, not an end of file. When only
         # ConnectionResetError was caught, the death of a child at that moment was never noticed.
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:

@@ -27,20 +27,15 @@ def cpus_beside(
         cpus_of: the processors of each NUMA node; a node with memory alone has none.
         allowed: processors that the process may use now.
     """
-    if sum(bool(cpus) for cpus in cpus_of.values()) < 2 or not numa_nodes:
+    if sum(bool(cpus) for cpus in cpus_of.values()) < 2 or not all(node in cpus_of for node in numa_nodes):
         return None
-    known = [node for node in numa_nodes if node is not None and node in cpus_of]
-    if len(known) < len(numa_nodes):
-        return None
-    beside = frozenset(cpu for node in known for cpu in cpus_of[node]) & frozenset(allowed)
+    beside = frozenset(cpu for node in numa_nodes if node is not None for cpu in cpus_of[node]) & frozenset(allowed)
     return beside if beside and beside != frozenset(allowed) else None
 
 
 def bind(numa_nodes: Sequence[int | None], root: Path | None = None) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
     Returns the processors, None if nothing was bound. Call it before starting threads."""
-    if not numa_nodes or None in numa_nodes:
-        return None
     cpus = cpus_beside(numa_nodes, _cpus_of(root or NODES), os.sched_getaffinity(0))
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
@@ -62,14 +57,3 @@ def parse_list(text: str) -> frozenset[int]:
             first, _, last = part.partition("-")
             found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def shown(cpus: Collection[int]) -> str:
-    """The inverse of `parse_list`."""
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and cpu == parts[-1][1] + 1:
-            parts[-1][1] = cpu
-        else:
-            parts.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from runtime.devices import kinds
-from runtime.errors import ChannelClosed, FrameTooLarge
+from runtime.errors import ChannelClosed
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network.sockets import private_socket
 from runtime.processes import numa
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-REQUEST_TIMEOUT_S = 10.0  # for the rest of a request whose first byte has come
 ENDED_KEPT = 256  # of children that ended last, how they did
 _ended: dict[int, int] = {}
 _living: set[int] = set()
@@ -109,7 +108,6 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     continue
                 connection = cast(socket.socket, key.fileobj)
                 selector.unregister(connection)
-                connection.settimeout(REQUEST_TIMEOUT_S)
                 channel = BlockingChannel(connection)
                 try:
                     message = channel.receive()
@@ -120,7 +118,7 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                         connection.close()
                         continue
                     pid = os.fork()
-                except (ChannelClosed, FrameTooLarge, TimeoutError, json.JSONDecodeError, OSError) as error:
+                except (ChannelClosed, json.JSONDecodeError, OSError) as error:
                     log.warning("no fork: %s", error)
                     connection.close()
                     continue
@@ -149,8 +147,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     # Bind before the first thread starts: threads and forked processes inherit it.
     cpus = numa.bind(message["numa_nodes"])
     if cpus is not None:
-        log.info("bound to processors %s, near NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
-    connection.settimeout(None)
+        log.info("bound to processors %s, near NUMA node %s", sorted(cpus), sorted(set(message["numa_nodes"])))
     # An open lifeline in a grandchild would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
     channel = BlockingChannel(connection)

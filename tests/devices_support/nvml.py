@@ -47,10 +47,7 @@ class Gpu:
     power_mw: int = 310_500
     limit_mw: int = 700_000
     clocks: tuple[int, int] | None = None
-    persistent: bool = True
     rows: tuple[int, int, int, int] = (0, 1, 0, 0)
-    recovery: int = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
-    fabric: int = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     energy_mj: int = 5_000_000
     busy_percent: int = 97
     clock_mhz: int = 1755
@@ -169,16 +166,8 @@ class _Functions:
             return pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
 
         def fields(gpu: Gpu, ids: list[int]) -> list[Any]:
-            (asked_for,) = ids
-            if asked_for == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION:
-                value = types.SimpleNamespace(uiVal=asked(gpu).recovery)
-            else:
-                value = types.SimpleNamespace(siVal=of_new(lambda _: -2)(gpu))
+            value = types.SimpleNamespace(siVal=of_new(lambda _: -2)(gpu))
             return [types.SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=value)]
-
-        def fabric(gpu: Gpu, room: Any) -> None:
-            there = asked(gpu).switched
-            room._obj.state = gpu.fabric if there else pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
 
         def wait(events: Any, timeout_ms: int) -> Any:
             if not machine.xids:
@@ -213,8 +202,6 @@ class _Functions:
         self.nvmlDeviceGetFieldValues = fields
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: gpu.rows)
-        self.nvmlDeviceGetPersistenceMode = about(lambda gpu: int(gpu.persistent))
-        self.nvmlDeviceGetGpuFabricInfoV = fabric
         self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)
         self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementLimit = of_datacentre(lambda gpu: gpu.limit_mw)

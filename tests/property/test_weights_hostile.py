@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weights.format.errors import HeaderInvalid
+from weights.format.errors import IntegrityError
 from weights.format.header import DTYPE_BITS
 from weights.format.layout import Layout, TensorSpec
 
@@ -34,7 +34,7 @@ def judge(raw: bytes) -> bool:
         path.write_bytes(raw)
         try:
             layout = Layout.read(directory)
-        except HeaderInvalid:
+        except IntegrityError:
             return False
         with safe_open(path, "numpy") as opened:
             assert set(opened.keys()) == {placed.spec.name for placed in layout}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.checkpoint import processor_settings, tokenizer_settings
+from weights.checkpoint import settings
 from weights.checkpoint.errors import (
     CheckpointRefused,
     NotACheckpoint,
@@ -81,8 +81,8 @@ def _check_entries(directory: Path) -> None:
         return
     if ADAPTER_CONFIG_FILE in names:
         raise UnsupportedModel(ADAPTER_CONFIG_FILE, "an adapter would be added to the model wherever it is opened")
-    if processor_settings.NEVER_TAKEN in names:
-        raise UnsupportedModel(processor_settings.NEVER_TAKEN, "names another model, which a processor would load")
+    if settings.NEVER_TAKEN in names:
+        raise UnsupportedModel(settings.NEVER_TAKEN, "names another model, which a processor would load")
     if PARAMS_FILE in names and any(name.startswith("consolidated") for name in names):
         raise UnsupportedModel(PARAMS_FILE, "an engine would read it in place of the config.json that is checked")
 
@@ -91,14 +91,14 @@ def check_settings(directory: Path) -> None:
     """Checks the contents of the settings files in `directory`, whatever else is in it. Raises CheckpointRefused."""
     if (directory / CONFIG_FILE).exists():
         _check_config(read_json(directory / CONFIG_FILE, CONFIG_FILE))
-    if (directory / tokenizer_settings.CONFIG_FILE).exists():
-        tokenizer_settings.check_config(read_tokenizer_config(directory))
-    if (directory / tokenizer_settings.MAP_FILE).exists():
-        special = read_json(directory / tokenizer_settings.MAP_FILE, tokenizer_settings.MAP_FILE)
-        tokenizer_settings.check_map(special)
-    for name in processor_settings.FILES:
+    if (directory / settings.CONFIG_FILE).exists():
+        settings.check_tokenizer(read_tokenizer_config(directory))
+    if (directory / settings.MAP_FILE).exists():
+        special = read_json(directory / settings.MAP_FILE, settings.MAP_FILE)
+        settings.check_map(special)
+    for name in settings.PROCESSOR_FILES:
         if (directory / name).is_file():
-            processor_settings.check(read_json(directory / name, name), name)
+            settings.check_processor(read_json(directory / name, name), name)
     # It is not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
     path = directory / "tokenizer.json"
     if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
@@ -109,7 +109,7 @@ def check_settings(directory: Path) -> None:
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """The settings of the tokenizer in `directory`, {} without any. Raises NotACheckpoint."""
-    path = directory / tokenizer_settings.CONFIG_FILE
+    path = directory / settings.CONFIG_FILE
     return read_json(path, path.name) if path.exists() else {}
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from weights.checkpoint.tokenizer_settings import CONFIG_FILE, MAP_FILE
+from weights.checkpoint.settings import CONFIG_FILE, MAP_FILE
 
 _JSON = ("tokenizer.json", "vocab.json", "added_tokens.json", CONFIG_FILE, MAP_FILE)
 _PIECES = "tokenizer.model"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from weights.format.errors import ChecksumMismatch
+from weights.format.errors import IntegrityError
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -21,14 +21,14 @@ def hashed(
     chunks: Iterable[bytes], expected: str | None, found: dict[str, str], *, path: object, file: str
 ) -> Iterator[bytes]:
     """Passes on the chunks of a file, and then puts their checksum into `found`, by the file's name. Raises
-    ChecksumMismatch after the last one if it is not `expected`; None: it is not known."""
+    IntegrityError after the last one if it is not `expected`; None: it is not known."""
     running = blake3()
     for chunk in chunks:
         running.update(chunk)
         yield chunk
     found[file] = _text(running)
     if expected not in (None, found[file]):
-        raise ChecksumMismatch(f"expected {expected}, the bytes give {found[file]}", path=path, file=file)
+        raise IntegrityError(f"expected {expected}, the bytes give {found[file]}", path=path, file=file)
 
 
 def _text(digest: blake3) -> str:

@@ -1,27 +1,21 @@
 """Defines the errors of this package, most general first.
 
 WeightsError
-├── InvalidLayout            tensors that cannot be laid out as asked (also ValueError)
+├── InvalidLayout            tensors or slices that do not fit the format, or each other (also ValueError)
 ├── UnknownTensor            a tensor name that the layout does not have (also KeyError)
 ├── InvalidName              an invalid model, version or file name (also ValueError)
-├── InvalidSlice             a shard or range that does not fit its tensor (also ValueError)
-├── StoreError
-│   ├── StoreUnsafe          the root is not a private directory of this user
+├── StoreError               of the store itself, not of its bytes; also that its root is not this user's alone
 │   ├── StoreFull            not enough room in the budget or the file system; carries the numbers
 │   ├── VersionExists        commit onto a name that is taken
 │   ├── VersionNotFound      no such version, or it was removed meanwhile
 │   ├── VersionLeased        a reader holds a lease, so it stays
 │   ├── DraftNotFound        attach to a draft that was committed, aborted or swept
-│   └── HandleClosed         use of a draft or lease after its end, or in a forked child
-├── TierFull                 a tier has no room left (its disk, or what it must leave free)
-├── TierUnavailable          a tier cannot be reached, or is not the one this box wrote to
-└── IntegrityError           bytes differ from what their metadata says; carries path, file and tensor
-    ├── HeaderInvalid        a safetensors header that breaks the format; the file is never mapped
-    ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
-    ├── ChecksumMismatch     bytes differ from their recorded checksum
+│   └── HandleClosed         use of a draft or lease after its end, or in a child forked while it was held
+├── TierFull                 a tier's disk is full, or would fall below its required free space; nothing was committed
+├── TierUnavailable          a tier cannot be reached, refuses access, or is not the one this box wrote to
+└── IntegrityError           bytes differ from what their metadata says, or are no plain file; carries path and file
     ├── NotSealed            no checksums were recorded, so nothing can be verified
-    ├── ObjectDamaged        an object at a remote place is missing or cannot be decoded
-    └── UnsafeFile           a symlink, device or unsafe name inside a version
+    └── ObjectDamaged        an object at a remote place is missing; `path` names it
 """
 
 from __future__ import annotations
@@ -56,13 +50,10 @@ def error_from_json(data: Any) -> WeightsError:
     return _rebuilt(kind, tuple(data["args"]), data["fields"])
 
 
-class InvalidLayout(WeightsError, ValueError):
-    """Tensors that cannot be laid out as asked."""
+class InvalidLayout(WeightsError, ValueError): ...
 
 
 class UnknownTensor(WeightsError, KeyError):
-    """A tensor name that the layout does not have."""
-
     def __init__(self, name: str) -> None:
         super().__init__(f"no tensor or file named {name!r} in the layout")
 
@@ -70,28 +61,15 @@ class UnknownTensor(WeightsError, KeyError):
         return str(self.args[0])
 
 
-class InvalidName(WeightsError, ValueError):
-    """An invalid model, version or file name."""
+class InvalidName(WeightsError, ValueError): ...
 
 
-class InvalidSlice(WeightsError, ValueError):
-    """A shard or range that does not fit its tensor."""
-
-
-class StoreError(WeightsError):
-    """Base of errors of the store itself, not of the bytes."""
-
-
-class StoreUnsafe(StoreError):
-    """The root is not a private directory of this user."""
+class StoreError(WeightsError): ...
 
 
 class StoreFull(StoreError):
-    """Not enough room in the budget or the file system. The failed call leaves nothing behind.
-
-    All attributes are bytes; `budget_bytes` is None for a store without a budget, `free_bytes` is what the
-    file system had free.
-    """
+    """The failed call leaves nothing behind. All attributes are bytes; `budget_bytes` is None for a store without a
+    budget, `free_bytes` is what the file system had free."""
 
     def __init__(
         self,
@@ -120,36 +98,29 @@ class StoreFull(StoreError):
         )
 
 
-class VersionExists(StoreError):
-    """Commit onto a name that is taken."""
+class VersionExists(StoreError): ...
 
 
-class VersionNotFound(StoreError):
-    """No such version, or it was removed meanwhile."""
+class VersionNotFound(StoreError): ...
 
 
-class VersionLeased(StoreError):
-    """A reader holds a lease on the version, so it stays."""
+class VersionLeased(StoreError): ...
 
 
-class DraftNotFound(StoreError):
-    """Attach to a draft that was committed, aborted or swept."""
+class DraftNotFound(StoreError): ...
 
 
-class HandleClosed(StoreError):
-    """Use of a draft or lease after its end, or in a child forked while it was held."""
+class HandleClosed(StoreError): ...
 
 
-class TierFull(WeightsError):
-    """A tier has no room left: its disk is full, or would fall below its required free space. Nothing was committed."""
+class TierFull(WeightsError): ...
 
 
-class TierUnavailable(WeightsError):
-    """A tier is unreachable, refuses access, or is not the one this box wrote to. Work on it resumes later."""
+class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """Bytes that differ from what their metadata says. `path`, `file` and `tensor` say where; `reason` says what."""
+    """`path`, `file` and `tensor` say where; `reason` says what."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None, tensor: str | None = None) -> None:
         self.reason = reason
@@ -162,25 +133,7 @@ class IntegrityError(WeightsError):
         super().__init__(f"{where}: {reason}")
 
 
-class HeaderInvalid(IntegrityError):
-    """A safetensors header that breaks the format. The file is never mapped."""
+class NotSealed(IntegrityError): ...
 
 
-class ManifestInvalid(IntegrityError):
-    """manifest.json is missing, malformed or disagrees with the files."""
-
-
-class ChecksumMismatch(IntegrityError):
-    """Bytes differ from their recorded checksum."""
-
-
-class NotSealed(IntegrityError):
-    """The version has no checksums, so it cannot be verified. Seal it first."""
-
-
-class ObjectDamaged(IntegrityError):
-    """An object at a remote place is missing or cannot be decoded. `path` names it."""
-
-
-class UnsafeFile(IntegrityError):
-    """A symlink, device or unsafe name inside a version."""
+class ObjectDamaged(IntegrityError): ...

@@ -8,28 +8,28 @@ import stat
 import uuid
 from pathlib import Path
 
-from weights.format.errors import InvalidName, ManifestInvalid, UnsafeFile
+from weights.format.errors import IntegrityError, InvalidName
 from weights.format.names import check_file_name
 
 
 def open_regular(directory: Path, name: str) -> io.FileIO:
     """Unbuffered reader of the regular file `name` directly inside `directory`.
 
-    Raises UnsafeFile for symlinks, devices and unsafe names, ManifestInvalid if the file is missing.
+    Raises IntegrityError for symlinks, devices and unsafe names, and if the file is missing.
     """
     try:
         check_file_name(name)
         # O_NONBLOCK so that a malicious FIFO cannot block the reader.
         fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except InvalidName as error:
-        raise UnsafeFile(str(error), path=directory) from error
+        raise IntegrityError(str(error), path=directory) from error
     except FileNotFoundError as error:
-        raise ManifestInvalid("the file is missing", path=directory, file=name) from error
+        raise IntegrityError("the file is missing", path=directory, file=name) from error
     except OSError as error:
-        raise UnsafeFile(f"cannot be opened: {error.strerror}", path=directory, file=name) from error
+        raise IntegrityError(f"cannot be opened: {error.strerror}", path=directory, file=name) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnsafeFile("not a regular file", path=directory, file=name)
+        raise IntegrityError("not a regular file", path=directory, file=name)
     return io.FileIO(fd, "rb")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from weights.format import foreign_json
-from weights.format.errors import HeaderInvalid, InvalidLayout, ManifestInvalid, UnknownTensor
+from weights.format.errors import IntegrityError, InvalidLayout, UnknownTensor
 from weights.format.files import open_regular
 from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
@@ -149,8 +149,8 @@ class Layout:
         """The validated layout of a checkpoint directory.
 
         The files are those named by `*.safetensors.index.json`, else `model.safetensors`, else all
-        `*.safetensors`. Raises HeaderInvalid, UnsafeFile (symlinks, unsafe names), ManifestInvalid (an index
-        that disagrees with the files) or InvalidLayout (no safetensors file at all).
+        `*.safetensors`. Raises IntegrityError (a bad header, a symlink, an index that disagrees with the files) or
+        InvalidLayout (no safetensors file at all).
         """
         directory = Path(directory)
         names, weight_map = _files_of(directory)
@@ -163,13 +163,13 @@ class Layout:
             for placed in file.tensors:
                 name = placed.spec.name
                 if name in owner:
-                    raise HeaderInvalid(
+                    raise IntegrityError(
                         f"the tensor is in {owner[name]} too", path=directory, file=file.name, tensor=name
                     )
                 owner[name] = file.name
         if weight_map is not None and weight_map != owner:
             differing = sorted(set(weight_map.items()) ^ set(owner.items()))[0][0]
-            raise ManifestInvalid(
+            raise IntegrityError(
                 "the index and the files disagree about a tensor", path=directory, tensor=str(differing)
             )
         return cls(tuple(files))
@@ -216,25 +216,25 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 def _read_index(directory: Path, name: str) -> dict[str, str]:
     with open_regular(directory, name) as fd:
         if os.fstat(fd.fileno()).st_size > MAX_INDEX_BYTES:
-            raise ManifestInvalid(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
+            raise IntegrityError(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
         raw = fd.read(MAX_INDEX_BYTES)
     try:
         weight_map = foreign_json.loads(raw, most_values=MAX_INDEX_VALUES, most_depth=None)["weight_map"]
         pairs = {check_tensor: check_file_name(file) for check_tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ManifestInvalid(f"not a usable index: {error}", path=directory, file=name) from error
+        raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
     if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
-        raise ManifestInvalid("the index must name *.safetensors files only", path=directory, file=name)
+        raise IntegrityError("the index must name *.safetensors files only", path=directory, file=name)
     return pairs
 
 
 def read_header(file: BinaryIO, *, path: object, name: str) -> FileLayout:
-    """The layout of the opened safetensors file `name`, from its header alone. Raises HeaderInvalid."""
+    """The layout of the opened safetensors file `name`, from its header alone. Raises IntegrityError."""
     file_bytes = os.fstat(file.fileno()).st_size
     try:
         needed = header_bytes_needed(prefix := file.read(LENGTH_BYTES), file_bytes=file_bytes)
         header = prefix + file.read(needed - LENGTH_BYTES)
         tensors = parse_header(header, file_bytes=file_bytes)
     except ValueError as error:
-        raise HeaderInvalid(str(error), path=path, file=name) from error
+        raise IntegrityError(str(error), path=path, file=name) from error
     return FileLayout(name, header, tuple(Placed(spec, name, start, end) for spec, start, end in tensors))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weights.format.checksums import checksum
-from weights.format.errors import InvalidName, ManifestInvalid
+from weights.format.errors import IntegrityError, InvalidName
 from weights.format.files import open_regular
 from weights.format.layout import Layout
 from weights.format.names import MANIFEST_FILE, check_file_name, encode_name
@@ -88,19 +88,19 @@ class Manifest:
         return replace(self, files=files)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON. Raises ManifestInvalid if `meta` is not JSON."""
+        """Canonical JSON. Raises IntegrityError if `meta` is not JSON."""
         try:
             text = _canonical({"format": FORMAT, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise ManifestInvalid(f"meta must be JSON: {error}", path=self.model, file=MANIFEST_FILE) from error
+            raise IntegrityError(f"meta must be JSON: {error}", path=self.model, file=MANIFEST_FILE) from error
         return b'{"manifest_checksum":"%s",\n"body":%s}\n' % (checksum(text).encode(), text)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
-        """Parses the manifest and checks everything that needs no files. Raises ManifestInvalid."""
+        """Parses the manifest and checks everything that needs no files. Raises IntegrityError."""
 
-        def fault(reason: str) -> ManifestInvalid:
-            return ManifestInvalid(reason, path=path, file=MANIFEST_FILE)
+        def fault(reason: str) -> IntegrityError:
+            return IntegrityError(reason, path=path, file=MANIFEST_FILE)
 
         try:
             outer = json.loads(raw)
@@ -120,21 +120,21 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a version directory. Raises ManifestInvalid or UnsafeFile."""
+        """The manifest of a version directory. Raises IntegrityError."""
         with open_regular(directory, MANIFEST_FILE) as file:
             raw = file.read(MAX_MANIFEST_BYTES + 1)
         if len(raw) > MAX_MANIFEST_BYTES:
-            raise ManifestInvalid(f"larger than {MAX_MANIFEST_BYTES} bytes", path=directory, file=MANIFEST_FILE)
+            raise IntegrityError(f"larger than {MAX_MANIFEST_BYTES} bytes", path=directory, file=MANIFEST_FILE)
         return cls.from_bytes(raw, path=directory)
 
     def check_layout(self, layout: Layout, *, path: object) -> None:
-        """Raises ManifestInvalid unless `layout`, read from the files, equals the recorded one."""
+        """Raises IntegrityError unless `layout`, read from the files, equals the recorded one."""
         found = {file.name: (file.nbytes, checksum(file.header)) for file in layout.files}
         recorded = {name: (file.nbytes, file.header) for name, file in self.files.items() if file.header}
         for name in {**found, **recorded}:
             if found.get(name) != recorded.get(name):
                 reason = "size or header differ from the manifest, or the file is missing"
-                raise ManifestInvalid(reason, path=path, file=name)
+                raise IntegrityError(reason, path=path, file=name)
 
 
 def _canonical(body: Any) -> bytes:

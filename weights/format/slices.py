@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from weights.format.errors import InvalidSlice
+from weights.format.errors import InvalidLayout
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
     One run if the slice is contiguous (cut along the first dimension, or all of `dim`).
     """
     if not 0 <= dim < len(shape):
-        raise InvalidSlice(f"shape {tuple(shape)} has no dimension {dim}")
+        raise InvalidLayout(f"shape {tuple(shape)} has no dimension {dim}")
     if start < 0 or length < 0 or start + length > shape[dim]:
-        raise InvalidSlice(f"[{start}, {start + length}) is outside dimension {dim} of shape {tuple(shape)}")
+        raise InvalidLayout(f"[{start}, {start + length}) is outside dimension {dim} of shape {tuple(shape)}")
     outer = prod(shape[:dim])
     inner = prod(shape[dim + 1 :])
     run, stride = length * inner, shape[dim] * inner
@@ -54,10 +54,10 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
 def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
     """Elements [start, start + size) of the concatenated `runs`, in order: part of a run, whole runs, part of a run.
 
-    Raises InvalidSlice beyond the end of `runs`.
+    Raises InvalidLayout beyond the end of `runs`.
     """
     if start < 0 or size < 0 or start + size > runs.size:
-        raise InvalidSlice(f"[{start}, {start + size}) is outside the {runs.size} elements of {runs}")
+        raise InvalidLayout(f"[{start}, {start + size}) is outside the {runs.size} elements of {runs}")
     while size:
         index, inside = divmod(start, runs.run)
         at = runs.start + index * runs.stride + inside

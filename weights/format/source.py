@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weights.format.checksums import hashed
-from weights.format.errors import HeaderInvalid, UnsafeFile
+from weights.format.errors import IntegrityError
 from weights.format.files import open_regular
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -22,7 +22,7 @@ CHUNK_BYTES = 32 << 20
 
 def aux_files_of(directory: Path) -> dict[str, bytes]:
     """The top-level files of `directory` with one of `AUX_SUFFIXES`; other files and sub-directories are ignored.
-    Raises UnsafeFile for a symlink among them."""
+    Raises IntegrityError for a symlink among them."""
     found = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name
@@ -33,18 +33,18 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
         with open_regular(directory, name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_AUX_BYTES:
-                raise UnsafeFile(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
+                raise IntegrityError(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
             found[name] = file.readall()
     return found
 
 
 def chunks_of(directory: Path, name: str, nbytes: int) -> Iterator[bytes]:
-    """The first `nbytes` of a file in chunks of CHUNK_BYTES. Raises HeaderInvalid if it is shorter."""
+    """The first `nbytes` of a file in chunks of CHUNK_BYTES. Raises IntegrityError if it is shorter."""
     with io.BufferedReader(open_regular(directory, name)) as file:  # whose `read` is never short before the end
         while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
             chunk = file.read(min(CHUNK_BYTES, nbytes))
             if not chunk:
-                raise HeaderInvalid("the file ended early", path=directory, file=name)
+                raise IntegrityError("the file ended early", path=directory, file=name)
             nbytes -= len(chunk)
             yield chunk
 

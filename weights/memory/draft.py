@@ -83,7 +83,7 @@ class Draft(Mapped):
 
         `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them. A `pinned` version is not
         evicted until `lease.unpin`: eviction never takes a last copy.
-        Raises VersionExists (the draft stays open), ManifestInvalid if `meta` is not JSON.
+        Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         # The descriptor, not the lock: a traceback's frames would keep the lock open beyond the following abort.
         fd = self._open_lock().fd
@@ -139,7 +139,7 @@ class Draft(Mapped):
 
 
 def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pinned: bool) -> StoredVersion:
-    """Makes the written draft at `path` the version of the manifest. Raises VersionExists, ManifestInvalid,
+    """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     DraftNotFound."""
     target = version_path(root, manifest.kind, manifest.model, manifest.version)
     taken = f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists; choose another version name or remove it"

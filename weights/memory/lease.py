@@ -42,7 +42,7 @@ class StoredVersion:
 
     @classmethod
     def read(cls, path: Path) -> StoredVersion:
-        """The version at `path`. Raises ManifestInvalid or UnsafeFile; opens no tensor file."""
+        """The version at `path`. Raises IntegrityError; opens no tensor file."""
         manifest = Manifest.read(path)
         return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from weights.format.errors import UnsafeFile
+from weights.format.errors import IntegrityError
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
@@ -77,20 +77,20 @@ def allocate(directory_fd: int, name: str) -> None:
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
     """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive.
 
-    "read" views are read-only; "write" views are shared with every other process. Raises UnsafeFile if the file is no
-    regular file of this size: a mapping past the end would be a SIGBUS.
+    "read" views are read-only; "write" views are shared with every other process. Raises IntegrityError if the file is
+    no regular file of this size: a mapping past the end would be a SIGBUS.
     """
     if nbytes == 0:
         return memoryview(b"")
     try:
         fd = os.open(path, (os.O_RDWR if access == "write" else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise UnsafeFile(f"cannot be opened: {error.strerror}", path=path.parent, file=path.name) from error
+        raise IntegrityError(f"cannot be opened: {error.strerror}", path=path.parent, file=path.name) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
         os.close(fd)
         reason = f"expected a regular file of {nbytes} bytes, found {status.st_size} bytes"
-        raise UnsafeFile(reason, path=path.parent, file=path.name)
+        raise IntegrityError(reason, path=path.parent, file=path.name)
     with _guard:
         _forget_unnamed()
         key = (status.st_dev, status.st_ino, access)

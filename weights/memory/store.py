@@ -19,7 +19,7 @@ from weights.format.checksums import checksum, hashed
 from weights.format.errors import (
     IntegrityError,
     InvalidName,
-    StoreUnsafe,
+    StoreError,
     VersionExists,
     VersionLeased,
     VersionNotFound,
@@ -48,7 +48,7 @@ class WeightStore(Space):
 
     `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
     file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
-    made if it is absent. Raises StoreUnsafe if it is a symlink, belongs to another user or is open to others.
+    made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is open to others.
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
@@ -56,7 +56,7 @@ class WeightStore(Space):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(root)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise StoreUnsafe(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
+            raise StoreError(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
         super().__init__(root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
 
     # Writing
@@ -160,7 +160,7 @@ class WeightStore(Space):
     # Reading
 
     def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
-        """The committed version of this name, or None. Raises ManifestInvalid if it is damaged."""
+        """The committed version of this name, or None. Raises IntegrityError if it is damaged."""
         path = version_path(self.root, _check_kind(kind), model, version)
         try:
             return StoredVersion.read(path) if path.exists() else None

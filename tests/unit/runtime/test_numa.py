@@ -50,7 +50,6 @@ def test_beside_where_that_is_known_and_possible(nodes, cpus_of, allowed, expect
 def test_the_kernels_list_format():
     assert numa.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert numa.parse_list("\n") == frozenset()
-    assert numa.shown({0, 1, 2, 3, 8, 10, 11}) == "0-3,8,10-11" and numa.shown([]) == ""
 
 
 def two_nodes(root: Path) -> tuple[Path, int, int]:

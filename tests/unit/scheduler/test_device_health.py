@@ -8,8 +8,7 @@ import threading
 import pynvml
 import pytest
 
-from runtime.devices.kind import Reading, Remark
-from runtime.devices.kinds import kind_of
+from runtime.devices.kind import Reading
 from runtime.devices.xids import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -221,49 +220,3 @@ async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(mo
 
 def test_logical_devices_have_no_driver_to_ask():
     assert DeviceReadings((Device("n0/0", "n0", 0, "cpu"),)).read() == ()
-
-
-def remarks_of(machine: Machine) -> dict[str, list[Remark]]:
-    found: dict[str, list[Remark]] = {}
-    for one in kind_of("cuda").remarks({index: f"n0/{index}" for index in range(len(machine.gpus))}):
-        found.setdefault(one.check, []).append(one)
-    assert not machine.users
-    return found
-
-
-def test_gpus_that_are_set_up_well_have_one_line_for_each_question(monkeypatch):
-    told = remarks_of(eight_h100().install(monkeypatch))
-    assert len(told) == 3 and all([one.well for one in lines] == [True] for lines in told.values())
-
-
-@pytest.mark.parametrize(
-    ("change", "check", "found"),
-    [
-        ({"recovery": pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET}, "driver's advice", "needs a reset (n0/2)"),
-        ({"persistent": False}, "persistence mode", "off (n0/2)"),
-        ({"fabric": pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS}, "fabric", "not set up (n0/2)"),
-    ],
-)
-def test_a_gpu_that_is_set_up_otherwise_is_named_with_what_to_do(monkeypatch, change, check, found):
-    machine = eight_h100()
-    for name, value in change.items():
-        setattr(machine.gpus[2], name, value)
-    told = remarks_of(machine.install(monkeypatch))
-    (wrong,) = [one for lines in told.values() for one in lines if not one.well]
-    assert (wrong.check, wrong.found) == (check, found) and wrong.remedy
-    assert wrong.fails == (check in ("driver's advice", "fabric"))
-
-
-def test_what_a_gpu_does_not_tell_is_not_called_right_and_a_lost_one_keeps_nothing_back(monkeypatch):
-    told = remarks_of(four_4090().install(monkeypatch))
-    silent = {check for check, lines in told.items() if [one.well for one in lines] == [None]}
-    assert silent == {"fabric"}
-    machine = eight_h100()
-    machine.gpus[5].handle_error = pynvml.NVMLError_GpuIsLost()
-    assert all(one.well for lines in remarks_of(machine.install(monkeypatch)).values() for one in lines)
-
-
-def test_a_gpu_alone_has_no_neighbours_to_be_linked_to(monkeypatch):
-    machine = Machine(eight_h100().gpus[:1])
-    machine.gpus[0].fabric = pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED
-    assert remarks_of(machine.install(monkeypatch)).keys() == {"driver's advice", "persistence mode"}

@@ -18,7 +18,7 @@ from appliance.tiers.flow import TierFlow
 from runtime import background_tasks
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
-from weights.format.errors import ManifestInvalid, StoreFull, TierUnavailable
+from weights.format.errors import IntegrityError, StoreFull, TierUnavailable
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -104,7 +104,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
 async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, tiers):
     (stored,) = publish("v1")
     damage(stored.path / "manifest.json")
-    with pytest.raises(ManifestInvalid):
+    with pytest.raises(IntegrityError):
         tiers.bring_in(V1)
     assert stored.path.exists(), "nobody else has it"
     store.discard(*V1)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from weights.format import errors
-from weights.format.errors import HeaderInvalid, StoreFull, UnknownTensor, VersionExists, WeightsError
+from weights.format.errors import IntegrityError, StoreFull, UnknownTensor, VersionExists, WeightsError
 
 NAMED = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightsError)]
 
@@ -17,7 +17,7 @@ NAMED = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
     [
         StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=3, free_bytes=2, leased_bytes=1),
         StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=None, free_bytes=2),
-        HeaderInvalid("bad", path="/p", file="f", tensor="t"),
+        IntegrityError("bad", path="/p", file="f", tensor="t"),
         UnknownTensor("x"),
         VersionExists("taken"),
     ],

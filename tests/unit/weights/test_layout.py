@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weights.format.errors import InvalidLayout, ManifestInvalid
+from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.header import DTYPE_BITS
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import as_tensor, dtype_code
@@ -116,12 +116,12 @@ def test_index_that_disagrees_is_refused(tmp_path):
     body = json.loads(index.read_text())
     body["weight_map"]["ghost"] = layout.files[0].name
     index.write_text(json.dumps(body))
-    with pytest.raises(ManifestInvalid, match="ghost"):
+    with pytest.raises(IntegrityError, match="ghost"):
         Layout.read(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["../../etc/passwd.safetensors", "/etc/x.safetensors", ".x.safetensors", 7, "a.bin"])
 def test_index_cannot_point_outside(tmp_path, target):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
-    with pytest.raises(ManifestInvalid):
+    with pytest.raises(IntegrityError):
         Layout.read(tmp_path)

@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.unit.weights.conftest import check, content, write
 from weights.format.config import Location
-from weights.format.errors import ChecksumMismatch, IntegrityError, TierFull, TierUnavailable, VersionNotFound
+from weights.format.errors import IntegrityError, TierFull, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import KINDS
 from weights.memory.store import WeightStore
@@ -181,7 +181,7 @@ def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home
 def test_damage_in_the_source_gets_no_record(store, tier, home):
     stored = write(store)
     flip(stored.path / "model.safetensors")
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(IntegrityError):
         tier.put(stored.path)
     assert tier.names() == {}
     tier.collect()

@@ -16,10 +16,10 @@ from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
 from weights.format.errors import (
     DraftNotFound,
     HandleClosed,
+    IntegrityError,
+    StoreError,
     StoreFull,
-    StoreUnsafe,
     UnknownTensor,
-    UnsafeFile,
     VersionExists,
     VersionLeased,
     VersionNotFound,
@@ -359,7 +359,7 @@ def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
 def test_a_file_of_unexpected_size_is_never_mapped(store, tmp_path):
     (tmp_path / "x").write_bytes(b"1234")
     lock = DirectoryLock.try_shared(tmp_path)
-    with pytest.raises(UnsafeFile, match="8 bytes"):
+    with pytest.raises(IntegrityError, match="8 bytes"):
         segment.window(tmp_path / "x", 8, "read", lock)
 
 
@@ -400,12 +400,12 @@ def test_an_unsafe_root_is_refused(tmp_path):
     loose = tmp_path / "loose"
     loose.mkdir(mode=0o755)
     loose.chmod(0o755)
-    with pytest.raises(StoreUnsafe, match="0700"):
+    with pytest.raises(StoreError, match="0700"):
         WeightStore(loose, budget_bytes=None)
     real = tmp_path / "real"
     real.mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(real)
-    with pytest.raises(StoreUnsafe, match="symlink"):
+    with pytest.raises(StoreError, match="symlink"):
         WeightStore(tmp_path / "link", budget_bytes=None)
 
 
