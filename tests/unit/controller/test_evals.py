@@ -577,11 +577,12 @@ async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: 
 
 
 async def test_what_an_owner_keeps_is_bounded(control: Control):
-    control.as_key("carol", bounds={"evals": 1, "eval_runs": 0})
+    control.as_key("carol", bounds={"unfinished": 0, "bytes": 400})
     eval_id = await made(control)
-    with pytest.raises(openai.RateLimitError, match="1 evals|at most 1"):
+    with pytest.raises(openai.APIStatusError) as caught:
         await made(control)
-    with pytest.raises(openai.RateLimitError, match="eval_runs|runs of evals"):
+    assert (caught.value.status_code, caught.value.body["param"]) == (413, "bytes")  # type: ignore[index]
+    with pytest.raises(openai.RateLimitError):
         await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
 
 
@@ -648,7 +649,7 @@ async def test_a_run_keeps_its_items_once(control: Control):
 
 async def test_what_evals_say_of_themselves_counts_in_their_owners_bytes(control: Control):
     """Five hundred of three megabytes each were 500 evals and no bytes."""
-    control.as_key("carol", owner="carol", bounds={"eval_bytes": 5000})
+    control.as_key("carol", owner="carol", bounds={"bytes": 5000})
     check = {**CHECK, "reference": "r" * 2000}
 
     async def post() -> Any:
@@ -656,14 +657,14 @@ async def test_what_evals_say_of_themselves_counts_in_their_owners_bytes(control
 
     first, second, third = [await post() for _ in range(3)]
     assert (first.status_code, second.status_code, third.status_code) == (201, 201, 413)
-    assert "eval_bytes" in third.text
+    assert "bytes" in third.text
     assert (await control.http.delete(f"/v1/evals/{first.json()['id']}")).status_code == 200
     assert (await post()).status_code == 201
 
 
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
-    control.as_key("carol", bounds={"eval_bytes": 3500})
+    control.as_key("carol", bounds={"bytes": 3500})
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
