@@ -42,9 +42,8 @@ _LIMITS = (
     opt("--expires TIME", "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day."),
     opt(
         "--bound NAME=N",
-        "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
-        "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
-        "responses, responses_bytes.",
+        "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
+        "models, bytes, responses, responses_bytes.",
         dest="bounds",
         type=named(number(int, 0), NONE),
         action="append",
@@ -147,7 +146,7 @@ def limit(session: Session, args: Namespace) -> None:
       appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
       appliance key limit guest --expires 2026-12-31     its last day; `--expires none`: it lasts
-      appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10
+      appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """
     body = {name: None if value in (NONE, [NONE]) else value for name, value in _limits(args).items()}
     session.show(session.client.send("PATCH", f"/admin/v1/keys/{segment(args.id)}", body=body), output.view)

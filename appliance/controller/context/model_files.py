@@ -54,7 +54,7 @@ class LibraryOps:
         let_go: Callable[[str], None],
         elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
-        self._library, self._store, self._tiers, self._flow, self._let_go = library, store, tiers, flow, let_go
+        self._library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
         self._opening, self._elsewhere = opening, elsewhere
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
@@ -119,7 +119,7 @@ class LibraryOps:
 
     async def remove(self, name: str, paths: list[VersionPaths]) -> None:
         """Delete the bytes of these versions. Idempotent."""
-        self._let_go(name)
+        self.let_go(name)
         everywhere = [Name(kind, name, one.version) for one in paths for kind in KINDS_OF_MODELS]
         for path in paths:
             names = [Name(kind, name, path.version) for kind in KINDS_OF_MODELS]
@@ -131,10 +131,6 @@ class LibraryOps:
                 self._flow.forget(one)
         if self._elsewhere is not None:
             await self._elsewhere(everywhere)
-
-    def let_go(self, name: str) -> None:
-        """No engine serves this name any more: the box no longer needs its bytes in shared memory."""
-        self._let_go(name)
 
     async def _forget(self, name: Name) -> None:
         """Remove it from shared memory once nobody reads it. If readers stay, eviction removes it later."""

@@ -118,7 +118,7 @@ def _insert_eval(
 ) -> EvalRow:
     source, now_s = body.data_source_config, time.time()
     size = len(orjson.dumps([source.item_schema, criteria]))
-    context.quotas.check(caller, "evals", size)
+    context.quotas.check(caller, size)
     row = EvalRow(
         id=new_id("eval_"),
         name=body.name or "",

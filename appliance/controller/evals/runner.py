@@ -66,7 +66,7 @@ def insert_run(
     metadata: dict[str, str] | None = None,
 ) -> EvalRunRow:
     """Makes a run within the caller's bounds and starts its task. Call it in a transaction. Raises ApiError."""
-    context.quotas.check(caller, "eval_runs")
+    context.quotas.check(caller, begins=True)
     row = EvalRunRow(
         id=new_id("evalrun_"),
         eval_id=of.id,
@@ -158,7 +158,7 @@ class EvalRunner:
 
     def _check_bytes(self, row: EvalRunRow) -> None:
         try:
-            self._context.quotas.check(caller_of(self._db, row.key_id), "eval_items")
+            self._context.quotas.check(caller_of(self._db, row.key_id))
         except ApiError as error:
             raise TaskFailed(error.code or "limit_reached", error.message) from None
 

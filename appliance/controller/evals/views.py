@@ -100,65 +100,45 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
-    # Samples from the data may have any shape; those of a model have the runner's.
-    was_asked = run.data_source.get("type") != JSONL and bool(run.model)
-    sample = (row.sample or {}) if was_asked else {}
-    answer = sample.get("answer") or {}
-    sampling = run.data_source.get("sampling_params") or {}
-    text = answer.get("text") if was_asked else sample_of(row.sample).output_text or None
-    return {
-        "input": [
-            {"role": str(message.get("role", "")), "content": _text(message.get("content"))}
-            for message in sample.get("input", [])
-        ],
-        "output": [] if text is None else [{"role": "assistant", "content": _text(text)}],
-        "model": run.model,
-        "usage": _usage([answer]),
-        "error": _error(answer.get("error")),
-        **_sampled(sampling if was_asked else None, answer.get("finish_reason")),
-    }
+    if run.data_source.get("type") == JSONL or not run.model:  # the data has it, in any shape
+        text = sample_of(row.sample).output_text
+        return _shown(run.model, [], [{"text": text}] if text else [], None)
+    sample = row.sample or {}
+    answer, sampling = sample.get("answer") or {}, run.data_source.get("sampling_params") or {}
+    return _shown(run.model, sample.get("input", []), [answer], sampling)
 
 
 def judges_sample(body: dict[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     """The answers of models that a grader asked, in the form of an item's sample. body: the chat completion request to
     the first of them."""
+    return _shown(answers[0].model, body["messages"], [asdict(answer) for answer in answers], body)
+
+
+def _shown(
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    answers: Sequence[Mapping[str, Any]],
+    sampling: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """answers: as `ModelAnswer` has them. sampling: None where no model was asked; the SDK's types have no null."""
+    given, asked = sampling or {}, sampling is not None
+    used = {name: sum(one.get(f"{name}_tokens", 0) for one in answers) for name in ("prompt", "completion", "cached")}
+    why = next((one["error"] for one in answers if one.get("error")), None)
+    temperature = given.get("temperature")
     return {
-        "input": body["messages"],
-        "output": [{"role": "assistant", "content": answer.text} for answer in answers],
-        "model": answers[0].model,
-        "usage": _usage([asdict(answer) for answer in answers]),
-        "error": _error(next((answer.error for answer in answers if answer.error), None)),
-        **_sampled(body, answers[0].finish_reason),
-    }
-
-
-def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
-    prompt, completion, cached = (
-        sum(answer.get(f"{name}_tokens", 0) for answer in answers) for name in ("prompt", "completion", "cached")
-    )
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "cached_tokens": cached,
-        "total_tokens": prompt + completion,
-    }
-
-
-def _error(why: str | None) -> dict[str, str]:
-    return {"code": "sample_failed", "message": why} if why else NO_ERROR
-
-
-def _sampled(sampling: Mapping[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
-    """How an answer was sampled; empty, as in the SDK's types, if no model was asked (None)."""
-    if sampling is None:
-        return {"finish_reason": "", "max_completion_tokens": 0, "temperature": 0.0, "top_p": 0.0, "seed": 0}
-    temperature = sampling.get("temperature")
-    return {
-        "finish_reason": finish_reason or "",
-        "max_completion_tokens": sampling.get("max_completion_tokens") or sampling.get("max_completions_tokens") or 0,
-        "temperature": 1.0 if temperature is None else temperature,
-        "top_p": sampling.get("top_p") or 1.0,
-        "seed": sampling.get("seed") or 0,
+        "input": [{"role": str(one.get("role", "")), "content": _text(one.get("content"))} for one in messages],
+        "output": [{"role": "assistant", "content": one["text"]} for one in answers if "text" in one],
+        "model": model,
+        "usage": {
+            **{f"{name}_tokens": number for name, number in used.items()},
+            "total_tokens": used["prompt"] + used["completion"],
+        },
+        "error": {"code": "sample_failed", "message": why} if why else NO_ERROR,
+        "finish_reason": answers[0].get("finish_reason") or "" if asked and answers else "",
+        "max_completion_tokens": given.get("max_completion_tokens") or given.get("max_completions_tokens") or 0,
+        "temperature": 1.0 * asked if temperature is None else temperature,
+        "top_p": given.get("top_p") or 1.0 * asked,
+        "seed": given.get("seed") or 0,
     }
 
 

@@ -72,7 +72,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     file_id, announced = new_id("file-"), max(0, int(request.headers.get("content-length", 0)) - FORM_BYTES)
     context.quotas.disk.check(announced)
     if not may_have_come(request):
-        context.quotas.check(caller, "files", announced)  # before all of it has arrived
+        context.quotas.check(caller, announced)  # before all of it has arrived
     with storage.growing(context, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
         row = await storage.described(
@@ -87,7 +87,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
         )
 
         def make() -> FileRow:
-            context.quotas.check(caller, "files", row.bytes)
+            context.quotas.check(caller, row.bytes)
             storage.keep(context, row, incoming)
             return row
 

@@ -76,7 +76,7 @@ def routes(context: ControllerContext) -> APIRouter:
             )
 
         def make() -> UploadRow:
-            context.quotas.check_upload(caller, body.bytes)
+            context.quotas.check(caller, 2 * body.bytes, begins=True)  # its parts, and the file
             now_s = time.time()
             row = UploadRow(
                 id=new_id("upload_"),

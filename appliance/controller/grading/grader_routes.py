@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -27,7 +26,6 @@ from train.graders.templates import MAX_TEXT, Sample
 from weights.format.foreign_json import is_deeper
 
 ANSWER_WITHIN_S = 300.0
-MAX_RUNS_OF_AN_OWNER = 4
 
 
 class Validate(StrictBody):
@@ -42,7 +40,6 @@ class Run(StrictBody):
 
 def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers) -> APIRouter:
     router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
-    running: Counter[str] = Counter()
 
     @router.post("/validate")
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
@@ -55,13 +52,6 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
         grader = grader_of(context, body.grader, caller)
         if is_deeper(body.item, MAX_DEPTH):
             raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
-        if running[caller.owner] >= MAX_RUNS_OF_AN_OWNER:
-            raise ApiError(
-                429,
-                f"{MAX_RUNS_OF_AN_OWNER} graders of yours are running; wait for one of them to end.",
-                code="too_many_grader_runs",
-            )
-        running[caller.owner] += 1
         try:
             sample = Sample(body.model_sample), body.item
             ask = partial(answers.ask, caller.key_id, within_s=ANSWER_WITHIN_S)
@@ -70,10 +60,6 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
             raise ApiError(
                 503, f"The grader was not run: {error}. Please retry.", kind="server_error", code="grader_not_run"
             ) from error
-        finally:
-            running.subtract([caller.owner])
-            if not running[caller.owner]:
-                del running[caller.owner]
         return _result(grader, graded)
 
     return router

@@ -16,29 +16,13 @@ class OwnerBounds(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    files: int = Field(10_000, ge=0)
-    """Uploads in progress count."""
-    file_bytes: int = Field(64 * GIB, ge=0)
-    """All files together; an upload in progress counts twice its announced size. Copies of files that jobs keep
-    until they end may take as much again."""
-    uploads: int = Field(32, ge=0)
-    """Uploads in parts that are neither complete nor cancelled."""
-    batches: int = Field(32, ge=0)
-    """Batches that have not ended."""
-    jobs: int = Field(200, ge=0)
-    """Fine-tuning jobs that have not ended."""
+    unfinished: int = Field(200, ge=0)
+    """Jobs, batches, runs of evaluations, responses in background and uploads that have not ended."""
     models: int = Field(200, ge=0)
     """Fine-tuned models; each job that has not ended counts as one."""
-    model_bytes: int = Field(1024 * GIB, ge=0)
-    """All versions of fine-tuned models; past it no new job begins."""
-    background: int = Field(200, ge=0)
-    """Responses in background that have not ended."""
-    evals: int = Field(500, ge=0)
-    """Evaluations."""
-    eval_runs: int = Field(32, ge=0)
-    """Runs of evaluations that have not ended."""
-    eval_bytes: int = Field(4 * GIB, ge=0)
-    """All evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
+    bytes: int = Field(1024 * GIB, ge=0)
+    """Files, versions of fine-tuned models, evaluations and their runs; an upload in progress counts twice what it
+    announced. Copies of files that jobs keep until they end do not count."""
     responses: int = Field(50_000, ge=0)
     """Stored responses and chat completions; beyond it, the owner's oldest are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)

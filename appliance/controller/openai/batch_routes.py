@@ -23,6 +23,7 @@ from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
+from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 WINDOW_S = 24 * 3600.0
 _MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -70,7 +71,7 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
             )
 
         def make() -> BatchRow:
-            context.quotas.check_batch(caller, file.bytes)
+            context.quotas.check(caller, ANSWERS_PER_INPUT * file.bytes, begins=True)
             now_s = time.time()
             row = BatchRow(
                 id=new_id("batch_"),

@@ -12,7 +12,7 @@ from appliance.controller.grading.given import check_code, check_form, form_of, 
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
-from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
+from appliance.controller.jobs import claims, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Gate, JobCreate
 from appliance.controller.models import node_sizes
@@ -31,12 +31,11 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db = context.db
-    context.quotas.check_job(caller)
+    context.quotas.check(caller, begins=True, makes_model=True)
     claims.check(db, body, caller)
     row, resolved = _new_job(context, body, caller)
     judge = _judge(context, body, resolved, caller)
     _check_forms(context, body, caller)
-    data.check(context, row, caller)
     jobs.insert(db, row)
     if judge is not None:
         job_records.insert_judge(db, JobJudgeRow(row.id, judge))

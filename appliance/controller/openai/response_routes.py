@@ -65,7 +65,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
-            context.quotas.check(caller, "background", row.bytes)
+            context.quotas.check(caller, row.bytes, begins=True)
             responses.insert(context.db, row)
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row

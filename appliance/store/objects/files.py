@@ -55,12 +55,6 @@ def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
     return db.one(FileRow, f"SELECT * FROM files WHERE {_EXPIRED} AND id = ?", [now_s, file_id])
 
 
-def bytes_of(db: Database, file_id: str, *, now_s: float) -> int:
-    """0 of one that is gone, or whose time has passed."""
-    size = "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)"
-    return int(db.value(size, [file_id, now_s]) or 0)
-
-
 def ids(db: Database) -> set[str]:
     return set(db.column("SELECT id FROM files"))
 

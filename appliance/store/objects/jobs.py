@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
@@ -16,15 +16,6 @@ from appliance.store.table import Table
 _LIVE = sql_list(UNFINISHED_PHASES)
 _TABLE = Table("jobs", JobRow)
 insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
-
-
-class JobData(NamedTuple):
-    """The files of which a job has copies, or will have. id, phase: the job's."""
-
-    id: str
-    phase: str
-    training_file: str
-    validation_file: str | None
 
 
 def get(db: Database, job_id: str) -> JobRow:
@@ -91,15 +82,6 @@ def _unfinished(db: Database, also: str = "", parameters: Sequence[Any] = ()) ->
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
     """Those that are to make this model."""
     return _unfinished(db, " AND output_model = ?", [model])
-
-
-def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
-    """Data of this owner's unfinished jobs."""
-    rows = db.execute(
-        f"SELECT id, phase, training_file, validation_file FROM jobs WHERE owner = ? AND phase IN ({_LIVE})",
-        [owner],
-    )
-    return [JobData(*row) for row in rows]
 
 
 def any_wants_devices(db: Database) -> bool:

@@ -60,12 +60,12 @@ def test_view_shows_any_object_by_the_names_of_its_fields(capsys):
 
 
 def test_view_keeps_keys_that_are_names_and_shows_times_of_finish(capsys):
-    named = {"metadata": {"cost_s": "x"}, "bounds": {"file_bytes": 5000, "jobs": 3}}
+    named = {"metadata": {"cost_s": "x"}, "bounds": {"bytes": 5000, "models": 3}}
     named |= {"models": {"my_model_s": [["n0/0"]]}}
     long = {"hyperparameters": {f"lora_rank_{n}": n for n in range(20)}}
     output.draw(output.view({**named, **long, "estimated_finish": 1_796_009_999.0}))
     shown = " ".join(capsys.readouterr().out.split())
-    for told in ("cost_s x", "file_bytes 5.0 kB, jobs 3", "my_model_s n0/0", "lora_rank_7 7", "estimated finish 2026-"):
+    for told in ("cost_s x", "bytes 5.0 kB, models 3", "my_model_s n0/0", "lora_rank_7 7", "estimated finish 2026-"):
         assert told in shown, told
 
 
@@ -343,9 +343,9 @@ def test_keys_are_made_limited_and_revoked(box: ControlledBox):
     assert box.run("key", "create", "--name", "bad*name").exit_code == 2
     listed = box.json("key", "list")["data"]
     assert [k["name"] for k in listed] == ["alice", "ops"] and "key" not in listed[0]
-    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "jobs=3", "--expires", "2099-12-31")
+    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "models=3", "--expires", "2099-12-31")
     limited = box.json("key", "limit", "alice", *limits)
-    assert (limited["models"], limited["requests_per_minute"], limited["bounds"]) == (["starter"], 60, {"jobs": 3})
+    assert (limited["models"], limited["requests_per_minute"], limited["bounds"]) == (["starter"], 60, {"models": 3})
     assert limited["expires_s"] == datetime(2099, 12, 31).timestamp() + 86_400, "its last day is the one given"
     assert "60" in lines(box.run("key", "list").stdout)[1]
     lifted = ("--model", "none", "--requests-per-minute", "none", "--bound", "none", "--expires", "none")

@@ -10,13 +10,11 @@ import openai
 import pytest
 
 from appliance.controller.batches import background_responses
-from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.context import tasks
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import ADMIN, Control, disk_full
+from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_responses import answer, copy, name, send
 
 WHO = "key_test"
@@ -121,34 +119,6 @@ async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control,
     assert found.status == "failed" and found.error.code == code and words in found.error.message
 
 
-async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control):
-    scripted(control, *[LineReturned("wanted", yielded=True)] * 5, EngineAnswer(200, answer(1, "at last"), "v1"))
-    assert (await ended(control, (await asked(control)).id)).output_text == "at last"
-
-
-@pytest.mark.parametrize("broken", ["begin", "end"])
-async def test_what_a_full_disk_does_not_take_is_written_later(control: Control, monkeypatch, broken: str):
-    """It was in progress for a day, and had a place at an engine all the time: a few, and nobody's were begun."""
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.01)
-    scripted(control, *[EngineAnswer(200, answer(number, "2", model="starter"), "v1") for number in range(3)])
-    failed, left = list[str](), [disk_full()] * 3
-
-    def failing(name: str, of: Any, when: Any) -> Any:
-        real = getattr(of, name)
-
-        def run(*told: Any, **more: Any) -> Any:
-            if when(more) and left:
-                failed.append(name)
-                raise left.pop()
-            return real(*told, **more)
-
-        monkeypatch.setattr(of, name, run)
-
-    failing("update", responses, lambda more: (more.get("status") == "in_progress") is (broken == "begin"))
-    assert (await ended(control, (await asked(control)).id)).status == "completed"
-    assert failed and len(engines(control).sent) == 1
-
-
 async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):
     begun, stopped = asyncio.Event(), asyncio.Event()
 
@@ -215,22 +185,6 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
 
 
-async def test_who_follows_misses_no_end_that_comes_while_a_thread_is_at_it(control: Control, monkeypatch):
-    engines(control).lines = 0
-    made = await asked(control)
-    background: BackgroundResponses = control.app.state.background
-    row, loop, events = responses.find(control.db, made.id), asyncio.get_running_loop(), objects.events
-
-    def ends_meanwhile(*given: Any) -> Any:
-        yield from events(*given)
-        loop.call_soon_threadsafe(background.cancel, row)
-
-    monkeypatch.setattr(objects, "events", ends_meanwhile)
-    async with asyncio.timeout(background_responses.COMMENT_EVERY_S / 2):
-        told = [event async for event in background.follow(row.id, 1, WHO)]
-    assert told[-1].startswith(b"event: response.incomplete") and b": waiting\n\n" not in told
-
-
 def test_events_never_change_while_a_response_goes_on():
     call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
     begun = objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
@@ -276,21 +230,6 @@ async def test_background_response_ends_with_its_key(control: Control):
     row = responses.find(control.db, made.id)
     assert row is not None and row.status == "failed" and "was revoked" in row.response
     assert engines(control).wanted == [] == engines(control).sent
-
-
-async def test_background_response_is_asked_for_its_key(control: Control):
-    key_id = control.as_key("ann")
-    scripted(control, EngineAnswer(200, answer(1), "v1"))
-    await ended(control, (await asked(control)).id)
-    assert engines(control).asked_by == [key_id]
-
-
-async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control):
-    """Two hundred answers of megabytes were counted half a minute later, or not before the owner's next request."""
-    before = responses.totals(control.db)[1]
-    scripted(control, EngineAnswer(200, answer(1, "y" * 100_000), "v1"))
-    assert (await ended(control, (await asked(control)).id)).status == "completed"
-    assert responses.totals(control.db)[1] - before > 100_000
 
 
 async def test_what_is_not_for_here(control: Control):

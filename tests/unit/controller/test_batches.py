@@ -8,18 +8,16 @@ import json
 import os
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.batches import work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
 from appliance.controller.context import tasks
 from appliance.controller.files import storage
-from appliance.controller.interfaces.records import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedEngines, change
@@ -139,15 +137,6 @@ async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Con
         assert batch.errors.data[0].code == "model_not_found"
 
 
-async def test_an_embedding_batch_wants_an_embedding_model(control: Control):
-    insert_model(control.db, "embedder", task="embed")
-    body = {"model": "embedder", "input": "x"}
-    rows = [line(0, url="/v1/embeddings", body=body)]
-    assert (await ended(control, await begun(control, rows, "/v1/embeddings"))).status == "completed"
-    batch = await ended(control, await begun(control, [line(0, body=body)]))
-    assert batch.errors.data[0].code == "model_not_supported"
-
-
 async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(control: Control):
     """Told before an engine starts for it; an adapter has the template of its base."""
     insert_model(control.db, "silent")
@@ -214,18 +203,6 @@ async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, 
     assert (await ended(control, batch_id)).request_counts.completed == 3
 
 
-async def test_batch_asks_again_while_a_gateway_does_not_know_its_key(control: Control, monkeypatch):
-    monkeypatch.setattr(work, "LOOK_EVERY_S", 0.01)
-    refused = iter([EngineAnswer(401, {"error": {"message": "no", "code": "invalid_api_key"}})])
-
-    async def rule(_: dict[str, Any]) -> EngineAnswer | None:
-        return next(refused, None)
-
-    engines(control).rule = rule
-    batch = await ended(control, await begun(control, [line(0)]))
-    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
-
-
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
@@ -252,21 +229,6 @@ async def test_a_batch_waits_for_room_and_says_why(control: Control):
     engines(control).lines = 2
     assert (await ended(control, batch_id)).request_counts.completed == 3
     assert engines(control).most_at_once <= 2
-
-
-async def test_a_line_that_was_called_back_is_sent_again_and_answered_once(control: Control):
-    seen: list[str] = []
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
-        seen.append(body["messages"][0]["content"])
-        if seen.count(seen[-1]) <= 4:
-            raise LineReturned("wanted for something else", yielded=True)
-        return None
-
-    engines(control).rule = rule
-    batch = await ended(control, await begun(control, [line(0), line(1)]))
-    assert batch.request_counts.completed == 2 and len(seen) == 10
-    assert len(await content(control, batch.output_file_id)) == 2
 
 
 async def _hang_after(control: Control, answered: int) -> None:
@@ -475,31 +437,3 @@ def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch)
     again.close()
     assert (again.completed, again.failed) == (1, 1)
     assert [path.read_text().count("\n") for path in (again.output_path, again.error_path)] == [1, 1]
-
-
-async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypatch):
-    """It had failed, for ever, and what engines had computed was thrown away."""
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.0)
-    real, full = Answers.append, [True, True]
-
-    def append(answers, lines):
-        if full:
-            full.pop()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(answers, lines)
-
-    monkeypatch.setattr(Answers, "append", append)
-    batch_id = await begun(control, [line(n) for n in range(3)])
-    await ended(control, batch_id)
-    batch = await control.sdk.batches.retrieve(batch_id)
-    assert (batch.status, batch.request_counts.completed, full) == ("completed", 3, [])
-    assert len(await content(control, batch.output_file_id)) == 3
-
-
-async def test_a_batch_whose_answers_cannot_be_read_fails(control: Control, monkeypatch):
-    def unreadable(self: Answers, path: Path) -> int:
-        raise PermissionError(errno.EACCES, "not yours")
-
-    monkeypatch.setattr(Answers, "_opened", unreadable)
-    batch = await ended(control, await begun(control, [line(0)]))
-    assert batch.status == "failed" and batch.errors.data[0].code == "file_unreadable"

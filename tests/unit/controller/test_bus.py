@@ -15,7 +15,7 @@ import pytest
 
 from appliance.controller.bus import bus as bus_module
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.bus.load import ModelLoad, parse_report, total
+from appliance.controller.bus.load import ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
@@ -215,16 +215,6 @@ async def test_a_replica_that_left_the_table_drains_too(bus: Bus, tmp_path: Path
     await gateway.close()
 
 
-async def test_the_timeout_names_who_still_has_requests(bus: Bus, tmp_path: Path):
-    gateway = await GatewayEnd.connect(tmp_path / "bus.sock", "front-1")
-    generation = bus.set_models(models(r1="draining"))
-    await gateway.report(generation, {"r1": 3})
-    await reported(bus, "r1", 3)
-    with pytest.raises(BusTimeout, match=r"front-1 with 3 request\(s\)"):
-        await bus.wait_drained("r1", 0.05)
-    await gateway.close()
-
-
 async def test_a_gateway_that_died_blocks_a_drain_only_for_its_grace(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
         gateway = await GatewayEnd.connect(path)
@@ -305,39 +295,10 @@ async def test_a_line_that_is_no_report_ends_only_its_connection(bus: Bus, tmp_p
     await bad.close()
 
 
-async def test_every_report_reaches_the_listener(tmp_path: Path):
-    seen: list[int] = []
-    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1)
-    bus.on_load.append(lambda: seen.append(bus.load().models["m"].held))
-    await bus.start()
-    gateway = await GatewayEnd.connect(tmp_path / "b.sock")
-    for held in (1, 2):
-        await gateway.report(1, {"r1": held}, m={"held": held})
-        await reported(bus, "r1", held)
-    assert seen == [1, 2]
-    await gateway.close()
-    await bus.stop()
-
-
 def test_generations_of_a_later_controller_are_larger(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         first, second = first_generation(db), first_generation(db)
     assert second - first >= 10**9
-
-
-def test_a_report_is_checked_and_unknown_numbers_are_left_out():
-    report = parse_report(
-        {
-            "type": "load",
-            "gateway": "g",
-            "generation": 3,
-            "future": 1,
-            "replicas": {"r": {"inflight": 1, "note": "x"}},
-        }
-    )
-    assert report.replicas == {"r": 1}
-    assert total([report]).replicas["r"] == 1
-    assert total([]).models == {}
 
 
 async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path):

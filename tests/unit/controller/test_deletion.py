@@ -82,6 +82,6 @@ async def test_runs_that_hold_nothing_count_what_they_were_asked_with(control: C
     source = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
     run = await ended(control, eval_id, source)
     assert run.status == "failed"
-    assert holdings.eval_runs(control.db, key_id)[1] >= len(file_id)
+    assert holdings.size(control.db, key_id) >= len(file_id)
     kept = evals.find_run(control.db, (await ended(control, eval_id, given(("a" * 1000, "a")))).id)
     assert kept is not None and 1000 < kept.bytes < 2500

@@ -15,15 +15,10 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.context.tasks import TaskFailed
-from appliance.controller.evals import requests, runner
+from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.grading import given as given_
-from appliance.controller.grading.given import grader_of
 from appliance.controller.http.peers import FromBox
-from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.gateway.core.errors import bad_request
 from appliance.store.database import Database
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
@@ -196,20 +191,6 @@ async def test_criteria_that_nothing_can_meet_are_refused(control: Control, crit
     assert caught.value.param == f"testing_criteria.0.{param}"
 
 
-async def test_labels_that_no_engine_takes_are_refused_by_the_name_that_they_have(control: Control, monkeypatch):
-    def refuse(route: Any, body: bytes, limits: Any) -> None:
-        raise bad_request("`structured_outputs` is too complex: values to choose from", param="structured_outputs")
-
-    monkeypatch.setattr(given_, "check_body", refuse)
-    labels = ["good", "bad", "so so"]
-    many: Any = {**ASKERS, "type": "label_model", "name": "m", "labels": labels, "passing_labels": labels[:1]}
-    both: Any = {"type": "multi", "name": "m", "calculate_output": "a", "graders": {"a": many}}
-    for grader, param in ((many, "testing_criteria.0.labels"), (both, "testing_criteria.0.graders.a.labels")):
-        with pytest.raises(openai.BadRequestError, match="`labels` is too complex: values to choose") as caught:
-            await control.sdk.evals.create(data_source_config=SCHEMA, testing_criteria=[grader])
-        assert caught.value.param == param and "structured_outputs" not in caught.value.message
-
-
 async def test_an_eval_is_made_listed_changed_and_deleted(control: Control):
     first, second = await made(control), await made(control)
     assert [one.id async for one in control.sdk.evals.list(order="desc", limit=1)] == [second, first]
@@ -281,17 +262,6 @@ async def test_a_judges_question_and_answer_have_the_form_of_a_sample(control: C
         "top_p": 1.0,
         "seed": 5,
     }
-
-
-async def test_a_message_may_be_a_part_or_several_as_the_types_have_it(control: Control):
-    control.as_key("carol")
-    sent = answers(control, "yes")
-    part = {"type": "input_text", "text": "Say {{ item.answer }}"}
-    template = [{"role": "developer", "content": part}, {"role": "user", "content": ["Now:", part]}]
-    source = asked(input_messages={"type": "template", "template": template})
-    assert (await ended(control, await made(control), source)).status == "completed"
-    said = sorted([message["content"] for message in body["messages"]] for body in sent)
-    assert said == [["Say no", "Now:\nSay no"], ["Say yes", "Now:\nSay yes"]]
 
 
 async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
@@ -566,22 +536,13 @@ async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_it
         assert caught.value.code == "invalid_json_schema"
 
 
-async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: Control):
-    labels = [str(number) * 15_000 for number in range(10, 20)]
-    message = {"role": "user", "content": "x"}
-    judge = {"type": "label_model", "name": "n", "model": "starter", "input": [message]}
-    caller = Principal("key_carol", frozenset({INFERENCE}), "req_1", "carol")
-    grader_of(control.context, {**judge, "labels": labels[:1], "passing_labels": labels[:1]}, caller)
-    with pytest.raises(BadRequest, match="bytes of schemas"):
-        grader_of(control.context, {**judge, "labels": labels, "passing_labels": labels[:1]}, caller)
-
-
 async def test_what_an_owner_keeps_is_bounded(control: Control):
-    control.as_key("carol", bounds={"evals": 1, "eval_runs": 0})
+    control.as_key("carol", bounds={"unfinished": 0, "bytes": 400})
     eval_id = await made(control)
-    with pytest.raises(openai.RateLimitError, match="1 evals|at most 1"):
+    with pytest.raises(openai.APIStatusError) as caught:
         await made(control)
-    with pytest.raises(openai.RateLimitError, match="eval_runs|runs of evals"):
+    assert (caught.value.status_code, caught.value.body["param"]) == (413, "bytes")  # type: ignore[index]
+    with pytest.raises(openai.RateLimitError):
         await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
 
 
@@ -646,24 +607,9 @@ async def test_a_run_keeps_its_items_once(control: Control):
     assert bad.status == "failed" and bad.data_source.source.content == []
 
 
-async def test_what_evals_say_of_themselves_counts_in_their_owners_bytes(control: Control):
-    """Five hundred of three megabytes each were 500 evals and no bytes."""
-    control.as_key("carol", owner="carol", bounds={"eval_bytes": 5000})
-    check = {**CHECK, "reference": "r" * 2000}
-
-    async def post() -> Any:
-        return await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [check]})
-
-    first, second, third = [await post() for _ in range(3)]
-    assert (first.status_code, second.status_code, third.status_code) == (201, 201, 413)
-    assert "eval_bytes" in third.text
-    assert (await control.http.delete(f"/v1/evals/{first.json()['id']}")).status_code == 200
-    assert (await post()).status_code == 201
-
-
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
-    control.as_key("carol", bounds={"eval_bytes": 3500})
+    control.as_key("carol", bounds={"bytes": 3500})
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
@@ -692,13 +638,6 @@ def test_a_file_is_read_as_a_request_is(tmp_path: Path):
     (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
     ((entry, _),) = runner.entries(tmp_path / "f")
     assert orjson.loads(orjson.dumps(entry.item)) == {"turns": [{"role": "user", "content": 1e30}]}
-
-
-def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:
-    message = {"content": "hi", "tool_calls": [{"id": "1"}]}
-    assert requests.sample_of({"output_text": "a"}).output_text == "a"
-    assert requests.sample_of({"choices": [{"message": message}]}).output_tools == [{"id": "1"}]
-    assert requests.sample_of(None).output_text == requests.sample_of({"foo": "bar"}).output_text == ""
 
 
 async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db: Database):

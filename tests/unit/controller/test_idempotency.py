@@ -101,12 +101,12 @@ async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Co
 
 
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
-    control.as_key("ann", owner="ann", bounds={"evals": 1})
+    control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
     first = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
     again = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
     assert first.status_code == again.status_code == 201 and again.json() == first.json()
-    assert (await control.http.post("/v1/evals", json=body)).status_code == 429
+    assert (await control.http.post("/v1/evals", json=body)).status_code == 413
     deleted = await control.http.delete(f"/v1/evals/{first.json()['id']}")
     assert deleted.status_code == 200
     later = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
@@ -114,13 +114,13 @@ async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
 
 
 BOUNDS = {
-    "/v1/files": "files",
-    "/v1/uploads": "uploads",
-    "/v1/batches": "batches",
-    "/v1/fine_tuning/jobs": "jobs",
-    "/v1/responses": "background",
-    "/v1/evals": "evals",
-    "/v1/evals/{eval_id}/runs": "eval_runs",
+    "/v1/files": ("bytes", 413),
+    "/v1/uploads": ("unfinished", 429),
+    "/v1/batches": ("unfinished", 429),
+    "/v1/fine_tuning/jobs": ("unfinished", 429),
+    "/v1/responses": ("unfinished", 429),
+    "/v1/evals": ("bytes", 413),
+    "/v1/evals/{eval_id}/runs": ("unfinished", 429),
 }
 """POSTs that leave something behind: the bound that an owner has on it."""
 
@@ -128,26 +128,24 @@ BOUNDS = {
 async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control: Control):
     ann = control.as_key("ann", owner="ann")
     made = await bodies(control)
-    for path, name in BOUNDS.items():
+    for path, (name, status) in BOUNDS.items():
         url, same, _ = made[path]
         keys.update(control.db, ann, bounds={name: 0})
         refused = await control.http.post(url, **same)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (429, name), (path, refused.text)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, name), (path, refused.text)
     await control.settle()
 
 
 @pytest.mark.parametrize("more", [KEYED, {"x-stainless-retry-count": "1"}])
 async def test_a_file_that_is_there_is_told_of_though_no_more_may_come(control: Control, more: dict[str, str]):
-    ann = control.as_key("ann", owner="ann", bounds={"files": 1, "file_bytes": 4})
+    control.as_key("ann", owner="ann", bounds={"bytes": 4})
     body, post = form("file", b"abc", purpose="user_data"), control.http.post
     first = await post("/v1/files", headers=KEYED, **body)
     again = await post("/v1/files", headers=more, **body)
     assert first.status_code == again.status_code == 200 and first.json() == again.json()
-    for number, bytes_ in ((1, 99), (99, 4)):
-        keys.update(control.db, ann, bounds={"files": number, "file_bytes": bytes_})
-        other = form("file", b"xyz", purpose="user_data")
-        refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
-        assert refused.status_code in (413, 429), refused.text
+    other = form("file", b"xyz", purpose="user_data")
+    refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
+    assert refused.status_code == 413, refused.text
     assert len(list(control.context.files_dir.iterdir())) == 1
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app, keep_house
 from appliance.controller.http.peers import FromBox
@@ -27,18 +26,7 @@ from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from tests.unit.controller.test_batches import engines
 
-BOUNDS = {
-    "files": 3,
-    "file_bytes": 10_000,
-    "uploads": 2,
-    "batches": 1,
-    "jobs": 2,
-    "models": 3,
-    "model_bytes": 1_000_000,
-    "background": 2,
-    "responses": 3,
-    "responses_bytes": 100_000,
-}
+BOUNDS = {"unfinished": 3, "models": 4, "bytes": 10_000, "responses": 3, "responses_bytes": 100_000}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
 
 
@@ -74,31 +62,20 @@ def refused(answer: httpx.Response, status: int, bound: str) -> bool:
     ) in error["message"]
 
 
-async def test_files_are_bounded_by_number_for_all_keys_of_an_owner_and_for_no_admin(control: Control):
+async def test_bytes_are_bounded_for_all_keys_of_an_owner_and_for_no_admin(control: Control):
     first, second = caller(control.db, "ann", "ann"), caller(control.db, "ann-2", "ann")
-    made = [(await file(control, who, b"x")).json()["id"] for who in (first, second, first)]
-    assert refused(await file(control, second, b"x"), 429, "files")
-    assert refused(await upload(control, second, 1), 429, "files")
-    assert (await file(control, caller(control.db, "ben"), b"x")).status_code == 200
+    made = [(await file(control, who, b"x" * 4000)).json()["id"] for who in (first, second)]
+    assert refused(await file(control, second, b"x" * 2001), 413, "bytes")
+    assert refused(await upload(control, second, 1001), 413, "bytes")
+    assert (await file(control, caller(control.db, "ben"), b"x" * 9000)).status_code == 200
     for who in (ADMIN, {}):
-        assert (await file(control, who, b"x")).status_code == 200
+        assert (await file(control, who, b"x" * 11_000)).status_code == 200
     await control.http.delete(f"/v1/files/{made[0]}", headers=first)
-    assert (await file(control, second, b"x")).status_code == 200
-
-
-async def test_file_bytes_count_what_is_there_announced_and_arriving(control: Control):
-    ann = caller(control.db, "ann")
-    assert (await file(control, ann, b"x" * 4000)).status_code == 200
-    assert refused(await file(control, ann, b"x" * 6001), 413, "file_bytes")
-    assert refused(await upload(control, ann, 3001), 413, "file_bytes")
-    assert (await upload(control, ann, 2500)).status_code == 200
-    assert refused(await file(control, ann, b"x" * 1001), 413, "file_bytes")
-    assert [path.stat().st_size for path in control.context.files_dir.iterdir()] == [4000]
+    assert (await upload(control, second, 1000)).status_code == 200
     # Sent at once, they pass together no more than one after the other.
-    answers = await asyncio.gather(*(file(control, ann, b"x" * 600) for _ in range(8)))
+    answers = await asyncio.gather(*(file(control, second, b"x" * 3000) for _ in range(8)))
     statuses = [answer.status_code for answer in answers]
-    assert statuses.count(200) == 1 and set(statuses) <= {200, 413, 429}
-    assert sum(path.stat().st_size for path in control.context.files_dir.iterdir()) == 4600
+    assert statuses.count(200) == 1 and set(statuses) <= {200, 413}
 
 
 async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ended(control: Control):
@@ -115,50 +92,43 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
     assert not (control.context.files_dir / given).exists()
 
 
-async def test_uploads_batches_jobs_and_background_are_bounded(control: Control):
-    # A batch under way counts as the two files that it makes.
-    ann, ben = caller(control.db, "ann"), caller(control.db, "ben", bounds={"files": 4})
-    assert [(await upload(control, ann, 1)).status_code for _ in range(2)] == [200, 200]
-    assert refused(await upload(control, ann, 1), 429, "uploads")
-
-    given = (await file(control, ben, LINE, "batch")).json()["id"]
-    batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
-    first = await control.http.post("/v1/batches", headers=ben, json=batch)
-    assert first.status_code == 200
-    assert refused(await control.http.post("/v1/batches", headers=ben, json=batch), 429, "batches")
-
-    training = (await file(control, ben, chat_lines(), "fine-tune")).json()["id"]
-    job = {"model": "starter", "training_file": training}
-    answers = [await control.http.post("/v1/fine_tuning/jobs", headers=ben, json=job) for _ in range(3)]
-    assert [answer.status_code for answer in answers[:2]] == [200, 200] and refused(answers[2], 429, "jobs")
-    await control.settle()
-    await control.http.post(f"/v1/fine_tuning/jobs/{answers[0].json()['id']}/cancel", headers=ben)
-    assert (await control.http.post("/v1/fine_tuning/jobs", headers=ben, json=job)).status_code == 200
-    await control.settle()
-
+async def test_unfinished_work_of_all_kinds_is_bounded_together(control: Control):
+    ann, ben = caller(control.db, "ann"), caller(control.db, "ben")
     engines(control).lines = 0
     asked = {"model": "starter", "input": "hello", "background": True}
-    assert [(await control.http.post("/v1/responses", headers=ann, json=asked)).status_code for _ in range(2)] == [
-        200,
-        200,
-    ]
-    assert refused(await control.http.post("/v1/responses", headers=ann, json=asked), 429, "background")
-    # Others are not held up by her.
+    given = (await file(control, ann, LINE, "batch")).json()["id"]
+    training = (await file(control, ann, chat_lines(), "fine-tune")).json()["id"]
+    batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
+    job = {"model": "starter", "training_file": training}
+    response = await control.http.post("/v1/responses", headers=ann, json=asked)
+    for answer in (
+        response,
+        await control.http.post("/v1/batches", headers=ann, json=batch),
+        await control.http.post("/v1/fine_tuning/jobs", headers=ann, json=job),
+    ):
+        assert answer.status_code == 200, answer.text
+    for path, body in (("/v1/responses", asked), ("/v1/batches", batch), ("/v1/fine_tuning/jobs", job)):
+        assert refused(await control.http.post(path, headers=ann, json=body), 429, "unfinished")
+    assert refused(await upload(control, ann, 1), 429, "unfinished")
     assert (await control.http.post("/v1/responses", headers=ben, json=asked)).status_code == 200
-    large = asked | {"input": "x" * 100_000}
-    assert refused(await control.http.post("/v1/responses", headers=ben, json=large), 429, "responses_bytes")
+    cancelled = await control.http.post(f"/v1/responses/{response.json()['id']}/cancel", headers=ann)
+    assert cancelled.status_code == 200
+    assert (await upload(control, ann, 1)).status_code == 200
+    await control.settle()
 
 
 async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control):
-    made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"uploads": 1, "files": 0}})
-    assert made.status_code == 200 and made.json()["bounds"] == {"uploads": 1, "files": 0}
+    made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"unfinished": 1, "bytes": 4}})
+    assert made.status_code == 200 and made.json()["bounds"] == {"unfinished": 1, "bytes": 4}
     ann = {"x-appliance-key-id": made.json()["id"], "x-appliance-scopes": "inference,fine_tuning"}
-    assert (await file(control, ann, b"x")).status_code == 429
-    changed = await control.http.patch("/admin/v1/keys/ann", json={"bounds": {"uploads": 3}})
-    assert changed.json()["bounds"] == {"uploads": 3}
-    assert [(await upload(control, ann, 1)).status_code for _ in range(4)] == [200, 200, 200, 429]
+    assert (await file(control, ann, b"12345")).status_code == 413
+    changed = await control.http.patch("/admin/v1/keys/ann", json={"bounds": {"unfinished": 2}})
+    assert changed.json()["bounds"] == {"unfinished": 2}
+    assert [(await upload(control, ann, 1)).status_code for _ in range(3)] == [200, 200, 429]
     assert (await control.http.patch("/admin/v1/keys/ann", json={"bounds": None})).json()["bounds"] is None
-    assert refused(await upload(control, ann, 1), 429, "uploads")
+    assert (await upload(control, ann, 1)).status_code == 200 and refused(
+        await upload(control, ann, 1), 429, "unfinished"
+    )
     wrong = await control.http.patch("/admin/v1/keys/ann", json={"bounds": {"planets": 3}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "bounds.planets")
 
@@ -257,49 +227,6 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
     assert len(list(control.context.files_dir.iterdir())) == 1 and not list(control.context.uploads_dir.iterdir())
 
 
-async def test_what_jobs_copy_is_bounded_although_the_files_are_deleted(control: Control):
-    """Uploading, submitting and deleting by turns filled the disk; so did submitting and cancelling."""
-    ann, ben = caller(control.db, "ann", bounds={"jobs": 100}), caller(control.db, "ben")
-    data = chat_lines(40)
-    assert BOUNDS["file_bytes"] // 2 < len(data) * 2 < BOUNDS["file_bytes"] < len(data) * 3
-
-    async def submit(who: dict[str, str]) -> httpx.Response:
-        file_id = (await file(control, who, data, "fine-tune")).json()["id"]
-        body = {"model": "starter", "training_file": file_id}
-        made = await control.http.post("/v1/fine_tuning/jobs", headers=who, json=body)
-        await control.settle()
-        assert (await control.http.delete(f"/v1/files/{file_id}", headers=who)).status_code == 200
-        return made
-
-    def copies() -> int:
-        return len(list(control.context.jobs_dir.glob("*/train.jsonl")))
-
-    first, second = await submit(ann), await submit(ann)
-    assert (first.status_code, second.status_code, copies()) == (200, 200, 2)
-    assert refused(await submit(ann), 413, "file_bytes")
-    assert (await submit(ben)).status_code == 200
-    for job in (first, second):
-        await control.http.post(f"/v1/fine_tuning/jobs/{job.json()['id']}/cancel", headers=ann)
-    retention.keep_house(control.context, time.time() + 1)
-    assert copies() == 1, "those of jobs that have ended are gone"
-    assert (await submit(ann)).status_code == 200
-
-
-async def test_a_batch_needs_room_for_its_answers(control: Control, db: Database) -> None:
-    """Batches whose every line is refused cost nothing and left files past every bound."""
-    ann = caller(db, "ann")
-    made = await file(control, ann, LINE, "batch")
-    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    for _ in range(2):
-        assert (await file(control, ann, b"x")).status_code == 200
-    assert refused(await control.http.post("/v1/batches", headers=ann, json=batch), 429, "files")
-    ben = caller(db, "ben")
-    made = await file(control, ben, LINE, "batch")
-    assert (await file(control, ben, b"x" * (BOUNDS["file_bytes"] - len(LINE) - 5))).status_code == 200
-    batch["input_file_id"] = made.json()["id"]
-    assert refused(await control.http.post("/v1/batches", headers=ben, json=batch), 413, "file_bytes")
-
-
 def fine_tuned(db: Database, owner: str, number: int, size: int) -> None:
     row = ModelRow(
         id=f"ft:{owner}:{number}",
@@ -325,26 +252,27 @@ def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control,
     quotas = control.context.quotas
     rows = {name: keys.create(db, name, ["fine_tuning"], name)[0] for name in ("ann", "ben")}
     callers = {name: Principal(row.id, frozenset({"fine_tuning"}), "req", name) for name, row in rows.items()}
-    quotas.check_job(callers["ann"])
-    for number in range(3):
+    quotas.check(callers["ann"], makes_model=True)
+    for number in range(4):
         fine_tuned(db, "ann", number, 10)
     with pytest.raises(ApiError) as found:
-        quotas.check_job(callers["ann"])
+        quotas.check(callers["ann"], makes_model=True)
     assert (found.value.param, found.value.status_code) == ("models", 429)
-    fine_tuned(db, "ben", 9, 1_000_000)
+    fine_tuned(db, "ben", 9, 10_000)
     with pytest.raises(ApiError) as found:
-        quotas.check_job(callers["ben"])
-    assert (found.value.param, found.value.status_code) == ("model_bytes", 413)
+        quotas.check(callers["ben"], makes_model=True)
+    assert (found.value.param, found.value.status_code) == ("bytes", 413)
 
 
 async def test_batches_under_way_hold_the_place_of_their_answers(control: Control, db: Database) -> None:
     """All that were admitted at once were checked against the same room: thirty times the bound was written."""
-    ann = caller(db, "ann", bounds={"batches": 32, "files": 100, "file_bytes": 20 * len(LINE)})
+    ann = caller(db, "ann", bounds={"unfinished": 32, "bytes": 20 * len(LINE)})
     made = await file(control, ann, LINE, "batch")
     batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     answers = [await control.http.post("/v1/batches", headers=ann, json=batch) for _ in range(10)]
     assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
-    assert refused_as(answers[-1], 413, "file_bytes")
+    error = answers[-1].json()["error"]
+    assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")
 
 
 async def batch_of(control: Control, who: dict[str, str], lines: int, answer: int) -> dict[str, Any]:
@@ -386,8 +314,3 @@ async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Dat
     assert why["waiting_for"] == "the disk of the box is short of space" and not engines.sent
     free[0] = 100 * GIB
     await until(control, ann, made["id"], lambda batch: batch["status"] == "completed")
-
-
-def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
-    error = answer.json().get("error", {})
-    return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import sqlite3
 import time
 
 import pytest
@@ -156,14 +155,6 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     assert sorted(await work.end()) == sorted(
         f"{what} {one}" for what in ("run", "end") for one in ("a1", "a2", "b1", "b2")
     )
-
-
-async def test_an_error_of_the_database_that_is_no_full_disk_is_a_bug(db: Database):
-    """A statement that SQLite refuses was repeated for ever."""
-    work = Work(db)
-    work.error = sqlite3.OperationalError("no such column: x")
-    work.tasks.start("things", "a", None)
-    assert await work.end() == ["run a", "fail a internal_error"]
 
 
 async def test_second_start_leaves_a_live_task_alone_and_restart_runs_it_again(db: Database):
