@@ -11,7 +11,6 @@ from pathlib import Path
 from runtime.replace_file import replace_file
 
 SHM_MOUNT = Path("/dev/shm")
-QUARANTINE = "quarantine"
 
 
 class UnsafeFolder(RuntimeError):
@@ -41,7 +40,6 @@ class BoxPaths:
         self.away_jobs = data_dir / "away-jobs"  # of a box, on a node that joined it; the box has what is needed
         self.batches = data_dir / "batches"
         self.uploads = data_dir / "uploads"
-        self.quarantine = data_dir / QUARANTINE  # what no row named at a start; only a person deletes it
         self.logs = data_dir / "logs"
         self.ray_logs = self.logs / "ray"
         self.tracking = data_dir / "tracking"

@@ -71,7 +71,6 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
         *_disk(folder),
         *_machine(),
         *_endpoint(config, runs),
-        *_quarantine(paths.quarantine),
         *_box(paths.state_file, runs),
         *_keys(paths.database),
         *_backup(paths.last_backup),
@@ -268,21 +267,6 @@ def _endpoint(config: BoxConfig, runs: bool) -> Iterator[Finding]:
         f"{pair}: they are loaded without a restart",
         "fail" if left_s <= 0 else "warn",
     )
-
-
-def _quarantine(root: Path) -> Iterator[Finding]:
-    """What a start of the box found without a row in its database, and kept, by day."""
-    for day in sorted(root.iterdir()) if root.is_dir() else []:
-        sizes = [path.lstat().st_size for path in day.rglob("*") if not path.is_dir()]
-        if sizes:
-            yield Finding(
-                "quarantine",
-                "warn",
-                f"{day}, which the database did not name at a start (files: {len(sizes)}, {sum(sizes):,} bytes)",
-                "nothing",
-                "put the database back that names them, and they return at the next start; or send one again, "
-                f"`appliance file upload {day}/files/FILE`; what nobody needs goes by `rm -r {day}`",
-            )
 
 
 def _box(state_file: Path, runs: bool) -> Iterator[Finding]:

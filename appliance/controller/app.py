@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance.controller import retention
+from appliance.controller import data_checks, retention
 from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
@@ -20,11 +20,9 @@ from appliance.controller.admin.owners import forget, key_ends, keys, page_sessi
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks import data_routes
-from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import file_routes, quarantine, storage, upload_routes
+from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
 from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
@@ -41,7 +39,6 @@ from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
     batch_routes,
-    checkpoint_permissions,
     completion_routes,
     job_routes,
     model_routes,
@@ -60,7 +57,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     JobValidation(context)
     Operations(context)
-    data_checks, batches = DataWork(context), Batches(context)
+    checks, batches = data_checks.DataWork(context), Batches(context)
     canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
@@ -69,7 +66,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        quarantine.sweep(context)
+        storage.sweep(context)
         context.tasks.resume()
         context.spending.publish_keys()
         keep_every = context.background.keep_every
@@ -114,7 +111,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
-        data_routes.routes(context, data_checks),
+        data_checks.routes(context, checks),
         batch_routes.routes(context, batches),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
@@ -124,7 +121,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         job_routes.method_routes(),
         grader_routes.routes(context, graders, answers),
         *eval_routes.routes(context, evaluations, graders),
-        checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),
         admin,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals.new_run import insert_run
+from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, serve_version
 from appliance.controller.models import activation

@@ -25,7 +25,7 @@ class DatabaseUnusable(StoreError):
         super().__init__(
             f"{path} cannot be used as the box's database: {reason}. Restore a backup into another data directory "
             "(`appliance restore`). Without one, keep this file and its -wal in another folder and start with an empty "
-            "box: what people sent goes to the folder `quarantine` beside it, and returns when the database does."
+            "box: the files that people sent stay where they are, and are known again when the database returns."
         )
 
 

@@ -70,8 +70,7 @@ class FileRow:
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
     report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
-    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
-    was made of.
+    waiting, done or failed, of the check of what is in it; data_check: its report.
     """
 
     id: str
@@ -88,7 +87,6 @@ class FileRow:
     report: dict[str, Any] | None = json_column(default=None)
     check_status: str | None = None
     data_check: dict[str, Any] | None = json_column(default=None)
-    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,14 +333,6 @@ class CheckpointNameRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PermissionRow:
-    id: str
-    checkpoint: str
-    project_id: str
-    created_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverRow:
     id: str
     reason: str
@@ -581,14 +571,6 @@ class UploadRow:
     file_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UploadPartRow:
-    id: str
-    upload_id: str
-    bytes: int
-    created_s: float
-
-
 AnswerKind = Literal["response", "chat.completion"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
@@ -599,16 +581,15 @@ class ResponseRow:
     """An answer of /v1/responses, or a chat completion, kept for its owner.
 
     key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
-    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when
-    it was made, or gone on from last. bytes: of input, response, request and metadata. model, metadata: of a completion
-    alone, whose `response` is without the second, for that can be changed.
+    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. bytes: of
+    input, response, request and metadata. model, metadata: of a completion alone, whose `response` is without the
+    second, for that can be changed.
     """
 
     id: str
     key_id: str
     status: ResponseStatus
     created_s: float
-    used_s: float
     bytes: int
     input: str
     response: str

@@ -24,43 +24,24 @@ CREATE INDEX keys_of_commands ON keys (revoked_s, created_s) WHERE session;
 CREATE INDEX keys_expiring ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NULL;
 CREATE INDEX keys_expired ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NOT NULL;
 
--- report, data_check: of the check of training data; check_status: waiting, done or failed. lineage: what a prepared
--- file was made of.
+-- report, data_check: of the check of training data; check_status: waiting, done or failed.
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, status_details TEXT, report TEXT, key_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT,
-    lineage TEXT
+    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT
 );
 CREATE INDEX files_purpose ON files (purpose, seq);
 CREATE INDEX files_owner ON files (owner, seq);
 CREATE INDEX files_of_key ON files (key_id, bytes);
 CREATE INDEX files_expiring ON files (expires_s) WHERE expires_s IS NOT NULL;
-CREATE TRIGGER files_held_insert AFTER INSERT ON files WHEN NEW.key_id IS NOT NULL BEGIN
-    INSERT INTO held VALUES (NEW.key_id, 'files', NEW.owner, 1, NEW.bytes)
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER files_held_delete AFTER DELETE ON files WHEN OLD.key_id IS NOT NULL BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner AND number = 0;
-END;
-CREATE TRIGGER files_held_update AFTER UPDATE OF key_id, owner, bytes ON files BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner AND number = 0;
-    INSERT INTO held SELECT NEW.key_id, 'files', NEW.owner, 1, NEW.bytes WHERE NEW.key_id IS NOT NULL
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
 
--- owner: '' is the box, for all. versions_bytes: kept by triggers of `versions`.
+-- owner: '' is the box, for all.
 CREATE TABLE models (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
     kind TEXT NOT NULL CHECK (kind IN ('base', 'fine-tuned')), base TEXT, arch TEXT NOT NULL,
     task TEXT NOT NULL CHECK (task IN ('generate', 'embed')), params INTEGER NOT NULL, bytes INTEGER NOT NULL,
     max_model_len INTEGER, active_version TEXT, job_id TEXT, owned_by TEXT NOT NULL, source TEXT NOT NULL,
-    info TEXT NOT NULL, created_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT '',
-    versions_bytes INTEGER NOT NULL DEFAULT 0
+    info TEXT NOT NULL, created_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX models_owned ON models (owner, seq);
 CREATE INDEX models_active ON models (active_version, id, seq) WHERE active_version IS NOT NULL;
@@ -76,15 +57,6 @@ CREATE INDEX versions_adapters ON versions (model, version) WHERE json_extract(m
 CREATE INDEX versions_on ON versions (json_extract(meta, '$.adapter.base'), seq)
     WHERE json_extract(meta, '$.adapter.base') IS NOT NULL;
 CREATE INDEX versions_silent ON versions (model, version) WHERE json_extract(meta, '$.chat_template') = 0;
-CREATE TRIGGER versions_insert AFTER INSERT ON versions BEGIN
-    UPDATE models SET versions_bytes = versions_bytes + NEW.bytes WHERE id = NEW.model;
-END;
-CREATE TRIGGER versions_delete AFTER DELETE ON versions BEGIN
-    UPDATE models SET versions_bytes = versions_bytes - OLD.bytes WHERE id = OLD.model;
-END;
-CREATE TRIGGER versions_update AFTER UPDATE OF bytes ON versions BEGIN
-    UPDATE models SET versions_bytes = versions_bytes - OLD.bytes + NEW.bytes WHERE id = NEW.model;
-END;
 CREATE INDEX versions_of_job ON versions (model, meta ->> '$.job_id');
 
 -- max_replicas: NULL is the box's setting. served: version, devices and settings' digest that opened last.
@@ -144,12 +116,6 @@ CREATE TABLE checkpoints (
 );
 CREATE INDEX checkpoints_job ON checkpoints (job_id, seq);
 CREATE INDEX checkpoints_of_version ON checkpoints (model, version, name);
-
-CREATE TABLE permissions (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, checkpoint TEXT NOT NULL, project_id TEXT NOT NULL,
-    created_s REAL NOT NULL, UNIQUE (checkpoint, project_id)
-);
-CREATE INDEX permissions_of ON permissions (checkpoint, seq);
 
 CREATE TABLE handovers (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, reason TEXT NOT NULL, state TEXT NOT NULL,
@@ -229,31 +195,15 @@ CREATE INDEX batches_of_key ON batches (key_id)
 CREATE INDEX batches_ended_time ON batches (created_s)
     WHERE status NOT IN ('validating', 'in_progress', 'finalizing', 'cancelling');
 
--- Bytes of parts are in uploads/<id>/<part id>. parts, parts_bytes: kept by triggers of `upload_parts`.
+-- Parts are the files uploads/<id>/<part id>.
 CREATE TABLE uploads (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     mime_type TEXT NOT NULL, bytes INTEGER NOT NULL, file_keep_s REAL, key_id TEXT,
     status TEXT NOT NULL CHECK (status IN ('pending', 'completed', 'cancelled', 'expired')), file_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT '', parts INTEGER NOT NULL DEFAULT 0,
-    parts_bytes INTEGER NOT NULL DEFAULT 0
+    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX uploads_of_key ON uploads (key_id, bytes) WHERE status = 'pending';
 CREATE INDEX uploads_ended ON uploads (created_s) WHERE status != 'pending';
-
-CREATE TABLE upload_parts (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-    upload_id TEXT NOT NULL REFERENCES uploads (id) ON DELETE CASCADE, bytes INTEGER NOT NULL, created_s REAL NOT NULL
-);
-CREATE INDEX upload_parts_upload ON upload_parts (upload_id, seq);
-CREATE TRIGGER upload_parts_insert AFTER INSERT ON upload_parts BEGIN
-    UPDATE uploads SET parts = parts + 1, parts_bytes = parts_bytes + NEW.bytes WHERE id = NEW.upload_id;
-END;
-CREATE TRIGGER upload_parts_delete AFTER DELETE ON upload_parts BEGIN
-    UPDATE uploads SET parts = parts - 1, parts_bytes = parts_bytes - OLD.bytes WHERE id = OLD.upload_id;
-END;
-CREATE TRIGGER upload_parts_update AFTER UPDATE OF bytes ON upload_parts BEGIN
-    UPDATE uploads SET parts_bytes = parts_bytes - OLD.bytes + NEW.bytes WHERE id = NEW.upload_id;
-END;
 
 -- The newest of each model, running or ended.
 CREATE TABLE canaries (
@@ -271,21 +221,6 @@ CREATE TABLE usage (
     completion_tokens INTEGER NOT NULL, refused INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (hour_s, key_id, model, version)
 );
 CREATE INDEX usage_of_keys ON usage (key_id, hour_s, prompt_tokens, completion_tokens);
-CREATE TRIGGER usage_spent_insert AFTER INSERT ON usage BEGIN
-    INSERT INTO spent VALUES (NEW.key_id, NEW.hour_s / 86400, NEW.prompt_tokens + NEW.completion_tokens)
-        ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens;
-END;
-CREATE TRIGGER usage_spent_delete AFTER DELETE ON usage BEGIN
-    UPDATE spent SET tokens = tokens - OLD.prompt_tokens - OLD.completion_tokens
-        WHERE key_id = OLD.key_id AND day = OLD.hour_s / 86400;
-    DELETE FROM spent WHERE key_id = OLD.key_id AND day = OLD.hour_s / 86400 AND tokens = 0;
-END;
-CREATE TRIGGER usage_spent_update AFTER UPDATE OF key_id, hour_s, prompt_tokens, completion_tokens ON usage BEGIN
-    UPDATE spent SET tokens = tokens - OLD.prompt_tokens - OLD.completion_tokens
-        WHERE key_id = OLD.key_id AND day = OLD.hour_s / 86400;
-    INSERT INTO spent VALUES (NEW.key_id, NEW.hour_s / 86400, NEW.prompt_tokens + NEW.completion_tokens)
-        ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens;
-END;
 
 -- Devices held by jobs. key_id, owner, model: filled when the job's row is deleted.
 CREATE TABLE device_time (
@@ -300,31 +235,15 @@ CREATE INDEX device_time_ended ON device_time (to_s);
 CREATE TABLE responses (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key_id TEXT NOT NULL, previous_id TEXT,
     status TEXT NOT NULL CHECK (status IN ('queued', 'in_progress', 'completed', 'incomplete', 'failed', 'cancelled')),
-    background INTEGER NOT NULL, created_s REAL NOT NULL, used_s REAL NOT NULL, bytes INTEGER NOT NULL, request TEXT,
+    background INTEGER NOT NULL, created_s REAL NOT NULL, bytes INTEGER NOT NULL, request TEXT,
     input TEXT NOT NULL, response TEXT NOT NULL, owner TEXT NOT NULL DEFAULT '',
     kind TEXT NOT NULL DEFAULT 'response' CHECK (kind IN ('response', 'chat.completion')), model TEXT, metadata TEXT
 );
-CREATE INDEX responses_used ON responses (used_s, bytes);
-CREATE INDEX responses_of_key ON responses (key_id, used_s, bytes);
+CREATE INDEX responses_made ON responses (created_s, bytes);
+CREATE INDEX responses_of_key ON responses (key_id);
 CREATE INDEX responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
-CREATE INDEX responses_held ON responses (owner, used_s, status, bytes);
+CREATE INDEX responses_held ON responses (owner, seq, status, bytes, key_id);
 CREATE INDEX responses_chain ON responses (id, owner, previous_id, bytes);
-CREATE TRIGGER responses_held_insert AFTER INSERT ON responses WHEN NEW.key_id IS NOT NULL BEGIN
-    INSERT INTO held VALUES (NEW.key_id, 'responses', NEW.owner, 1, NEW.bytes)
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER responses_held_delete AFTER DELETE ON responses WHEN OLD.key_id IS NOT NULL BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'responses' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'responses' AND whose = OLD.owner AND number = 0;
-END;
-CREATE TRIGGER responses_held_update AFTER UPDATE OF key_id, owner, bytes ON responses BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'responses' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'responses' AND whose = OLD.owner AND number = 0;
-    INSERT INTO held SELECT NEW.key_id, 'responses', NEW.owner, 1, NEW.bytes WHERE NEW.key_id IS NOT NULL
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
 CREATE INDEX completions_of_owner ON responses (owner, seq, model, metadata) WHERE kind = 'chat.completion';
 CREATE INDEX completions_of_all ON responses (seq, model, metadata) WHERE kind = 'chat.completion';
 
@@ -369,22 +288,6 @@ CREATE INDEX eval_runs_in_order ON eval_runs (eval_id, seq, status);
 CREATE INDEX eval_runs_kept ON eval_runs (owner, seq, status);
 CREATE INDEX eval_runs_sampled ON eval_runs (eval_id, seq)
     WHERE data_source ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id';
-CREATE TRIGGER eval_runs_held_insert AFTER INSERT ON eval_runs WHEN NEW.key_id IS NOT NULL BEGIN
-    INSERT INTO held VALUES (NEW.key_id, 'eval_runs', NEW.owner, 1, NEW.bytes)
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER eval_runs_held_delete AFTER DELETE ON eval_runs WHEN OLD.key_id IS NOT NULL BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner AND number = 0;
-END;
-CREATE TRIGGER eval_runs_held_update AFTER UPDATE OF key_id, owner, bytes ON eval_runs BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner AND number = 0;
-    INSERT INTO held SELECT NEW.key_id, 'eval_runs', NEW.owner, 1, NEW.bytes WHERE NEW.key_id IS NOT NULL
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
 CREATE INDEX eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id) WHERE status IN ('queued', 'in_progress');
 
 CREATE TABLE eval_items (
@@ -410,18 +313,6 @@ CREATE TABLE page_sessions (
 );
 CREATE INDEX page_sessions_of ON page_sessions (key_id, seen_s);
 CREATE INDEX page_sessions_until ON page_sessions (until_s);
-
--- Number and bytes of files, responses and eval runs per key and owner, kept by the triggers of these tables. whose:
--- the owner, under another column name so that renaming an owner leaves it to the triggers.
-CREATE TABLE held (
-    key_id TEXT NOT NULL, kind TEXT NOT NULL, whose TEXT NOT NULL, number INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    PRIMARY KEY (key_id, kind, whose)
-) WITHOUT ROWID;
-
--- Tokens per key and day (UTC), kept by the triggers of `usage`.
-CREATE TABLE spent (
-    key_id TEXT NOT NULL, day INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (key_id, day)
-) WITHOUT ROWID;
 
 -- contents: checksum of the tried files. rules: number of the trial. refused_file, reason: '' if accepted.
 CREATE TABLE folder_trials (

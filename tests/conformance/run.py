@@ -36,7 +36,6 @@ TESTS = (
     "tests/api_resources/test_models.py",
     "tests/api_resources/fine_tuning/test_jobs.py",
     "tests/api_resources/fine_tuning/jobs/test_checkpoints.py",
-    "tests/api_resources/fine_tuning/checkpoints/test_permissions.py",
     "tests/api_resources/fine_tuning/alpha/test_graders.py",
     "tests/api_resources/test_evals.py",
     "tests/api_resources/evals/test_runs.py",

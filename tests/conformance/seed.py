@@ -29,9 +29,7 @@ from appliance.store.rows import (
     JobRow,
     KeyRow,
     ModelRow,
-    PermissionRow,
     ResponseRow,
-    UploadPartRow,
     UploadRow,
     VersionRow,
 )
@@ -43,7 +41,6 @@ PLAIN_MODEL = "gpt-6-astra"
 JUDGE = "model"
 DELETABLE = "ft:gpt-4o-mini:acemeco:suffix:abc123"
 PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
-PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
 UPLOAD, PART = "upload_abc123", "string"
 PART_DATA = b"Example data"
 BATCH, BATCH_INPUT = "batch_id", "input_file_id"
@@ -73,8 +70,7 @@ def reset(db: Database, files_dir: Path) -> None:
         _forget(db)
         for name in (TUNABLE, PLAIN_MODEL, JUDGE):
             _model(db, name, "base", None)
-        # JOB is asked for as a checkpoint's name too by the tests of permissions.
-        for name in (DELETABLE, PERMITTED, JOB):
+        for name in (DELETABLE, PERMITTED):
             _model(db, name, "fine-tuned", TUNABLE)
         for file_id in _FILE_IDS[:3]:
             _file(db, files_dir, file_id)
@@ -94,8 +90,6 @@ def reset(db: Database, files_dir: Path) -> None:
                 {"train_loss": 1.0},
             ),
         )
-        job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
-        job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
         _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
@@ -141,9 +135,8 @@ def _keys(db: Database) -> None:
 
 
 def _forget(db: Database) -> None:
-    names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED, JOB]
+    names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED]
     marks = ", ".join("?" * len(names))
-    db.execute("DELETE FROM permissions WHERE checkpoint IN (?, ?)", [PERMITTED, JOB])
     db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
     db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
     db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)
@@ -251,7 +244,6 @@ def _upload(db: Database, uploads_dir: Path) -> None:
             now_s + 3600,
         ),
     )
-    uploads.insert_part(db, UploadPartRow(PART, UPLOAD, len(PART_DATA), now_s))
 
 
 def _batches(db: Database, files_dir: Path) -> None:
@@ -303,7 +295,6 @@ def _responses(db: Database) -> None:
                 key_id="key_conformance0",
                 status="completed",
                 created_s=time.time(),
-                used_s=time.time(),
                 bytes=len(given) + len(answered),
                 input=given,
                 response=answered,

@@ -29,7 +29,7 @@ from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, TaskRow
 
 RESPONSES = "responses"
 URL = "/v1/responses"
-COMMENT_EVERY_S = 15.0
+COMMENT_EVERY_S, LOOK_EVERY_S = 15.0, 0.2
 _CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
 """OpenAI's responses have these codes only."""
 _TOO_LATE = "The response had no answer within 24 hours: no engine had room, or its key had used up its limits."
@@ -62,11 +62,12 @@ class BackgroundResponses:
                 continue  # it may have changed in the meantime
             if row.finished:
                 return
-            standing = responses.standing(db, response_id)
-            if standing is None or standing[0] != row.status:
-                continue  # it changed while a thread read it, before this task waited for changes
-            if not await self._stored.news(response_id, COMMENT_EVERY_S):
-                yield b": waiting\n\n"
+            until_s = time.monotonic() + COMMENT_EVERY_S
+            while (standing := responses.standing(db, response_id)) is not None and standing[0] == row.status:
+                if time.monotonic() >= until_s:
+                    yield b": waiting\n\n"
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
 
     # --- asking
 
@@ -96,7 +97,6 @@ class BackgroundResponses:
             viewer = viewer_of(self._db, row.key_id or None)
             earlier = await self._stored.before(row.previous_id, viewer)
             before = await asyncio.to_thread(self._stored.items, earlier)
-        # An older box has kept the input in the request, too.
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         with self._db.transaction():
             now = responses.find(self._db, response_id)  # it may have been cancelled meanwhile
@@ -124,13 +124,10 @@ class BackgroundResponses:
             self._end(row, objects.failed(orjson.loads(row.response), code, str(error)))
 
     def _end(self, row: ResponseRow, response: dict[str, Any]) -> None:
-        # A newer engine may report a status that rows do not have.
-        known = ("completed", "incomplete", "failed", "cancelled")
-        status = response["status"] if response.get("status") in known else "completed"
+        status = responses.ended_status(response.get("status"))
         self._set(row, {**response, "status": status}, status=status, request=None)
 
     def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
         text = orjson.dumps(response).decode()
         size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
-        self._stored.tell(row.id)

@@ -2,7 +2,7 @@
 absent.
 
 The bytes go to `files/.incoming-<id>`, are synced, and only then renamed to `files/<id>`; the next start deletes what a
-crash leaves.
+crash leaves (`storage.sweep`).
 """
 
 from __future__ import annotations

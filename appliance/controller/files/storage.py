@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
-from appliance.store.objects import files
+from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
 from train.data.check import DataReport, Heard, check_training_file
 from train.methods.check_process import ANY, check_apart
@@ -30,7 +31,6 @@ from train.methods.method import Method
 from train.methods.methods import convert
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
-LEAVING_PREFIX = ".leaving-"
 DATA_CHECKS = "data_checks"
 """Tasks that check what is in uploaded training data."""
 EXPIRY_S = range(3600, 2_592_000 + 1)
@@ -58,16 +58,24 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The row first: a row without bytes would be wrong. After a crash in between, the mark tells the next start that
-    nobody wants bytes without a row (appliance.controller.files.quarantine)."""
-    mark = context.files_dir / f"{LEAVING_PREFIX}{row.id}"
-    with contextlib.suppress(OSError):  # a full disk
-        mark.touch(mode=0o600)
-    try:
-        files.delete(context.db, row.id)
-        (context.files_dir / row.id).unlink(missing_ok=True)
-    finally:
-        mark.unlink(missing_ok=True)
+    """The row first: a row without bytes would be wrong."""
+    files.delete(context.db, row.id)
+    (context.files_dir / row.id).unlink(missing_ok=True)
+
+
+def sweep(context: ControllerContext) -> None:
+    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads and
+    batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
+    for half in (*context.files_dir.glob(f"{INCOMING_PREFIX}*"), *context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")):
+        half.unlink()
+    for folder in list(context.uploads_dir.iterdir()):
+        upload = uploads.find(context.db, folder.name, viewer=None)
+        if upload is not None and upload.status != "pending":
+            shutil.rmtree(folder)
+    for answers in list(context.batches_dir.iterdir()):
+        batch = batches.find(context.db, answers.name.partition(".")[0], viewer=None)
+        if batch is not None and batch.finished:
+            answers.unlink()
 
 
 @contextlib.contextmanager

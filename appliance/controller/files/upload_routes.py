@@ -1,8 +1,8 @@
 """/v1/uploads: a large file in parts (https://platform.openai.com/docs/api-reference/uploads).
 
-Parts may arrive concurrently and in any order; `complete` names them in file order. Each part is synced before its row
-is written, so an upload continues after a restart with the parts it had. Completing copies the parts into one file,
-which then behaves like one of `/v1/files`; until then the disk holds both.
+Parts may arrive concurrently and in any order; `complete` names them in file order. A part is a file that is renamed
+once it is synced, so an upload continues after a restart with the parts it had; one that is sent twice is two parts.
+Completing copies the parts into one file, which then behaves like one of `/v1/files`; until then the disk holds both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from appliance.controller.files import form
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
 from appliance.controller.http.audited import unaudited
-from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
@@ -35,7 +34,7 @@ from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Princ
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
-from appliance.store.rows import UploadPartRow, UploadRow, columns
+from appliance.store.rows import UploadRow, columns
 
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
@@ -100,8 +99,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     @unaudited  # upload.create and upload.complete have it
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
-        made = await _add_part(context, _pending(context, upload_id, caller), request, caller)
-        return {"id": made.id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": upload_id}
+        part_id = await _add_part(context, _pending(context, upload_id, caller), request, caller)
+        return {"id": part_id, "object": "upload.part", "created_at": int(time.time()), "upload_id": upload_id}
 
     @router.post("/{upload_id}/complete")
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
@@ -120,47 +119,40 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-async def _add_part(context: ControllerContext, row: UploadRow, request: Request, caller: Principal) -> UploadPartRow:
+async def _add_part(context: ControllerContext, row: UploadRow, request: Request, caller: Principal) -> str:
     """Raises BadRequest, and what the disk refuses."""
-    db, part_id, folder = context.db, new_id("part_"), _folder(context, row.id)
+    part_id, folder = new_id("part_"), _folder(context, row.id)
     context.quotas.disk.check(int(request.headers.get("content-length", 0)))
     folder.mkdir(mode=0o700, exist_ok=True)
     incoming = folder / f"{form.INCOMING_PREFIX}{part_id}"
     try:
         part = await form.receive(request, incoming, context.config.upload_part_bytes, "data")
-
-        def make() -> UploadPartRow:
-            _pending(context, row.id, caller)  # it may have ended while its bytes arrived
-            number, size = upload_rows.stored(db, row.id)
-            if number >= MAX_PARTS:
-                raise BadRequest(
-                    f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-                    param="data",
-                    code="too_many_parts",
-                )
-            if size + part.size > 2 * row.bytes:
-                raise BadRequest(
-                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be "
-                    "sent a second time); create an upload with the file's size.",
-                    param="data",
-                    code="upload_too_large",
-                )
-            os.rename(incoming, folder / part_id)
-            made = UploadPartRow(part_id, row.id, part.size, time.time())
-            upload_rows.insert_part(db, made)
-            return made
-
-        known = partial(upload_rows.find_part, db, row.id)
-        made, _ = Attempt(request, caller, "upload parts", [row.id, part.sha256, part.fields], known).once(make)
+        check_stands(context.db, caller)
+        _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+        sizes = _sizes(folder)
+        if len(sizes) >= MAX_PARTS:
+            raise BadRequest(
+                f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+                param="data",
+                code="too_many_parts",
+            )
+        if sum(sizes.values()) + part.size > 2 * row.bytes:
+            raise BadRequest(
+                f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be "
+                "sent a second time); create an upload with the file's size.",
+                param="data",
+                code="upload_too_large",
+            )
+        os.rename(incoming, folder / part_id)
     finally:
         incoming.unlink(missing_ok=True)
-    return made
+    return part_id
 
 
 async def _complete(context: ControllerContext, row: UploadRow, body: UploadComplete, caller: Principal) -> None:
     """Make the file. Raises BadRequest, and what the disk and the quotas refuse."""
     db, file_id = context.db, new_id("file-")
-    _check_chosen(row, body, upload_rows.sizes(db, row.id))
+    _check_chosen(row, body, _sizes(_folder(context, row.id)))
     context.quotas.disk.check(row.bytes)
     with files.growing(context, file_id) as (incoming,):
         try:
@@ -252,6 +244,12 @@ def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
 
 def _folder(context: ControllerContext, upload_id: str) -> Path:
     return context.uploads_dir / upload_id
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the parts that have arrived, by id."""
+    parts = folder.glob("[!.]*") if folder.is_dir() else ()
+    return {part.name: part.stat().st_size for part in parts}
 
 
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:

@@ -10,7 +10,7 @@ from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.store.database import Database
 from appliance.store.objects import job_records
-from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, PermissionRow, columns
+from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, columns
 from train.methods.methods import DEFAULT, METHODS
 
 _STATUS_OF_PHASE = {
@@ -136,15 +136,6 @@ def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
         "fine_tuning_job_id": row.job_id,
         "metrics": {"step": row.step, **row.metrics},
         "step_number": row.step,
-    }
-
-
-def permission_object(row: PermissionRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "object": "checkpoint.permission",
-        "created_at": int(row.created_s),
-        "project_id": row.project_id,
     }
 
 

@@ -40,9 +40,9 @@ class OwnerBounds(BaseModel):
     eval_bytes: int = Field(4 * GIB, ge=0)
     """All evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
     responses: int = Field(50_000, ge=0)
-    """Stored responses and chat completions; beyond it, the owner's least recently used are deleted."""
+    """Stored responses and chat completions; beyond it, the owner's oldest are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
-    """All stored responses and chat completions of the owner; beyond it, the least recently used are deleted."""
+    """All stored responses and chat completions of the owner; beyond it, the oldest are deleted."""
 
 
 class RetentionSettings(BaseModel):
@@ -161,10 +161,7 @@ class ControllerConfig(BaseModel):
 
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
-    """Answers of /v1/responses, and chat completions with `store`, are kept for this long after creation or their last
-    continuation; 0: none is stored."""
-    responses_bytes: int = Field(2048 * MIB, ge=MIB)
-    """All answers together; beyond it, the least recently used of the owner who holds most are deleted."""
+    """Answers of /v1/responses, and chat completions with `store`, are kept for this long; 0: none is stored."""
 
     # --- background
     housekeeping_every_s: Seconds = 30.0

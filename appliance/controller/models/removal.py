@@ -102,16 +102,15 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 
 
 def _rests_on(db: Database, row: VersionRow) -> bool:
-    """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it or permitted it to a
-    project, or what was made of it, or is being made or judged by it, needs it."""
-    model, name = models.find(db, row.model), job_records.checkpoint_of(db, row.model, row.version)
+    """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it, or what was made of
+    it, or is being made or judged by it, needs it."""
+    model = models.find(db, row.model)
     running = canaries.find_running(db, row.model)
     names = _names(db, row.model, row.version)
     return (
         bool(row.pinned)
         or (model is not None and model.active_version == row.version)
         or (running is not None and running.version == row.version)
-        or (name is not None and job_records.is_permitted(db, name))
         or bool(jobs.list_unfinished_with(db, names, ""))
         or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
         or any(adapter.base_version == row.version for adapter in adapters.list_on(db, row.model))

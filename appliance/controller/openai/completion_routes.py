@@ -16,7 +16,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.controller.jobs.requests import check_metadata
 from appliance.controller.responses.completions import asked_messages, completion_object, stored_messages
-from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.responses.stored import StoredResponses, not_found
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -57,14 +57,15 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
     async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
         check_metadata(body.metadata)
         await stored.find(completion_id, caller.viewer, COMPLETION)
-        stored.describe(completion_id, body.metadata)
+        responses.set_metadata(db, completion_id, body.metadata)
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
         return await answer(db, lambda: completion_object(row))
 
     @router.delete("/{completion_id}")
     async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        stored.delete(row.id, COMPLETION)
+        if not responses.delete(db, row.id):  # another request was faster
+            raise not_found(completion_id, COMPLETION)
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
     @router.get("/{completion_id}/messages", response_model=dict[str, Any])

@@ -23,14 +23,13 @@ from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, KeyRevoked
+from appliance.controller.interfaces.errors import BadRequest, Forbidden
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed
-from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.responses.stored import StoredResponses, not_found
 from appliance.store.database import Part
 from appliance.store.objects import responses
-from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 
 
@@ -63,8 +62,6 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if previous is not None:
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
-        if how := keys.how_ended(context.db, caller.key_id, caller.secret):  # while body or earlier turns were read
-            raise KeyRevoked(how)
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
@@ -73,9 +70,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             context.tasks.start(RESPONSES, row.id, row.key_id or None)
             return row
 
-        row, made = attempt.once(make)
-        if made:
-            await asyncio.to_thread(stored.make_room, [row])
+        row, _ = attempt.once(make)
         return told(row)
 
     @router.get("/{response_id}")
@@ -95,7 +90,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.viewer)
-        stored.delete(row.id)
+        if not responses.delete(context.db, row.id):  # another request was faster
+            raise not_found(response_id, "response")
         context.tasks.restart(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
@@ -111,7 +107,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         await stored.find(response_id, caller.viewer)  # it may be on its way
 
         def found() -> dict[str, Any]:
-            rows = stored.turns(response_id, caller.viewer)
+            turns = (responses.find(context.db, turn.id) for turn in stored.turns(response_id, caller.viewer))
+            rows = filter(None, turns)  # one may have been deleted in the meantime
             items = [item for row in rows for item in listed(row, answered=row.id != response_id)]
             return sliced(items, "input item", **part)
 
@@ -153,7 +150,6 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
         owner=caller.owner,
         status="queued",
         created_s=now_s,
-        used_s=now_s,
         background=1,
         request=request,
         bytes=responses.bytes_of(given, request, made),

@@ -5,12 +5,10 @@ Shapes: https://platform.openai.com/docs/api-reference/chat/object and …/chat/
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import orjson
 
-from appliance.controller.interfaces.errors import shown
 from appliance.gateway.requests.transcript import OPTIONS
 from appliance.store.objects import responses
 from appliance.store.rows import ResponseRow
@@ -21,12 +19,8 @@ _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
 
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
-    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for what is none."""
+    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for a malformed one."""
     messages, metadata = request["messages"], request.get("metadata") or None
-    if not isinstance(messages, list) or not isinstance(answer["choices"], list):
-        raise TypeError("its messages or its choices are no list")
-    if not isinstance(answer["model"], str):
-        raise ValueError(f"its model is {shown(answer['model'])}")
     made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
     # As OpenAI's stored objects have them, null where nothing was asked.
@@ -34,13 +28,12 @@ def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> 
     given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
     described = None if metadata is None else orjson.dumps(metadata).decode()
     return ResponseRow(
-        id=str(answer["id"]),
+        id=answer["id"],
         key_id=key_id,
         owner=owner,
         status="completed",
         kind="chat.completion",
         created_s=float(answer["created"]),
-        used_s=time.time(),
         bytes=responses.bytes_of(given, answered, described),
         input=given,
         response=answered,

@@ -29,7 +29,7 @@ from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.copies import verify
+from weights.tiers.directory import verify
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What belongs to a job: its judge, events, metrics, checkpoints, and who may use a checkpoint."""
+"""What belongs to a job: its judge, events, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from dataclasses import fields
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, encode
-from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
     CheckpointRow,
     JobEventRow,
     JobJudgeRow,
     JobMetricRow,
-    PermissionRow,
 )
 from appliance.store.table import Table
 
@@ -23,8 +21,6 @@ _JUDGES, _EVENTS = Table("job_judges", JobJudgeRow, "job_id"), Table("job_events
 insert_judge, find_judge, insert_event = _JUDGES.insert, _JUDGES.find, _EVENTS.insert
 _CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
 insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
-_PERMISSIONS = Table("permissions", PermissionRow, "checkpoint", "project_id")
-insert_permission, find_permission = _PERMISSIONS.insert, _PERMISSIONS.find
 MOST_TEACHERS = 100
 """Versions of one job's teacher."""
 
@@ -137,23 +133,3 @@ def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
 def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:
     """Newest first."""
     return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, **part)
-
-
-def page_permissions(
-    db: Database, checkpoint: str, *, project_id: str | None, **part: Unpack[Part]
-) -> Page[PermissionRow]:
-    scope = {"checkpoint": checkpoint}
-    where, parameters = ("1", []) if project_id is None else ("project_id = ?", [project_id])
-    return db.page(PermissionRow, "permissions", scope=scope, where=where, parameters=parameters, **part)
-
-
-def is_permitted(db: Database, checkpoint: str) -> bool:
-    """Whether any project may use it."""
-    return db.value("SELECT 1 FROM permissions WHERE checkpoint = ? LIMIT 1", [checkpoint]) is not None
-
-
-def delete_permission(db: Database, checkpoint: str, permission_id: str) -> None:
-    """Raises RowNotFound."""
-    cursor = db.execute("DELETE FROM permissions WHERE checkpoint = ? AND id = ?", [checkpoint, permission_id])
-    if cursor.rowcount == 0:
-        raise RowNotFound("permissions", permission_id)

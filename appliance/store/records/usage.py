@@ -75,10 +75,9 @@ def last_used(db: Database) -> dict[str, float]:
 
 
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
-    """Prompt and completion tokens of a key since `since_s`, which begins a day of UTC. It adds up the sums of days
-    that triggers keep, because each report of the gateways asks."""
-    days = "SELECT coalesce(sum(tokens), 0) FROM spent WHERE key_id = ? AND day >= ?"
-    return int(db.value(days, [key_id, int(since_s // DAY_S)]))
+    """Prompt and completion tokens of a key since `since_s`, which begins an hour."""
+    spent = "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE key_id = ? AND hour_s >= ?"
+    return int(db.value(spent, [key_id, int(since_s)]))
 
 
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:

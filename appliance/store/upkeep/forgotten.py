@@ -50,8 +50,6 @@ def models_made(db: Database, owner: str) -> list[str]:
 
 def delete(db: Database, owner: str) -> None:
     """Delete the owner's uploads, batches, responses and attempts."""
-    uploads = f"SELECT id FROM uploads WHERE {_mine(db, 'uploads')}"
-    db.delete("upload_parts", f"upload_id IN ({uploads})", [owner])
     for table in ("uploads", "batches", "responses", "idempotency"):
         db.delete(table, _mine(db, table), [owner])
 

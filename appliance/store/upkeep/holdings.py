@@ -13,7 +13,7 @@ FILES_OF_BATCH, ANSWERS_PER_INPUT = 2, 3
 def files(db: Database, key_id: str) -> tuple[int, int]:
     """Number and bytes, with those that unfinished batches are going to make: two files each, and answers that are
     longer than their lines (an error is three times as long as a short one)."""
-    number, size = _held(db, "files", key_id)
+    number, size = _number_and_bytes(db, f"files WHERE {_OF}", key_id)
     inputs = f"SELECT input_file_id FROM batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}"
     unfinished, more = _number_and_bytes(db, f"files JOIN ({inputs}) ON input_file_id = files.id", key_id)
     return number + FILES_OF_BATCH * unfinished, size + ANSWERS_PER_INPUT * more
@@ -22,11 +22,6 @@ def files(db: Database, key_id: str) -> tuple[int, int]:
 def uploads(db: Database, key_id: str) -> tuple[int, int]:
     """Number and announced bytes of uploads that are neither complete nor ended."""
     return _number_and_bytes(db, f"uploads WHERE status = 'pending' AND {_OF}", key_id)
-
-
-def responses(db: Database, key_id: str) -> tuple[int, int]:
-    """Number and bytes."""
-    return _held(db, "responses", key_id)
 
 
 def background(db: Database, key_id: str) -> tuple[int, int]:
@@ -47,7 +42,7 @@ def evals(db: Database, key_id: str) -> tuple[int, int]:
 def eval_runs(db: Database, key_id: str) -> tuple[int, int]:
     """Number of unfinished ones, and bytes of all."""
     unfinished = _number(db, f"eval_runs WHERE status IN ({sql_list(UNFINISHED_EVAL_RUN)}) AND {_OF}", key_id)
-    return unfinished, _held(db, "eval_runs", key_id)[1]
+    return unfinished, _number_and_bytes(db, f"eval_runs WHERE {_OF}", key_id)[1]
 
 
 def jobs(db: Database, key_id: str) -> int:
@@ -58,16 +53,8 @@ def jobs(db: Database, key_id: str) -> int:
 def models(db: Database, key_id: str) -> tuple[int, int]:
     """Number of fine-tuned models, and bytes of all their versions."""
     owned = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
-    number, size = db.execute(f"SELECT count(*), coalesce(sum(versions_bytes), 0) FROM {owned}", [key_id]).fetchone()
-    return number, size
-
-
-def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:
-    """Number and bytes, as the table's triggers keep them."""
-    found = db.execute(
-        f"SELECT coalesce(sum(number), 0), coalesce(sum(bytes), 0) FROM held WHERE kind = ?2 AND {_OF}", [key_id, kind]
-    ).fetchone()
-    return found[0], found[1]
+    _, size = _number_and_bytes(db, f"versions WHERE model IN (SELECT id FROM {owned})", key_id)
+    return _number(db, owned, key_id), size
 
 
 def _number(db: Database, where: str, key_id: str) -> int:

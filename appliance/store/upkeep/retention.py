@@ -49,7 +49,6 @@ def delete_job(db: Database, job_id: str) -> None:
     """Delete an ended job with what belongs to it: up to 100,000 events, steps and checkpoints each."""
     delete_texts_of_job(db, job_id)
     db.delete("job_metrics", "job_id = ?", [job_id], _KEYS["job_metrics"])
-    db.delete("permissions", "checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)", [job_id])
     db.delete("checkpoints", "job_id = ?", [job_id])
     db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
 

@@ -82,15 +82,6 @@ def test_running_box_with_a_trouble_warns(tmp_path: Path):
     assert (found.state, found.found) == ("warn", "backup: no such place")
 
 
-def test_quarantine_counts_files_by_day(tmp_path: Path):
-    for name, data in (("2026-01-01/files/a", b"abc"), ("2026-01-01/uploads/u/p", b"de"), ("2026-02-01/files/b", b"f")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "2026-03-01" / "files").mkdir(parents=True)
-    first, second = checks._quarantine(tmp_path)
-    assert "(files: 2, 5 bytes)" in first.found and "(files: 1, 1 bytes)" in second.found
-
-
 def test_backup_is_late_after_a_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks.time, "time", lambda: 1e9)
     file = tmp_path / "last-backup.json"

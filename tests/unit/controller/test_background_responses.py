@@ -59,7 +59,8 @@ async def test_it_is_queued_at_once_and_answered_later(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
-    await asyncio.sleep(0)
+    while not engines(control).wanted:
+        await asyncio.sleep(0)
     assert engines(control).wanted == ["starter"]
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
@@ -303,6 +304,7 @@ async def test_what_is_not_for_here(control: Control):
 
 async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):
     monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
     engines(control).lines = 0
     made = await asked(control)
     follow = control.app.state.background.follow(made.id, -1, WHO)

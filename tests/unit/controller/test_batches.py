@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from appliance.controller.batches import work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
 from appliance.controller.context import tasks
-from appliance.controller.files import quarantine
+from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
@@ -355,7 +354,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
-    quarantine.sweep(control.context)
+    storage.sweep(control.context)
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9
@@ -495,29 +494,6 @@ async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypat
     batch = await control.sdk.batches.retrieve(batch_id)
     assert (batch.status, batch.request_counts.completed, full) == ("completed", 3, [])
     assert len(await content(control, batch.output_file_id)) == 3
-
-
-def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_path: Path, monkeypatch):
-    """A batch that ended while a thread wrote stored what was ready once more."""
-    store, writing, go_on = Answers(tmp_path, "batch_1"), threading.Event(), threading.Event()
-    response = {"status_code": 200, "request_id": "req_1", "body": {}}
-    lines = [{"id": "batch_req_1", "custom_id": "a", "error": None, "response": response}]
-    real = os.fsync
-
-    def slowly(handle: int) -> None:
-        writing.set()
-        assert go_on.wait(30)
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", slowly)
-    both = [threading.Thread(target=store.append, args=(lines,)) for _ in range(2)]
-    both[0].start()
-    assert writing.wait(30)
-    both[1].start()
-    go_on.set()
-    for thread in both:
-        thread.join()
-    assert store.completed == 1 and store.output_path.read_bytes().count(b"\n") == 1
 
 
 async def test_a_batch_whose_answers_cannot_be_read_fails(control: Control, monkeypatch):

@@ -15,7 +15,7 @@ from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries
-from appliance.gateway.observe.load import bucket
+from appliance.gateway.access.load import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
 from appliance.store.rows import CanaryRow, DeploymentRow

@@ -117,7 +117,6 @@ async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: 
         ("fine_tuning", "GET", "/v1/files", True),
         ("fine_tuning", "GET", "/admin/v1/status", False),
         ("fine_tuning", "GET", "/admin/v1/keys", False),
-        ("fine_tuning", "GET", "/v1/fine_tuning/checkpoints/x/permissions", False),
         ("fine_tuning", "DELETE", "/v1/models/starter", False),  # a base model
         ("admin", "GET", "/v1/files", True),
         ("admin", "GET", "/admin/v1/status", True),

@@ -1,4 +1,4 @@
-"""/v1/models and the permissions of checkpoints, through the OpenAI SDK."""
+"""/v1/models, through the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -184,24 +184,6 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
         jobs.set_phase(db, job.id, "failed")
     canaries.update(db, TUNED, state="rolled_back", ended_s=time.time())
     assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
-
-
-async def test_permissions_are_granted_once_listed_and_taken_back(control: Control):
-    insert_tuned(control)
-    admin = control.sdk.with_options(default_headers=ADMIN).fine_tuning.checkpoints.permissions
-    made = await admin.create(CHECKPOINT, project_ids=["a", "b", "a"])
-    assert [item.project_id for item in made.data] == ["a", "b"]
-    again = await admin.create(CHECKPOINT, project_ids=["a"])
-    assert again.data[0].id == made.data[0].id
-    listed = await admin.list(CHECKPOINT, order="ascending", limit=1)
-    assert [item.project_id for item in listed.data] == ["a"] and listed.has_more
-    only = await admin.list(CHECKPOINT, project_id="b")
-    assert [item.project_id for item in only.data] == ["b"]
-    assert (await admin.delete(made.data[0].id, fine_tuned_model_checkpoint=CHECKPOINT)).deleted
-    with pytest.raises(openai.NotFoundError):
-        await admin.delete(made.data[0].id, fine_tuned_model_checkpoint=CHECKPOINT)
-    with pytest.raises(openai.NotFoundError):
-        await admin.create("ft:none:x:y:z", project_ids=["a"])
 
 
 def test_names_of_tuned_models_lead_back_to_the_root(control: Control):

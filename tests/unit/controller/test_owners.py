@@ -69,7 +69,6 @@ KINDS = {
 }
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/files/{file_id}/check"): {},
-    ("POST", "/v1/files/{file_id}/prepare"): {},
     ("POST", "/v1/uploads/{upload_id}/complete"): {"part_ids": ["{part}"]},
     ("POST", "/v1/evals/{eval_id}"): {"name": "n"},
     ("POST", "/v1/evals/{eval_id}/runs"): _RUN,
@@ -87,9 +86,6 @@ SPECIAL: dict[tuple[str, str], Any] = {
     ),
     ("POST", "/admin/v1/plan"): NOTHING,  # its body names a job's model and file: test_plan.py
     ("GET", "/v1/fine_tuning/methods"): NOTHING,
-    ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
-    ("GET", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
-    ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): ADMINS,
     ("POST", "/v1/responses"): InBody(
         {"model": "model", "previous_response_id": "response"}, {"model": "starter", "input": "1", "background": True}
     ),

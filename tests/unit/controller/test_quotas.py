@@ -173,8 +173,7 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
             key_id=key_id,
             owner=keys.owner_of(control.db, key_id),
             status="completed",
-            created_s=n,
-            used_s=n,
+            created_s=time.time(),
             bytes=size,
             input="[]",
             response="{}",
@@ -183,7 +182,7 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
     def add(*rows: ResponseRow) -> None:
         for one in rows:
             responses.insert(control.db, one)
-        stored.make_room([*rows])
+        stored.keep_house(time.time())
 
     add(row(ben, 0), *(row(ann, n) for n in range(5)))
 

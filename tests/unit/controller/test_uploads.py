@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import quarantine, upload_routes
+from appliance.controller.files import storage, upload_routes
 from appliance.store.objects import uploads
 from tests.unit.controller.conftest import Control, chat_lines
 
@@ -118,8 +118,7 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     first = await part(control, upload_id, PIECES[0])
     folder = control.context.uploads_dir / upload_id
     (folder / ".incoming-part_torn").write_bytes(b"half")
-    (control.context.uploads_dir / "upload_gone").mkdir()
-    quarantine.sweep(control.context)
+    storage.sweep(control.context)
     assert [entry.name for entry in folder.iterdir()] == [first] and left(control) == [upload_id]
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])

@@ -15,7 +15,7 @@ from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
-from appliance.store.rows import JobJudgeRow, PermissionRow, VersionRow
+from appliance.store.rows import JobJudgeRow, VersionRow
 from scheduler.loop.inbox import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
@@ -256,8 +256,7 @@ async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those
     for step in (2, 4):
         runs.on_event("ftjob-1", published(step))
     models.update_version(db, name, "step-2", pinned=1)
-    permission = PermissionRow("p", f"{name}:ckpt-step-4", "elsewhere", 1.0)
-    job_records.insert_permission(db, permission)
+    models.update_version(db, name, "step-4", pinned=1)
     for step in (6, 8, 8, 10, 12):
         runs.on_event("ftjob-1", published(step))
     kept = [one.step for one in job_records.list_checkpoints(db)]
@@ -267,7 +266,7 @@ async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those
     assert not removed, "the bytes follow"
     await runs.tidy(unload, remove)
     assert removed == ["step-6"]
-    job_records.delete_permission(db, permission.checkpoint, permission.id)
+    models.update_version(db, name, "step-4", pinned=0)
     runs.on_event("ftjob-1", published(4))  # a world that went back to before it
     await runs.tidy(unload, remove)
     assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12] and removed[1:] == ["step-4"]
