@@ -354,7 +354,7 @@ RESOURCES = (
         "/admin/v1/models",
         read(
             "list",
-            """List models: the version that answers, its challenger (a canary), and whether it is awake.
+            """List models: the version that answers, its canary, and whether it is awake.
 
             A key without the scope read gets the names that it may ask, as OpenAI's API has them.""",
             views.models,

@@ -86,7 +86,7 @@ def queue(answer: Row) -> Any:
 def models(answer: Row) -> Any:
     columns = (
         "model=name|id ?kind ?of=adapter.base|base|owned_by ?architecture=arch ?>params:count ?>size=bytes "
-        "?version=active_version ?challenger=aliases.challenger ?>context=max_model_len state=state_details|state"
+        "?version=active_version ?canary=canary_version ?>context=max_model_len state=state_details|state"
     )
     empty = "no models; `appliance model catalog` lists some that `appliance model import` brings in"
     rows = answer["data"]

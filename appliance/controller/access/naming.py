@@ -82,26 +82,6 @@ def is_stable_name(name: str) -> bool:
     return bool(_STABLE_NAME.match(name)) and is_model_name(name)
 
 
-CHAMPION, CHALLENGER = "champion", "challenger"
-"""`MODEL@champion` is the version that answers, `MODEL@challenger` the one that is compared with it."""
-
-
-def has_aliases(model: ModelRow) -> bool:
-    """True even while it has no challenger: the name stays while jobs make versions of it."""
-    return model.job_id is not None and is_stable_name(model.id)
-
-
-def aliases(db: Database, model: ModelRow) -> dict[str, str]:
-    """{alias: version}, of those that the model has now. A version of such a name is itself."""
-    found = {}
-    challenger = models.challengers(db, model.id).get(model.id)
-    if model.active_version and (challenger or has_aliases(model)):
-        found[CHAMPION] = model.active_version
-    if challenger:
-        found[CHALLENGER] = challenger
-    return found
-
-
 def version_prefix(job: JobRow) -> str:
     """The prefix of the names of a job's versions: under a stable name there are also versions of other jobs."""
     return f"{job.id.removeprefix('ftjob-')[:8]}-" if job.stable_name else ""
@@ -113,8 +93,8 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a public name means. `checkpoint` is set for a checkpoint's name, `pinned` for `MODEL@VERSION` and for
-    aliases; otherwise it is the model itself and `version` its active one."""
+    """What a public name means. `checkpoint` is set for a checkpoint's name, `pinned` for
+    `MODEL@VERSION`; otherwise it is the model itself and `version` its active one."""
 
     name: str
     model: ModelRow
@@ -137,8 +117,6 @@ def resolve(db: Database, name: str) -> Resolved | None:
     model_name, at, version_name = name.rpartition(models.VERSION_MARK)
     if at:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
-        if model is not None and version is None and version_name in (CHAMPION, CHALLENGER):
-            version = models.find_version(db, model_name, aliases(db, model).get(version_name, ""))
         return Resolved(name, model, version, pinned=True) if model and version else None
     return None
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.controller.access.naming import aliases
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
-from appliance.store.records import deployments, model_settings
+from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, KeyRow, ModelRow, columns
 from appliance.tiers.tiers import Tiers
 from scheduler.core.idle import IdleSettings
@@ -31,14 +30,14 @@ def model(
     force, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
-    found = deployments.find(db, row.id)
+    found, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
     size = sizes.size(row, None)
     set_up = model_settings.current(db, row.id)
     return {
         "id": row.id,
         "name": row.id,
         **columns(row, "kind arch task params bytes base active_version"),
-        "aliases": aliases(db, row),
+        "canary_version": running.version if running is not None else None,
         "max_model_len": size.max_model_len,
         "context_note": size.problem or size.shortened,
         **columns(row, "source job_id created_s info"),

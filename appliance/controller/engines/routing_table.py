@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.access.naming import CHALLENGER, CHAMPION, has_aliases, resolve
+from appliance.controller.access.naming import resolve
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import Traffic
@@ -230,21 +230,7 @@ class BusRouting:
             row = replace(found[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
-        self._add_aliases(found, [rows[name] for name in deployed])
         return found
-
-    def _add_aliases(self, found: dict[str, _Callable], deployed: list[ModelRow]) -> None:
-        """Add the names that lead to the engines of another name: the model's own, its canary's or a checkpoint's."""
-        challengers = models.challengers(self._db)
-        for model in deployed:
-            if has_aliases(model) or model.id in challengers:
-                row = replace(found[model.id], canary=None, pins=model.id)
-                found.setdefault(f"{model.id}@{CHAMPION}", row)
-        for name, version in challengers.items():
-            names = (f"{name}@{version}", job_records.checkpoint_of(self._db, name, version))
-            pins = next((one for one in names if one in found), None)
-            if pins is not None:
-                found.setdefault(f"{name}@{CHALLENGER}", replace(found[pins], pins=found[pins].pins or pins))
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
         replicas = [

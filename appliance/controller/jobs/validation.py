@@ -115,19 +115,19 @@ class JobValidation:
                 report = reports[param] = await self._convert(row, param, file, path, tokenizer)
                 for level, texts in (("warn", report.warnings), ("info", report.notes)):
                     messages += [(level, f"{file.filename}: {text}") for text in texts]
-        compare = partial(data.compare_rows, *(paths[param] for param in reports))
-        found = await to_thread.run_sync(compare, limiter=context.file_threads)
-        if found.same_files:
-            raise TaskFailed("invalid_validation_file", data.SAME_FILES, "validation_file")
-        messages += [("warn", text) for text in found.warnings()]
-        row, training = jobs.get(context.db, row.id), reports["training_file"]  # an operator may have changed the row
-        dataset = settings.dataset_of(training)
+        if "validation_file" in reports:
+            compare = partial(data.compare_rows, *paths.values())
+            are_same, warnings = await to_thread.run_sync(compare, limiter=context.file_threads)
+            if are_same:
+                raise TaskFailed("invalid_validation_file", data.SAME_FILES, "validation_file")
+            messages += [("warn", text) for text in warnings]
+        dataset = settings.dataset_of(reports["training_file"])
         chosen = settings.choose_on_box(context, base, method, row.hyperparameters, dataset, row)
         if tokenizer is not None and method.cut_refuses:
             most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
             await self._check_cut(row, tokenizer, most, reports)
         if self._still_validating(row.id):
-            self._queue(row.id, training, messages)
+            self._queue(row.id, reports["training_file"], messages)
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""

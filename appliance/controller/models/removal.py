@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model, why_not_asked
-from appliance.controller.access.naming import CHALLENGER, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Principal
@@ -122,9 +121,6 @@ def _names(db: Database, model: str, version: str) -> set[str]:
     names = {f"{model}@{version}"}
     if (checkpoint := job_records.checkpoint_of(db, model, version)) is not None:
         names.add(checkpoint)
-    challenger = resolve(db, f"{model}@{CHALLENGER}")
-    if challenger is not None and challenger.version.version == version:
-        names.add(challenger.name)
     return names
 
 

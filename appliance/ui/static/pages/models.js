@@ -53,7 +53,7 @@ function About({ one }) {
     ${one.reload_note ? html`<p class="alert quiet">${one.reload_note}</p>` : null}
     <${Facts} pairs=${[
       [t("models.active"), one.active_version],
-      [t("models.challenger"), (one.aliases || {}).challenger],
+      [t("models.canary"), one.canary_version],
       [t("models.arch"), one.arch],
       [t("models.params"), sized(one.params)],
       [t("models.size"), bytes(one.bytes)],
