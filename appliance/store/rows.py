@@ -25,9 +25,9 @@ class KeyRow:
 
     owner: whose is what is made with it, and who shares the devices with whom; keys of one owner count as one. models:
     names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
-    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. session: of one
-    command on the box itself. subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by
-    hand. expires_s: Unix time of its end by itself, None: it lasts.
+    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. subject:
+    SHA-256 of who has it by an OpenID provider, empty for one that was made by hand. expires_s: Unix time of its end
+    by itself, None: it lasts.
     """
 
     id: str
@@ -45,7 +45,6 @@ class KeyRow:
     tokens_per_month: int | None = None
     max_priority: int = 0
     bounds: dict[str, int] | None = json_column(default=None)
-    session: int = 0
     subject: str = ""
     expires_s: float | None = None
 
