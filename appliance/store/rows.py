@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from appliance.store.database import json_column
@@ -15,8 +18,14 @@ UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase)
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
-    """These columns of a row, or what another object has under their names. names: separated by spaces."""
-    return {name: getattr(row, name) for name in names.split()}
+    """These columns of a row, or what another object has under their names. names: two or more, separated by spaces."""
+    words, values = _getter(names)
+    return dict(zip(words, values(row), strict=True))
+
+
+@cache
+def _getter(names: str) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    return names.split(), attrgetter(*names.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +491,7 @@ class EvalRunRow:
     owner: str = ""
     status: EvalRunStatus = "queued"
     model: str = ""
-    data_source: dict[str, Any] = json_column(of_a_body=True, default_factory=dict)
+    data_source: dict[str, Any] = json_column(default_factory=dict)
     metadata: dict[str, str] | None = json_column(default=None)
     total: int = 0
     results: dict[str, dict[str, float]] = json_column(default_factory=dict)
@@ -597,7 +606,7 @@ class ResponseRow:
     request: str | None = None
     kind: AnswerKind = "response"
     model: str | None = None
-    metadata: dict[str, str] | None = json_column(of_a_body=True, default=None)
+    metadata: dict[str, str] | None = json_column(default=None)
 
     @property
     def finished(self) -> bool:
