@@ -5,8 +5,8 @@
 One publish = reserve + write every tensor + commit without checksums (the copy on disk has them). "steady"
 re-uses the segment of an older version that this process has mapped before, as a trainer that publishes again
 and again; "reused" re-uses a segment this process has not mapped; "new" takes memory the system has to clear
-first; "ahead" is "new" with the draft reserved and populated before the clock starts. Sources and tensor
-shapes are those of a Llama-like model; each thread writes its contiguous share, as a ZeRO rank does.
+first. Sources and tensor shapes are those of a Llama-like model; each thread writes its contiguous share, as a ZeRO
+rank does.
 Rounds of all cases alternate, so that drift of the machine meets all of them; medians are reported.
 """
 
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._claims import at_least, record
 from weights.format.layout import Layout, TensorSpec
-from weights.memory import segment
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 
@@ -116,14 +115,6 @@ class Bench:
         self._empty()
         return self._publish()
 
-    def ahead(self) -> float:
-        self._empty()
-        draft = self._reserve()
-        for file in draft.layout.files:
-            segment.populate(draft.file_view(file.name), write=True)
-        started_s = time.perf_counter()
-        return self._finish(draft, started_s)
-
     def checked(self) -> float:
         self._publish()
         return self._publish(checksums=True)
@@ -150,7 +141,7 @@ class Bench:
         return seconds
 
 
-CASES = ("memcpy", "steady", "reused", "new", "ahead", "checked")
+CASES = ("memcpy", "steady", "reused", "new", "checked")
 
 
 def measure(root: Path, total_bytes: int, threads: int, rounds: int) -> dict:

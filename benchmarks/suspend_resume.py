@@ -390,7 +390,8 @@ def _baseline_rank(options: argparse.Namespace) -> int:
         run.engine.load_checkpoint(folder, tag=UNIVERSAL)
         seconds = time.perf_counter() - started
     ready_at = time.time()
-    run._one_step(run.plan.total_steps)
+    run.feed.ready(run.step)
+    run.train_step()
     stepped_at = time.time()
     if options.rank_of == "save":
         started = time.perf_counter()

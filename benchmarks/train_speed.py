@@ -291,7 +291,8 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
     times = []
     for _ in range(options.steps):
         started = _now()
-        run._one_step(run.plan.total_steps)
+        run.feed.ready(run.step)
+        run.train_step()
         times.append(_since(started))
     tokens = [event["tokens"] for event in events if event["event"] == "metrics"]
     return times, tokens, sum(p.numel() for p in run.engine.module.parameters())

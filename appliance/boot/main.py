@@ -42,7 +42,7 @@ from runtime.processes.kernel import tail
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
-from serve.core import segments
+from serve.core.spec import remove_segments_below
 
 log = logging.getLogger("appliance.boot.main")
 
@@ -148,7 +148,7 @@ class Box:
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
         left = kill_leftovers(self._paths.box_id)
-        segments.remove_below(self._paths.replica_sockets)
+        remove_segments_below(self._paths.replica_sockets)
         shutil.rmtree(self._paths.worlds, ignore_errors=True)
         if left:
             self._say(f"ended {len(left)} processes that an earlier run left behind")
@@ -197,7 +197,7 @@ class Box:
         self._state.update(state="stopping", message="stopping Ray")
         await self._ray.end(RAY_END_S)
         kill_leftovers(self._paths.box_id)
-        segments.remove_below(self._paths.replica_sockets)
+        remove_segments_below(self._paths.replica_sockets)
         ray_head.remove_files(self._paths)
         if saved:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)

@@ -30,7 +30,7 @@ from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
 from scheduler.core.errors import NodeNameTaken
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
-from serve.core import segments
+from serve.core.spec import remove_segments_below
 
 log = logging.getLogger("appliance.boot.node")
 
@@ -73,7 +73,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     kill_leftovers(paths.box_id)
-    segments.remove_below(paths.replica_sockets)
+    remove_segments_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name)
@@ -115,7 +115,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
             await ray.wait()
         kill_group(ray.pid)
         kill_leftovers(paths.box_id)
-        segments.remove_below(paths.replica_sockets)
+        remove_segments_below(paths.replica_sockets)
         ray_head.remove_files(paths)
         for folder in (paths.shm_root, paths.away_jobs):
             shutil.rmtree(folder, ignore_errors=True)

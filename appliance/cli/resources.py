@@ -204,7 +204,6 @@ BY = opt("--by", "One row for each.", choices=("key", "owner", "model", "version
 ORDER = opt("--order", "desc: the newest first.", choices=("desc", "asc"), default="desc")
 JOB = opt("id JOB_ID", names="job")
 MODEL = opt("id MODEL", names="model")
-STEPS = opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3)
 JOBS = "/v1/fine_tuning/jobs"
 _AUDIT = "when=created_s who=by action of=target outcome detail"
 _PREVIEW = "from=from_s to=to_s mode=policy ?>train=train_devices >floor=serving_floor ?window ?instead_of=overridden"
@@ -266,11 +265,11 @@ RESOURCES = (
     ),
     resource(
         "power",
-        "Show the power limit, and who has drawn how much energy.",
+        "Show the power limit, and the energy of jobs.",
         "/admin/v1/power",
         read(
             "",
-            "Show the power limit, and the energy of each job, each model and of devices that no job or model held.",
+            "Show the power limit, and the energy of each job that had not ended before that time.",
             output.view,
             options=(SINCE,),
             query="since_s",
@@ -450,27 +449,7 @@ RESOURCES = (
         columns=views.JOBS,
         empty=views.NO_JOBS,
     ),
-    resource(
-        "profile",
-        "Show where the time of a running job or engine goes.",
-        "/admin/v1/models",
-        Verb(
-            "engine",
-            """Profile the next steps of an engine of this model, on its first worker, while it answers.
-
-            An engine that gets no requests makes no steps: after a minute the profile ends with those that there were.
-
-            Examples:
-              appliance profile engine starter                    of an awake engine's next three steps
-              appliance profile engine starter --steps 20 -o json | jq .operators""",
-            views.profile,
-            path="/admin/v1/models/{id}/profile",
-            options=(STEPS,),
-            body="steps",
-            timeout_s=150,  # a minute for the steps, and what the profiler then takes
-        ),
-        key=MODEL,
-    ),
+    resource("profile", "Show where the time of a running job goes.", "/admin/v1/jobs"),
     resource("plan", "Show whether a job or a model would fit, before anything is started.", "/admin/v1/plan"),
     resource(
         "batch",

@@ -109,8 +109,6 @@ def audience(model: Row) -> str:
 def profile(found: Row) -> Any:
     """Where the time of profiled steps went."""
     seconds, steps = found["seconds"], found["steps"]
-    if not found["operators"]:
-        return f"no step was made in {seconds:.0f} s: ask the model while it is profiled (`appliance chat MODEL`)"
     rows = [{"where": where, "share": s / seconds, "seconds_a_step": s / steps} for where, s in found["share"].items()]
     operators = [{**one, "share": one["seconds"] / seconds} for one in found["operators"]]
     about = {name: value for name, value in found.items() if name not in ("share", "operators")}

@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance.controller import retention
+from appliance.controller import data_checks, retention
 from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
@@ -20,8 +20,6 @@ from appliance.controller.admin.owners import forget, key_ends, keys, page_sessi
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks import data_routes
-from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
@@ -35,7 +33,6 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.operations import Operations
 from appliance.controller.oidc import routes as oidc_routes
@@ -60,13 +57,12 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     JobValidation(context)
     Operations(context)
-    data_checks, batches = DataWork(context), Batches(context)
-    activations = Activations(context)
-    canaries, stored = Canaries(context, activations), StoredResponses(context)
+    checks, batches = data_checks.DataWork(context), Batches(context)
+    canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
     graders, answers = context.graders, ModelAnswers(context.db, context.asking)
     evaluations = EvalRunner(context, graders, answers)
-    gates = Gates(context, activations)
+    gates = Gates(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,7 +82,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in rounds:
                 task.cancel()
             await asyncio.gather(*rounds, return_exceptions=True)
-            await canaries.tasks.stop()
             await context.tasks.stop()
             await graders.stop()
 
@@ -98,9 +93,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redirect_slashes=False,
         middleware=[Middleware(RequestIds)],
     )
-    app.state.context, app.state.canaries = context, canaries
+    app.state.context = context
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.gates = gates
     app.state.graders = answers
     error_handlers.install(app)
 
@@ -113,11 +107,11 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     forget.routes(context, admin, evaluations)
     canary_routes.routes(context, admin, canaries)
     operation_routes.routes(context, admin)
-    admin_models.routes(context, admin, canaries, activations)
+    admin_models.routes(context, admin, canaries)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
-        data_routes.routes(context, data_checks),
+        data_checks.routes(context, checks),
         batch_routes.routes(context, batches),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),

@@ -1,22 +1,21 @@
 """Gates of fine-tuning jobs: a version answers once an evaluation lets it.
 
-All state is in `JobRow.gate`, so a controller that was killed resumes at its next look. A version that answers before
-the row says so is found answering.
+All state is in `JobRow.gate`, so a controller that was killed resumes at its next look. `version` is written before a
+version that passed is activated; the verdict, its reason and whether it answers are written at once, afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals.new_run import insert_run
+from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, serve_version
-from appliance.controller.models.activation import Activations
+from appliance.controller.models import activation
 from appliance.store.objects import evals, job_records, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
@@ -33,8 +32,8 @@ Verdict = tuple[str, str]
 
 
 class Gates:
-    def __init__(self, context: ControllerContext, activations: Activations):
-        self._context, self._db, self._activations = context, context.db, activations
+    def __init__(self, context: ControllerContext):
+        self._context, self._db = context, context.db
 
     async def look(self) -> None:
         """Advance the gates of ended jobs."""
@@ -51,28 +50,31 @@ class Gates:
             self._decide(job, (_UNDECIDED, f"the job {what}"), activated=False)
             return
         version, active = made[-1].version, model.active_version
-        if job.gate["verdict"] is None:
-            if active == version:
-                self._decide(job, (_UNDECIDED, "the version was made to answer before it was judged"), activated=True)
-                return
-            verdict = await self._judge(job, version, active)
-            if verdict is None:
-                return
-            passed = verdict[0] == "passed"
-            self._decide(job, verdict, version=version, before=active, activated=None if passed else False)
-            if not passed:
-                return
-        await self._activate(job.id, job.output_model, version)
+        begun = job.gate["version"] == version  # it passed, and its activation was under way when the controller ended
+        if active == version and not begun:
+            self._decide(job, (_UNDECIDED, "the version was made to answer before it was judged"), activated=True)
+            return
+        numbers = {"version": version, "before": job.gate["before"] if begun else active}
+        verdict = await self._judge(job, **numbers)
+        if verdict is None:
+            return
+        error = None
+        if verdict[0] == "passed":
+            jobs.update(self._db, job.id, gate={**(jobs.get(self._db, job.id).gate or {}), **numbers})
+            error = await self._activate(job.output_model, version)
+        reason = f"{verdict[1]}; it does not answer: {error}" if error else verdict[1]
+        is_active = verdict[0] == "passed" and error is None
+        self._decide(job, (verdict[0], reason), activated=is_active, **numbers)
 
-    async def _judge(self, job: JobRow, version: str, active: str | None) -> Verdict | None:
+    async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:
         """The verdict; None while an evaluation runs or waits for a slot."""
         assert job.gate is not None
         least = job.gate["pass_rate_at_least"]
-        if least is None and active is None:
+        if least is None and before is None:
             return "passed", "no version answered before"
         asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
-        if least is None and active is not None:
-            asked[active] = None  # by its own engines
+        if least is None and before is not None:
+            asked[before] = None  # by its own engines
         try:
             runs = [self._run(job.id, one, name or f"{job.output_model}@{one}") for one, name in asked.items()]
         except ApiError as error:
@@ -118,7 +120,7 @@ class Gates:
             place = page[-1].place
         return found
 
-    def _decide(self, job: JobRow, verdict: Verdict, *, activated: bool | None, **numbers: str | None) -> None:
+    def _decide(self, job: JobRow, verdict: Verdict, *, activated: bool, **numbers: str | None) -> None:
         said = {"verdict": verdict[0], "reason": verdict[1], **numbers}
         with self._db.transaction():
             gate = jobs.get(self._db, job.id).gate or {}
@@ -127,22 +129,20 @@ class Gates:
             level = "info" if verdict[0] == "passed" else "warn"
             add_message(self._db, job.id, f"Gate: {verdict[0]}: {verdict[1]}", level=level, data={"gate": said})
 
-    async def _activate(self, job_id: str, name: str, version: str) -> None:
+    async def _activate(self, name: str, version: str) -> SwapFailed | None:
         why = f"{version} of {name} passed its gate"
-        async with self._activations.lock(name):
-            model, error = stored_model(self._db, name), None
+        async with activation.lock(name):
+            model = stored_model(self._db, name)
             if model.active_version is None:
                 serve_version(self._db, name, version)
                 self._context.routing.models_changed()
                 self._context.scheduler.nudge(why)
             elif model.active_version != version:
                 try:
-                    await self._activations.switch(model, version, why)
-                except SwapFailed as failed:
-                    error = failed
-            gate: dict[str, Any] = jobs.get(self._db, job_id).gate or {}
-            reason = f"{gate['reason']}; it does not answer: {error}" if error else gate["reason"]
-            jobs.update(self._db, job_id, gate={**gate, "reason": reason, "activated": error is None})
+                    await activation.switch(self._context, model, version, why)
+                except SwapFailed as error:
+                    return error
+        return None
 
 
 Passed = Mapping[int, bool | None]

@@ -21,7 +21,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     db, kept = context.db, context.config.retention
     for days, tables in (
         (kept.audit_days, ("audit",)),
-        (kept.usage_days, ("usage", "device_time", "energy")),
+        (kept.usage_days, ("usage", "device_time")),
         (kept.handovers_days, ("handovers",)),
         (kept.operations_days, ("operations",)),
         (kept.batches_days, ("batches",)),

@@ -23,7 +23,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
-from appliance.gateway.routing.table import Degraded, Table, read_message
+from appliance.gateway.core.table import Degraded, Table, read_message
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
@@ -69,26 +69,17 @@ class Gateway:
             # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
             everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
             app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
-        served = Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=config.limits.keepalive_s,  # type: ignore[arg-type]
-        )
+        own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
+        served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
         served.load()
+        tls: dict[str, Any] = {}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
             # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
             from appliance.gateway.server.certificates import Certificate
 
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
-        connection = partial(Connection, served, state.server, state)
-        tls: dict[str, Any] = {}
-        if state.certificate is not None:
             tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
+        connection = partial(Connection, served, state.server, state)
         server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
         self._servers.append(server)
         if private is not None:
@@ -150,10 +141,17 @@ class Gateway:
             if changed_keys and (refusal := self._revoked(exchange, logins)) is not None:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
-            choice = exchange.choice
+            choice, ticket = exchange.choice, exchange.ticket
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
-            self._end_wait(exchange)
+            if ticket is None:
+                continue
+            try:  # its key may not call the model any more, or it is gone, or its engines do not start
+                state.callable_model(ticket.model, exchange.caller)
+                if state.next_try_s(ticket.model) is not None:
+                    raise state.not_ready(ticket.model, "its engines do not start")
+            except HttpError as error:
+                state.holds.refuse(ticket, error)
         state.place_held()
         state.on_change(True)
 
@@ -173,20 +171,6 @@ class Gateway:
             return errors.session_ended()
         exchange.caller = caller
         return None
-
-    def _end_wait(self, exchange: Exchange) -> None:
-        """End a held request for a model that its key may not call any more, that is gone, or whose engines do not
-        start."""
-        state, ticket = self.state, exchange.ticket
-        if ticket is not None:
-            try:
-                state.callable_model(ticket.model, exchange.caller)
-                if state.next_try_s(ticket.model) is not None:
-                    raise state.not_ready(ticket.model, "its engines do not start")
-            except HttpError as error:
-                state.holds.refuse(ticket, error)
-
-    # -- time
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -279,8 +263,7 @@ class BusClient:
         if writer is None or writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
-            log.warning("bus: the controller does not read, reconnecting")
-            writer.transport.abort()
+            writer.transport.abort()  # the controller does not read
             return
         writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         if not self._usage:

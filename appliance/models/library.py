@@ -35,8 +35,7 @@ from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers import copies
-from weights.tiers.directory import DirectoryTier
+from weights.tiers.directory import DirectoryTier, seal_dir, verify
 from weights.tiers.record import Name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -294,7 +293,7 @@ class ModelLibrary:
         while True:
             number = self._next_number(name, family)
             version = f"v{number}"
-            copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta)
+            seal_dir(staging, kind=kind, model=name, version=version, meta=meta)
             for file in staging.iterdir():
                 sync(file)
             replace_file(self._given(name), str(number).encode(), durable=True)
@@ -355,10 +354,10 @@ class ModelLibrary:
     def verify(self, directory: Path) -> dict[str, int]:
         """Reads every byte of a version (on disk or in shared memory) and compares it with its manifest.
 
-        Returns {"tensors", "bytes"}. Raises weights.format.errors.IntegrityError naming file and tensor.
+        Returns {"tensors", "bytes"}. Raises weights.format.errors.IntegrityError naming the file.
         """
-        manifest = copies.verify(directory)
-        return {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
+        manifest = verify(directory)
+        return {"tensors": manifest.tensors, "bytes": manifest.nbytes}
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""

@@ -78,8 +78,7 @@ class FileRow:
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
     report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
-    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
-    was made of.
+    waiting, done or failed, of the check of what is in it; data_check: its report.
     """
 
     id: str
@@ -96,7 +95,6 @@ class FileRow:
     report: dict[str, Any] | None = json_column(default=None)
     check_status: str | None = None
     data_check: dict[str, Any] | None = json_column(default=None)
-    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +223,14 @@ class JobRow:
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
     stable_name: its owner chose that name, and other jobs make versions of it too. activate: the job's last version
         answers at once, also where another version of the model does.
-    snapshot: {"step", "path"} of the newest resumable state, how many were "written", and which was the last that an
-        event "told" of; stays after the end until its bytes were given back.
+    snapshot: {"step", "path"} of the newest resumable state, and when the last event told of one ("told_s");
+        stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
+    joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -278,6 +277,8 @@ class JobRow:
     gate: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
+    joules: float | None = None
+    metered_s: float = 0.0
 
     @property
     def finished(self) -> bool:

@@ -23,13 +23,11 @@ CREATE INDEX keys_owned ON keys (owner, id);
 CREATE INDEX keys_expiring ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NULL;
 CREATE INDEX keys_expired ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NOT NULL;
 
--- report, data_check: of the check of training data; check_status: waiting, done or failed. lineage: what a prepared
--- file was made of.
+-- report, data_check: of the check of training data; check_status: waiting, done or failed.
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, status_details TEXT, report TEXT, key_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT,
-    lineage TEXT
+    created_s REAL NOT NULL, expires_s REAL, owner TEXT NOT NULL DEFAULT '', check_status TEXT, data_check TEXT
 );
 CREATE INDEX files_purpose ON files (purpose, seq);
 CREATE INDEX files_owner ON files (owner, seq);
@@ -81,7 +79,7 @@ CREATE TABLE jobs (
     eta_s REAL, trained_tokens INTEGER, result_files TEXT NOT NULL, created_s REAL NOT NULL, started_s REAL,
     finished_s REAL, owner TEXT NOT NULL DEFAULT '', deadline_s REAL, preemptible INTEGER NOT NULL DEFAULT 1,
     held INTEGER NOT NULL DEFAULT 0, asked_sizes TEXT, stable_name INTEGER NOT NULL DEFAULT 0,
-    activate INTEGER NOT NULL DEFAULT 1, verdict TEXT, gate TEXT
+    activate INTEGER NOT NULL DEFAULT 1, verdict TEXT, gate TEXT, joules REAL, metered_s REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_phase ON jobs (phase, seq);
 CREATE INDEX jobs_owner ON jobs (owner, seq);
@@ -314,13 +312,6 @@ CREATE TABLE page_sessions (
 );
 CREATE INDEX page_sessions_of ON page_sessions (key_id, seen_s);
 CREATE INDEX page_sessions_until ON page_sessions (until_s);
-
--- metered_s: device-seconds in which the joules were counted.
-CREATE TABLE energy (
-    kind TEXT NOT NULL, name TEXT NOT NULL, hour_s INTEGER NOT NULL, joules REAL NOT NULL, metered_s REAL NOT NULL,
-    PRIMARY KEY (kind, name, hour_s)
-) WITHOUT ROWID;
-CREATE INDEX energy_by_hour ON energy (hour_s);
 
 -- contents: checksum of the tried files. rules: number of the trial. refused_file, reason: '' if accepted.
 CREATE TABLE folder_trials (

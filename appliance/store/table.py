@@ -12,24 +12,38 @@ from appliance.store.errors import DuplicateRow, RowNotFound, UnknownColumn
 
 
 class Table(Generic[Row]):
-    def __init__(self, name: str, kind: type[Row], *key: str, called: str = ""):
+    def __init__(self, name: str, kind: type[Row], *key: str, called: str = "", order: str = "seq"):
         """key: the columns that name a row; ("id",) if none is given. called: the column by which a DuplicateRow names
-        it, if that is another."""
-        self._name, self._kind, self._key = name, kind, key or ("id",)
+        it, if that is another. order: of `list_all`."""
+        self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
         self._called = (called,) if called else self._key
         self._fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         self._where = " AND ".join(f"{column} = ?" for column in self._key)
         marks = ", ".join("?" * len(self._fields))
-        self._insert = f"INSERT INTO {name} ({', '.join(self._fields)}) VALUES ({marks})"
+        self._into = f"INTO {name} ({', '.join(self._fields)}) VALUES ({marks})"
 
     def insert(self, db: Database, row: Row) -> None:
         """Raises DuplicateRow."""
         try:
-            db.execute(self._insert, [encode(field, getattr(row, name)) for name, field in self._fields.items()])
+            db.execute(f"INSERT {self._into}", self._values(row))
         except sqlite3.IntegrityError as error:
             if "UNIQUE" in str(error):
                 raise DuplicateRow(self._name, "/".join(str(getattr(row, one)) for one in self._called)) from error
             raise
+
+    def put(self, db: Database, row: Row) -> None:
+        """Insert the row, in place of the one with its key if there is one."""
+        db.execute(f"INSERT OR REPLACE {self._into}", self._values(row))
+
+    def _values(self, row: Row) -> list[Any]:
+        return [encode(field, getattr(row, name)) for name, field in self._fields.items()]
+
+    def delete(self, db: Database, *key: Any) -> bool:
+        """Whether there was one."""
+        return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
+
+    def list_all(self, db: Database, where: str = "1", *parameters: Any) -> list[Row]:
+        return db.all(self._kind, f"SELECT * FROM {self._name} WHERE {where} ORDER BY {self._order}", parameters)
 
     def find(self, db: Database, *key: Any) -> Row | None:
         """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
@@ -39,6 +53,10 @@ class Table(Generic[Row]):
         """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
+
+    def page(self, db: Database, **part: Unpack[Part]) -> Page[Row]:
+        """Newest first. Raises UnknownCursor."""
+        return db.page(self._kind, self._name, **part)
 
     def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
         """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""

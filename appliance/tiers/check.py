@@ -59,7 +59,7 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
             else:
                 read_bytes += manifest.nbytes
                 whole_in.append(copy.place)
-                facts = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
+                facts = {"tensors": manifest.tensors, "bytes": manifest.nbytes}
                 found.whole.append({"name": str(name), "version": name.version, "path": copy.where, **facts})
         if bad_in_memory >= 0 and whole_in:
             found.faults[bad_in_memory] += f"; {tiers.drop_from_memory(name, whole_in[0])}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import box, tier_removals
+from appliance.store.rows import TierRemovalRow
 from appliance.tiers.facts import Facts, name_of, read_facts
 from appliance.tiers.tiers import Tier, Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -104,9 +106,9 @@ class TierFlow:
         if tier.name not in self._collected:
             held.collect()
             self._collected.add(tier.name)
-        for row in tier_removals.list_of(self._db, tier.name):
+        for row in tier_removals.list_all(self._db, "tier = ?", tier.name):
             held.remove(Name(row.kind, row.model, row.version))
-            tier_removals.delete(self._db, row)
+            tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
         tier.here = held.names()
         stored, sources = self._sources(tier)
         created = {
@@ -205,7 +207,7 @@ class TierFlow:
     def forget(self, name: Name) -> None:
         """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
         for tier in self._tiers.all:
-            tier_removals.insert(self._db, tier.name, *name)
+            tier_removals.put(self._db, TierRemovalRow(tier.name, *name, created_s=time.time()))
         self._tiers.nudge()
 
 

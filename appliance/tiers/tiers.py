@@ -30,8 +30,7 @@ from weights.format.manifest import KINDS, Manifest
 from weights.format.names import step_of, version_path
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers.copies import verify
-from weights.tiers.directory import DirectoryTier
+from weights.tiers.directory import DirectoryTier, verify
 from weights.tiers.objects import objects_at
 from weights.tiers.record import Name
 from weights.tiers.remote import RemoteTier
@@ -92,7 +91,7 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots, _thread())
         self.all = [self.disk]
         if remote.url is not None:
-            there = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
+            there = RemoteTier(objects_at(remote))
             self.all.append(Tier("remote", there, remote.versions, remote.snapshots, _thread()))
 
     def nudge(self) -> None:

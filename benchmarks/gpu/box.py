@@ -274,10 +274,10 @@ class Run:
         self.holders(f"with {form}")
 
     def energy(self) -> None:
-        """What jobs and models drew, and its cost where the box has a price."""
+        """Energy of jobs."""
         for job in self.box.admin("job", "list")["data"]:
             self.say(f"energy of {job['id']}", self.box.admin("job", "get", job["id"])["energy"])
-        self.say("energy by job and model", self.box.admin("power", "--since", "1h"))
+        self.say("energy by job", self.box.admin("power", "--since", "1h"))
 
     def doctor(self) -> None:
         told = self.box.appliance("doctor", "--all", check=False, capture=True)

@@ -33,7 +33,7 @@ PIECE_ELEMENTS = 2**22
 
 def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> dict[str, Any]:
     """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
-    from train.state.copies import CopyPlan, Move
+    from train.state import copies
     from weights.format.slices import Strided
 
     kind, elements = of_torch(device), state_bytes // 4
@@ -47,12 +47,11 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         with open(Path(place) / "snapshot", "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, 4 * elements)
             view = memoryview(mmap.mmap(file.fileno(), 4 * elements))
-        draft = SimpleNamespace(file_view=lambda name: view)
+        draft = SimpleNamespace(view=lambda name: view)
         whole = Strided(0, elements, elements, 1)
-        write, read = (CopyPlan((Move(ours, "snapshot", whole),)) for ours in (state, into))
         # The first round also faults the pages in.
-        out = _seconds(kind, device, lambda: write.write(draft))
-        back = _seconds(kind, device, lambda: read.read(draft))
+        out = _seconds(kind, device, lambda: copies.write(draft, [("snapshot", whole, state)]))
+        back = _seconds(kind, device, lambda: copies.read(draft, [("snapshot", whole, into)]))
     return found | {
         "out": 4 * elements / out,
         "back": 4 * elements / back,

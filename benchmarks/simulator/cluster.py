@@ -1,7 +1,7 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
 Requests go to the open replica with the least work before a first token, as in the gateway's router
-(`appliance.gateway.routing.router`). Its affinity for warm prefixes is left out, because traces have no text. If no
+(`appliance.gateway.core.router`). Its affinity for warm prefixes is left out, because traces have no text. If no
 replica is open, requests are held up to `hold_s`; when one opens, requests that have no first token yet move to it.
 """
 

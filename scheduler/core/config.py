@@ -44,9 +44,8 @@ class SchedulerConfig(BaseModel):
     # --- doing
     drain_timeout_s: Seconds = 600.0
     sleep_timeout_s: Seconds = 60.0
-    wake_timeout_s: Seconds = 120.0
     start_replica_timeout_s: Seconds = 600.0
-    swap_timeout_s: Seconds = 180.0
+    """Also of a wake and a swap, which the engine's supervisor ends sooner (`[serve] swap_timeout_s`)."""
     start_group_timeout_s: Seconds = 600.0
     suspend_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 60.0

@@ -49,7 +49,7 @@ class RayEffects:
         self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
         self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
-        self.profile_replica, self.resident_bytes = self._replicas.profile_replica, self._replicas.resident_bytes
+        self.resident_bytes = self._replicas.resident_bytes
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
 

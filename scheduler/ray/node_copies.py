@@ -26,6 +26,7 @@ from weights.format.errors import IntegrityError, StoreError, StoreFull, Version
 from weights.format.names import step_of
 from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
+from weights.tiers.directory import take_in
 from weights.tiers.record import Name
 
 JOB_DATA = ("train.jsonl", "valid.jsonl")
@@ -153,7 +154,7 @@ class NodeCopies:
         incoming = store.root / "incoming" / uuid.uuid4().hex
         try:
             copied_bytes = await copy_directory(source, remote, incoming)
-            return await asyncio.to_thread(_import, store, incoming, name, pinned), copied_bytes
+            return await asyncio.to_thread(take_in, store, incoming, pinned=pinned), copied_bytes
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -194,10 +195,6 @@ def _chunk(path: Path, offset: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(CHUNK_BYTES)
-
-
-def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> StoredVersion:
-    return store.import_dir(directory, kind=name.kind, model=name.model, version=name.version, pinned=pinned)
 
 
 def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:

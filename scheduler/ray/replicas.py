@@ -244,10 +244,6 @@ class Replicas:
         if failed is not None:
             raise failed
 
-    async def profile_replica(self, replica_id: str, steps: int, limit_s: float) -> dict[str, Any]:
-        """Where the time of an engine's next steps goes (EngineControl.profile). Raises EffectFailed."""
-        return await self._ask_replica("profile_replica", replica_id, "profile", steps, limit_s)
-
     def _replica_spec(self, plan: ReplicaPlan, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in plan.devices]

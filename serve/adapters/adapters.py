@@ -23,6 +23,7 @@ from vllm.lora.resolver import LoRAResolver
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve.adapters.source import AdapterUnavailable, brought_in
+from serve.api import answers
 from serve.core.spec import ReplicaSpec
 from serve.load.shm_source import VersionUnreadable, lease
 from weights.format.errors import WeightsError
@@ -39,6 +40,35 @@ class HeldAdapter(LoRARequest, weakref=True):
     """A LoRARequest whose end of life is noticed. vLLM's table refers to it, and each request until its end."""
 
 
+class LoadedAdapters(LRUCache[str, LoRARequest]):
+    """vLLM's table of adapters by name. vLLM looks a request's adapter up twice, and others may have evicted it in
+    between: what a request has found it finds until the core has the request."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            _found(super().__getitem__(str(name)))
+            return True
+        return _found_before(name) is not None
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        return _found_before(name) or super().__getitem__(name)
+
+    def __setitem__(self, name: str, adapter: LoRARequest) -> None:
+        super().__setitem__(name, adapter)  # which looks for those that it evicts
+        _found(adapter)
+
+
+def _found(adapter: LoRARequest) -> None:
+    if (answer := answers.current()) is not None and not answer.begun:
+        answer.adapter = adapter
+
+
+def _found_before(name: object) -> LoRARequest | None:
+    answer = answers.current()
+    adapter = answer.adapter if answer is not None else None
+    return adapter if adapter is not None and adapter.lora_name == name else None
+
+
 class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
@@ -51,7 +81,7 @@ class EngineAdapters(LoRAResolver):
         self._llm, self._spec, self._fetch_timeout_s = llm, spec, fetch_timeout_s
         self._base: tuple[str | None, str | None] | None = None
         self._alive = weakref.WeakValueDictionary[int, HeldAdapter]()
-        self._loaded = LRUCache[str, LoRARequest](max(1, spec.adapters_resident))
+        self._loaded = LoadedAdapters(max(1, spec.adapters_resident))
         models.lora_requests, models.lora_resolvers = self._loaded, [self]
         # Answers name the model without the version.
         models.model_name = lambda adapter=None: (

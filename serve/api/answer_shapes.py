@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any, get_args
 
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages, _is_json
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.pooling.embed import protocol as embeddings
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 
-from serve.api.answers import fault_of
+from serve.api.answers import KINDS, fault_of
 from weights.format import legacy_functions as legacy
 
+# vLLM tries five models for each and writes an error for every token that is not a message: 4 s for 100,000 tokens, on
+# the loop that answers every owner.
+EmbeddingBody = Annotated[  # type: ignore[valid-type]
+    Annotated[get_args(embeddings.EmbeddingRequest)[0], Field(union_mode="left_to_right")],
+    BeforeValidator(embeddings.reject_removed_pooling_parameters),
+]
 _DATA = "data: "
 _ERROR = f'{_DATA}{{"error"'
 
@@ -103,3 +113,27 @@ class Messages(AnthropicServingMessages):
             yield event
         for error in failed:
             yield error
+
+
+def set_up(app: Any) -> None:
+    """Put our subclasses in the places of vLLM's handlers, for whose classes it has no option. app: of vLLM's
+    build_app, after init_app_state and before it answers."""
+    for kind in KINDS:
+        app.add_exception_handler(kind, _answer_fault)
+    for name, own in (("openai_serving_chat", Chat), ("anthropic_serving_messages", Messages)):
+        if (handler := getattr(app.state, name, None)) is not None:
+            handler.__class__ = own
+    if getattr(app.state, "serving_embedding", None) is not None:
+        app.add_api_route("/v1/embeddings", _embed, methods=["POST"])
+        app.router.routes.insert(0, app.router.routes.pop())
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one, without these handlers
+
+
+async def _answer_fault(request: Request, error: Exception) -> Any:
+    return await exception_handler(request, fault_of(error))
+
+
+async def _embed(request: EmbeddingBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    from vllm.entrypoints.pooling.embed.api_router import create_embedding
+
+    return await create_embedding(request=request, raw_request=raw_request)

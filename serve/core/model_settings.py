@@ -45,18 +45,6 @@ ENGINE_ARGUMENTS = frozenset(
         "stream-interval",
     )
 )
-# After which the same version answers with other numbers, by more than the order of a kernel's sums.
-_ROUNDING = frozenset(
-    (
-        "attention-backend",
-        "disable-sliding-window",
-        "kv-cache-dtype",
-        "kv-sharing-fast-prefill",
-        "mamba-cache-dtype",
-        "mamba-ssm-cache-dtype",
-        "quantization",
-    )
-)
 # What has a setting of its own, or is the box's affair.
 ELSEWHERE = {
     "max-model-len": "--max-model-len",
@@ -80,10 +68,10 @@ ELSEWHERE = {
 }
 
 
-def rounding(engine_arguments: Iterable[str]) -> list[str]:
-    """Those of an engine's arguments, as `spec_fields` writes them, that change what its models answer."""
-    named = ((argument.removeprefix("--").partition("=")[0], argument) for argument in engine_arguments)
-    return sorted(argument for name, argument in named if name.removeprefix("no-") in _ROUNDING)
+def may_round_otherwise(engine_arguments: Iterable[str]) -> bool:
+    """Whether a person has set an argument of the computation, after which a version may answer with other numbers."""
+    names = (argument.removeprefix("--").removeprefix("no-").partition("=")[0] for argument in engine_arguments)
+    return any(name in ENGINE_ARGUMENTS or name == "kv-cache-dtype" for name in names)
 
 
 class Sampling(BaseModel):
@@ -204,3 +192,21 @@ class ModelSettings(BaseModel):
             "own_tool_parser": self.tool_parser is None,
             "own_reasoning_parser": self.reasoning_parser is None,
         }
+
+
+def with_system_prompt(template: str | None, prompt: str) -> str | None:
+    """`template` with `prompt` in front of conversations without a system message; None stays None.
+
+    It stands in the template because vLLM knows no such setting, and because counting tokens and every route that
+    renders a conversation then agree.
+    """
+    if not template or not prompt:
+        return template
+    # A string literal of Jinja is read as Python reads its escapes.
+    literal = prompt.encode("unicode_escape").decode("ascii").replace("'", "\\'")
+    return (
+        "{%- if messages and messages[0]['role'] not in ('system', 'developer') -%}"
+        f"{{%- set messages = [{{'role': 'system', 'content': '{literal}'}}] + messages -%}}"
+        "{%- endif -%}"
+        f"{template}"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 
-from serve.core import segments
-
 # struct sockaddr_un.sun_path holds 108 bytes including the final NUL, and vLLM names its inner sockets by a UUID inside
 # the scratch directory, which takes 38.
 MAX_SOCKET_PATH_BYTES = 107 - 38
+SEGMENTS = Path("/dev/shm")
+"""Where engines create segments outside the box's own folder, by whose names any surviving process can remove them."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -86,13 +86,33 @@ class ReplicaSpec:
     @property
     def segment_prefix(self) -> str:
         """Name prefix of all segments that the engine creates in /dev/shm."""
-        return segments.prefix_of(self.socket_path)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ReplicaSpec:
-        """Inverse of `to_json`."""
-        return cls(**data)
+        return segment_prefix_of(self.socket_path)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+
+def segment_prefix_of(socket_path: str | Path) -> str:
+    """Return the name prefix of all segments of the engine that listens on this socket."""
+    path = Path(socket_path)
+    return f"appliance-{_digest(str(path.parent), 8)}.{_digest(path.name, 6)}."
+
+
+def remove_segments_of(socket_path: str | Path) -> None:
+    """Remove the segments left by the engine that listened on this socket."""
+    _remove(segment_prefix_of(socket_path))
+
+
+def remove_segments_below(sockets: Path) -> None:
+    """Remove the segments left by engines whose sockets were in this folder; none of those engines may still run."""
+    _remove(f"appliance-{_digest(str(sockets), 8)}.")
+
+
+def _remove(prefix: str) -> None:
+    for segment in SEGMENTS.glob(f"{prefix}*"):
+        segment.unlink(missing_ok=True)
+
+
+def _digest(text: str, length: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]

@@ -1,8 +1,7 @@
 """Checks an engine's settings with vLLM's own parser and configuration, in a process forked for that.
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds everything of an engine that needs
-no weights, and ends: whatever vLLM refuses there would have stopped the engine at its start. What vLLM's configuration
-takes and its core or workers do not is looked at here too: with such a value the model had no engine any more.
+no weights, and ends: whatever vLLM refuses there would have stopped the engine at its start.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from runtime.devices.kinds import kind_of
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
 from runtime.pydantic_words import words_of_check
@@ -32,8 +30,6 @@ from weights.checkpoint.folder import may_open
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.errors import WeightsError
 
-BLOCK_STEP, BLOCK_STEP_ON_HOST = 16, 32  # get_supported_kernel_block_sizes in vllm/v1/attention/backends
-
 
 class ArgumentsRefused(ValueError):
     """vLLM's parser does not take them."""
@@ -41,7 +37,7 @@ class ArgumentsRefused(ValueError):
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """`args`: `{"spec": ReplicaSpec as JSON}`. Tells {"event": "checked", "refused": text or ""}."""
-    spec = ReplicaSpec.from_json(args["spec"])
+    spec = ReplicaSpec(**args["spec"])
     configure_logging("settings check", replica=spec.replica_id)
     with tempfile.TemporaryDirectory(dir=Path(spec.socket_path).parent) as scratch:
         os.environ.update({**engine_environment(spec, 1), "VLLM_RPC_BASE_PATH": scratch, "TMPDIR": scratch})
@@ -73,8 +69,8 @@ def refused(spec: ReplicaSpec) -> str:
         ):
             if name and name not in known():
                 raise ArgumentsRefused(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known()))}")
-        config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
-        return refused_later(config, on_host=kind_of(spec.kind).on_host)
+        AsyncEngineArgs.from_cli_args(options).create_engine_config()
+        return ""
     except ValidationError as error:
         return in_words(error)
     except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, RuntimeError) as error:
@@ -87,17 +83,3 @@ def in_words(error: ValidationError) -> str:
     names = (".".join(map(str, one["loc"])).replace("_", "-") for one in told)
     messages = (words_of_check(one["msg"]) for one in told)
     return "; ".join(": ".join(filter(None, pair)) for pair in zip(names, messages, strict=True))
-
-
-def refused_later(config: Any, *, on_host: bool) -> str:
-    """Why an engine with this VllmConfig would not start, or would end at its first prompt; "" if it would do."""
-    model, cache = config.model_config, config.cache_config
-    # vLLM itself sets it for latent attention.
-    step = BLOCK_STEP_ON_HOST if on_host and not model.use_mla else BLOCK_STEP
-    if cache.user_specified_block_size and cache.block_size % step:
-        return f"no kernel computes blocks of {cache.block_size} tokens: block-size has to be a multiple of {step}"
-    # Of a checkpoint that has it, the look at the checkpoint has said whether engines here compute it.
-    of_checkpoint = getattr(model.hf_config, "quantization_config", None)
-    if on_host and "fp8" in (model.quantization or "") and not of_checkpoint:
-        return f"engines on this kind of device compute no layers in {model.quantization}"
-    return ""

@@ -46,7 +46,7 @@ from serve.core.errors import (
     VersionBroken,
     WrongState,
 )
-from serve.core.model_settings import rounding
+from serve.core.model_settings import may_round_otherwise
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
@@ -56,7 +56,6 @@ from weights.memory.locks import DirectoryLock
 log = logging.getLogger(__name__)
 
 STAGE_POLL_S = 0.005
-PROFILE_POLL_S = 0.02  # each look is a call between two steps
 DRAIN_GRACE_S = 2.0
 FIRST = -(1 << 31)
 """Priority of the fingerprint's request: before all others."""
@@ -116,22 +115,6 @@ class EngineControl:
             return await self._adapters.unload(name, self._limits["adapter_drain_timeout_s"])
         except TimeoutError as error:
             raise WrongState(f"the adapter {name} still has requests") from error
-
-    async def profile(self, steps: int, limit_s: float, path: str) -> dict[str, Any]:
-        """Where the time of the engine's next steps goes, on its first worker; requests go on, somewhat slower. It ends
-        with fewer steps after `limit_s`. The trace goes to `path`."""
-        if self._lock.locked():
-            raise WrongState("profile: the engine is being profiled already, or swaps, wakes or falls asleep")
-        async with self._lock:
-            self._require("ready", "profile")
-            until_s = time.monotonic() + limit_s
-            await self.llm.collective_rpc("shm_profile_begin")
-            try:
-                while (await self.llm.collective_rpc("shm_profile_steps"))[0] < steps and time.monotonic() < until_s:
-                    await asyncio.sleep(PROFILE_POLL_S)
-            finally:
-                found = (await self.llm.collective_rpc("shm_profile_end", args=(path,)))[0]
-            return {**found, "model": self.model, "version": self.version}
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
@@ -298,7 +281,9 @@ class EngineControl:
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
         """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
         # Quantised when it is loaded, a version answers as another model does.
-        record = None if rounding(self.spec.extra_args) else await asyncio.to_thread(fingerprint.record_of, path)
+        record = (
+            None if may_round_otherwise(self.spec.extra_args) else await asyncio.to_thread(fingerprint.record_of, path)
+        )
         params: SamplingParams | PoolingParams
         if self.spec.task == "embed":
             params, record = PoolingParams(task="embed"), None

@@ -37,7 +37,7 @@ from runtime.logs import configure_logging
 from runtime.network.mutual_tls import serve_machines
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
-from serve.api import application
+from serve.api import answer_shapes
 from serve.api.answers import Answers
 from serve.core.errors import EngineFailed, ServeError, WrongState
 from serve.core.parsers import PARSER_TOKENS
@@ -46,8 +46,7 @@ from serve.engine.control import EngineControl
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
-from serve.vllm.frontend import Frontend, Metrics
-from serve.vllm.turn_ends import end_turns_of
+from serve.vllm.frontend import Frontend, Metrics, end_turns_of
 from serve.vllm.worker import ShmWorker
 from weights.checkpoint.folder import may_open
 from weights.checkpoint.vocabulary import tokens_of
@@ -60,7 +59,7 @@ DEAD_ENGINE_POLL_S = 0.2
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Serve until `stop` or until the engine dies. `args`: `{"spec": ReplicaSpec as JSON, "limits": {...}}`."""
     started_s = time.perf_counter()
-    spec = ReplicaSpec.from_json(args["spec"])
+    spec = ReplicaSpec(**args["spec"])
     limits = args["limits"]
     configure_logging("engine", replica=spec.replica_id)
     os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
@@ -128,22 +127,19 @@ def _cause(llm: Frontend) -> ServeError:
 async def _serve(
     lifeline: Lifeline, spec: ReplicaSpec, options: Namespace, limits: dict[str, Any], started_s: float
 ) -> int:
-    parsed_s = time.perf_counter()
     async with _engine(AsyncEngineArgs.from_cli_args(options)) as llm:
-        engine_s = time.perf_counter()
         if spec.chat_template:
             end_turns_of(llm, spec.chat_template)
         tasks = await llm.get_supported_tasks()
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)
-        application.set_up(app)
+        answer_shapes.set_up(app)
         control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
         dead = asyncio.create_task(_until_dead(llm))
         try:
             fingerprint = await while_alive(control.started(), dead, "start")
         except (EngineFailed, EngineDeadError) as error:
             raise _cause(llm) from error
-        app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
             Answers(app, lambda: control.version),
@@ -167,12 +163,7 @@ async def _serve(
             "ready",
             fingerprint=fingerprint,
             address=address,
-            seconds={
-                "arguments": parsed_s - started_s,
-                "engine": engine_s - parsed_s,
-                "application": app_s - engine_s,
-                "total": time.perf_counter() - started_s,
-            },
+            seconds={"total": time.perf_counter() - started_s},
         )
         await serving
         os.unlink(spec.socket_path)
@@ -206,7 +197,6 @@ def _handlers(
         control.sleep,
         control.wake,
         control.unload_adapter,
-        control.profile,
         stop,
     )
     return {call.__name__: on_loop(call) for call in calls}

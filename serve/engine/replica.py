@@ -19,7 +19,6 @@ from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
 from runtime.processes.kernel import life
 from runtime.processes.oom import DiesAs, group_dies_as
-from serve.core import segments
 from serve.core.config import EngineConfig
 from serve.core.errors import (
     BY_NAME,
@@ -32,8 +31,8 @@ from serve.core.errors import (
     VersionUnreadable,
     WrongState,
 )
-from serve.core.spec import ReplicaSpec
-from serve.engine.start_errors import in_our_words
+from serve.core.spec import ReplicaSpec, remove_segments_of
+from serve.engine.start_errors import in_our_words, out_of_memory
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.errors import IntegrityError, StoreError
 
@@ -66,7 +65,7 @@ class Replica:
         self._killed, self._load_failed = "", False  # why the supervisor has killed the engine
         self._last: dict[str, Any] | None = None  # what the engine answered to `status`
 
-    async def start(self, spec: ReplicaSpec | dict[str, Any]) -> dict[str, Any]:
+    async def start(self, spec: ReplicaSpec) -> dict[str, Any]:
         """Fork an engine, load its version from shared memory and return when it serves.
 
         Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises EngineStartFailed (with the end of the
@@ -74,7 +73,6 @@ class Replica:
         """
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
-        spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
         _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
@@ -148,59 +146,38 @@ class Replica:
             return False
         return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
 
-    async def profile(self, steps: int, limit_s: float) -> dict[str, Any]:
-        """Say where the time of the engine's next steps goes; the trace file, beside its log, is the newest of all
-        engines there."""
-        if self._child is None or not self._child.alive:
-            raise WrongState("profile: no engine runs")
-        folder = Path(self._child.log_path).parent
-        for left in folder.glob("*.trace.json.gz"):
-            left.unlink(missing_ok=True)
-        path = str(folder / f"{Path(self._child.log_path).stem}.trace.json.gz")
-        return await self._call(
-            "profile", limit_s + self._config.sleep_timeout_s, steps=steps, limit_s=limit_s, path=path
-        )
-
     async def status(self) -> dict[str, Any]:
         """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of its Unix socket, or
         https://HOST:PORT on another machine), and whether it is `silent`, in which case the rest is its last report;
         the state of a dead engine is "dead", of one that does not serve yet "starting"."""
-        if self._child is None or not self._child.alive:
-            return self._without_engine("dead")
-        if self._state == "starting":
-            # It answers nothing before it serves. A look at the box waited for it, with all other decisions, through a
-            # first start's minute of compiling (seen on an H100).
-            return {**self._without_engine("starting"), "pid": self._child.pid}
-        silent = not self._operations and time.monotonic() - self._pulsed_s >= SILENT_S
-        if self._last is not None and silent:
-            return {**self._last, "silent": True}
-        answer = await self._call("status", self._config.sleep_timeout_s)
-        self._last = {
-            **answer,
-            "pid": self._child.pid,
-            "devices": list(self._spec.devices),
-            "node": self._spec.node,
-            "address": self._address,
-            "settings": self._spec.settings,
-            "silent": False,
-        }
-        return self._last
-
-    def _without_engine(self, state: str) -> dict[str, Any]:
-        spec = self._spec
-        return {
-            "state": state,
-            "model": spec and spec.model,
-            "version": spec and spec.version,
+        spec, child = self._spec, self._child
+        own = {
             "pid": None,
-            "rss_bytes": 0,
-            "running": 0,
-            "waiting": 0,
             "devices": list(spec.devices) if spec else [],
             "node": spec.node if spec else "",
+            "address": self._address,
             "settings": spec.settings if spec else "",
             "silent": False,
         }
+        idle = {
+            "model": spec and spec.model,
+            "version": spec and spec.version,
+            "rss_bytes": 0,
+            "running": 0,
+            "waiting": 0,
+        }
+        if child is None or not child.alive:
+            return {"state": "dead", **idle, **own}
+        own["pid"] = child.pid
+        if self._state == "starting":
+            # It answers nothing before it serves. A look at the box waited for it, with all other decisions, through a
+            # first start's minute of compiling (seen on an H100).
+            return {"state": "starting", **idle, **own}
+        silent = not self._operations and time.monotonic() - self._pulsed_s >= SILENT_S
+        if self._last is not None and silent:
+            return {**self._last, "silent": True}
+        self._last = {**await self._call("status", self._config.sleep_timeout_s), **own}
+        return self._last
 
     async def _end_if_hung(self, child: Child) -> None:
         """Kill an engine whose core, which answers between two steps and asleep too, is silent for `hung_s`."""
@@ -288,7 +265,8 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
         return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
     if fatal and fatal["type"] == OpeningRefused.__name__:
         return EngineStartFailed(fatal["message"])
-    words = in_our_words(fatal["message"] if fatal else child.log_end(), spec.model)
+    message = fatal["message"] if fatal else child.log_end()
+    words = in_our_words(message, spec.model)
     refused = fatal and not (
         not _OF_THE_MACHINE.isdisjoint(fatal["kinds"])
         or is_of_a_device(fatal["type"], fatal["message"])
@@ -297,8 +275,8 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
     failed = EngineRefused if refused else EngineStartFailed
     cause = _cause(fatal) if fatal else f"its process {ended}"
     if words is not None:
-        failed = EngineOutOfMemory if words.memory else failed
-        return failed(f"{words.text}\n{cause}; its log {child.log_path} says more")
+        failed = EngineOutOfMemory if out_of_memory(message) else failed
+        return failed(f"{words}\n{cause}; its log {child.log_path} says more")
     return failed(_with_log(f"engine {spec.replica_id} ended during start: {cause}", child))
 
 
@@ -316,4 +294,4 @@ def _remove_leftovers(spec: ReplicaSpec) -> None:
     """Remove socket, scratch directory and segments of a dead engine."""
     Path(spec.socket_path).unlink(missing_ok=True)
     shutil.rmtree(spec.scratch_path, ignore_errors=True)
-    segments.remove_of(spec.socket_path)
+    remove_segments_of(spec.socket_path)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.devices.kinds import in_host_memory
 from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
-from serve.load.shm_source import Described, VersionSource
+from serve.load.shm_source import VersionSource
 
 # Tensors that checkpoints contain but models compute themselves.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
@@ -134,7 +134,7 @@ class LoadPlan:
     targets: dict[tuple[int, str], Target]
     unplanned: list[str]
     unwritten: list[str]
-    expected: dict[str, Described]
+    expected: dict[str, torch.Tensor]
     read: frozenset[str]
 
     def follow_first_load(self, model: torch.nn.Module) -> str:
@@ -166,20 +166,17 @@ class LoadPlan:
             given, expected = source.described.get(name), self.expected[name]
             if given is None:
                 problems.append(f"{name} is missing")
-            elif given.shape != expected.shape:
-                problems.append(f"{name} has shape {list(given.shape)}, expected {list(expected.shape)}")
-            elif given.dtype != expected.dtype and not (
-                given.dtype.is_floating_point and expected.dtype.is_floating_point
-            ):
-                problems.append(f"{name} has dtype {given.dtype}, expected {expected.dtype}")
-        for name in sorted(set(source.described) - set(self.expected)):
-            if not name.endswith(IGNORED_SUFFIXES):
-                problems.append(f"{name} is not part of this model")
+                continue
+            floats = given.dtype.is_floating_point and expected.dtype.is_floating_point
+            if given.shape != expected.shape or (given.dtype != expected.dtype and not floats):
+                of, other = ([str(one.dtype), list(one.shape)] for one in (given, expected))
+                problems.append(f"{name} is {of}, expected {other}")
+        unknown = sorted(source.described.keys() - self.expected)
+        problems += [f"{name} is not part of this model" for name in unknown if not name.endswith(IGNORED_SUFFIXES)]
         if problems:
-            shown = "; ".join(problems[:8])
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise VersionMismatch(
-                f"version {source.path} does not fit the running engine: {shown}{more}. "
+                f"version {source.path} does not fit the running engine: {'; '.join(problems[:8])}{more}. "
                 "Start a new engine for it instead of swapping."
             )
 
@@ -264,8 +261,9 @@ class LoadRecorder(TorchDispatchMode):
                 continue
             for module_id, attribute, _, _ in owners:
                 targets[module_id, attribute] = target
-        expected = dict(self._source.described)
-        return LoadPlan(targets, sorted(unplanned), sorted(unwritten), expected, frozenset(self._read))
+        return LoadPlan(
+            targets, sorted(unplanned), sorted(unwritten), dict(self._source.described), frozenset(self._read)
+        )
 
     def _target(self, tensor: torch.Tensor) -> tuple[int, Target] | None:
         key = tensor.untyped_storage().data_ptr()

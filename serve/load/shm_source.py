@@ -45,15 +45,6 @@ class ToLock:
     pages: PageLock
 
 
-@dataclass(frozen=True)
-class Described:
-    """Name, dtype and shape of one stored tensor, without its bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def lease(path: str | Path) -> DirectoryLock:
     """The store's lock on a version (weights.memory.locks), which prevents eviction and reuse of its files.
 
@@ -69,8 +60,8 @@ def lease(path: str | Path) -> DirectoryLock:
 class VersionSource:
     """The tensors of one leased version directory. Close it when no view is in use any more.
 
-    Raises VersionUnreadable if the directory is missing or is not a valid safetensors checkpoint. It checks the headers
-    before it maps anything.
+    described: dtype and shape of each tensor, without its bytes. Raises VersionUnreadable if the directory is missing
+    or is not a valid safetensors checkpoint. It checks the headers before it maps anything.
     """
 
     def __init__(self, path: str | Path):
@@ -81,10 +72,10 @@ class VersionSource:
         except (OSError, WeightsError) as error:
             raise VersionUnreadable(f"version directory {self.path} cannot be read: {error}") from error
         self._maps: dict[str, _MappedFile] = {}
-        self.described: dict[str, Described] = {}
-        for placed in self.layout:
-            name = placed.spec.name
-            self.described[name] = Described(name, _dtype(self.path, placed), tuple(placed.spec.shape))
+        self.described = {
+            placed.spec.name: torch.empty(placed.spec.shape, dtype=_dtype(self.path, placed), device="meta")
+            for placed in self.layout
+        }
 
     @property
     def nbytes(self) -> int:

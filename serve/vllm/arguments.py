@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from serve.core.model_settings import with_system_prompt
 from serve.core.parsers import reasoning_parser, tool_parser
 from serve.core.sizing import ADAPTER_MODULES, lora_rank_bound
 from serve.core.spec import ReplicaSpec
-from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
 EXECUTOR = "serve.vllm.executor.ShmExecutor"

@@ -39,7 +39,6 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
         torch._C.set_num_threads(torch.get_num_threads())
         _keep_freed_memory()
         super().init_device()
-        self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -56,42 +55,24 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
             return super().sample_tokens(grammar_output)
 
     def sleep(self, level: int = 1) -> None:
-        """Free KV cache and adapter slots, at level 2 the weights too."""
-        if level == 2:
-            for module in self.model_runner.model.modules():
-                drop_weights(module)
-            for parameter in self.model_runner.model.parameters():
-                self._put_to_sleep(parameter, "weights")
+        """Free KV cache and adapter slots, at level 2 the weights too. Their addresses stay valid: the kernel maps each
+        page again, zeroed, when it is first written to, not all at wake. Weights are undefined until the next load."""
+        held = list(tensors_in(self.model_runner.kv_caches))
         for module in self.model_runner.model.modules():
+            if level == 2:
+                drop_weights(module)
             if isinstance(module, BaseLayerWithLoRA):
                 for name in ("lora_a_stacked", "lora_b_stacked"):
-                    for tensor in tensors_in(module.__dict__.get(name)):
-                        self._put_to_sleep(tensor, "adapters")
+                    held += tensors_in(module.__dict__.get(name))
+        if level == 2:
+            held += self.model_runner.model.parameters()
         gc.collect()
         libc.malloc_trim(0)
-        # Its addresses stay valid: the kernel maps each page again, zeroed, when a request first writes to it, not all
-        # at wake.
-        caches = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(self.model_runner.kv_caches)}
-        for cache in caches.values():
-            _drop_pages(cache.untyped_storage())
+        for tensor in held:
+            _drop_pages(tensor.untyped_storage())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Reallocate what the tags name. Weights are undefined until the next weight transfer; adapter slots are
-        zeroed. The KV cache kept its addresses."""
-        for key, (storage, nbytes, tag) in list(self._asleep.items()):
-            # The adapter slots come back with the weights, empty.
-            if tags is not None and tag not in tags and not (tag == "adapters" and "weights" in tags):
-                continue
-            storage.resize_(nbytes)
-            if tag != "weights":
-                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-            del self._asleep[key]
-
-    def _put_to_sleep(self, tensor: torch.Tensor, tag: str) -> None:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage._cdata not in self._asleep:
-            self._asleep[storage._cdata] = (storage, storage.nbytes(), tag)
-            storage.resize_(0)
+        """Nothing to do: memory comes back as it is written to."""
 
 
 @contextmanager
@@ -115,7 +96,7 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
     if last <= first:
         last = first = storage.data_ptr()
     elif libc.madvise(first, last - first, mmap.MADV_DONTNEED):
-        raise last_error("cannot return the memory of the KV cache to the host")
+        raise last_error("cannot return the memory of a tensor to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
 

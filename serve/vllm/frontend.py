@@ -7,6 +7,7 @@ fixed length and raises if one is too short. In both cases the engine would end,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -22,6 +23,10 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from serve.api import answers
 from serve.forms import grammars
+from weights.checkpoint.turns import PROBES, told
+from weights.format.tool_template import with_tools
+
+log = logging.getLogger(__name__)
 
 UNFOLLOWED = (
     "No answer can follow the form that this request asks for (`response_format`, `structured_outputs`, "
@@ -93,6 +98,31 @@ def bound_forbidden(params: SamplingParams, known: int) -> None:
     if words:
         params._bad_words_token_ids = [ids for ids in words if max(ids) < known]
     params._all_stop_token_ids = {token for token in params.all_stop_token_ids if token < known}
+
+
+def end_turns_of(llm: Any, template: str) -> None:
+    """Every further request ends where `template`, which was set for the model, ends a turn too. That of the
+    checkpoint's own template is in its generation_config.json since it was imported."""
+    tokenizer: Any = llm.get_tokenizer()
+    fields = llm.input_processor.generation_config_fields
+    ids = fields.get("eos_token_id")
+    ids = [ids] if isinstance(ids, int) else list(ids or ())
+    added = tokenizer.get_added_vocab()
+    known = {token for token, number in added.items() if number in (*ids, tokenizer.eos_token_id)}
+    rendered = {name: _rendered(tokenizer, str(with_tools(template)), probe) for name, probe in PROBES.items()}
+    begins = {tokenizer.bos_token} - {tokenizer.eos_token}
+    turns = told(rendered, added.keys() - begins, known)
+    fields["eos_token_id"] = [*ids, *(added[token] for token in turns.new)]
+
+
+def _rendered(tokenizer: Any, template: str, probe: dict[str, Any]) -> str | None:
+    given = {"add_generation_prompt": True} | probe
+    messages = given.pop("messages")
+    try:
+        return tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **given)
+    except Exception as error:  # noqa: BLE001 - a template raises whatever it likes, and a request hears of it
+        log.debug("the chat template refuses a conversation: %s", error)
+        return None
 
 
 class Metrics(PrometheusStatLogger):

@@ -20,8 +20,7 @@ from serve.core.errors import VersionError
 from serve.load.loader import VersionLoader
 from serve.vllm.deaths import OUT_OF_STEP
 from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
-from serve.vllm.profiled_steps import ProfiledSteps
-from serve.vllm.shm_loader import PLAN_ATTRIBUTE
+from serve.vllm.plugin import PLAN_ATTRIBUTE
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ class ShmWorker(Worker):
     """Methods of both kinds of workers. `shm_loader` exists once the first version is loaded."""
 
     shm_loader: VersionLoader
-    shm_profile: ProfiledSteps | None = None
     numa_nodes: Sequence[int | None] = ()
     """Of each worker's device (vLLM's --numa-bind starts processes anew, these are forked)."""
     segment_prefix = ""
@@ -91,19 +89,6 @@ class ShmWorker(Worker):
 
     def shm_unmap(self) -> None:
         self.shm_loader.unmap()
-
-    def shm_profile_begin(self) -> None:
-        """Only on the first worker, because all of them would write their traces into the same file."""
-        if self.rank == 0:
-            self.shm_profile = ProfiledSteps(self.model_runner)
-
-    def shm_profile_steps(self) -> int | None:
-        return None if self.shm_profile is None else self.shm_profile.done
-
-    def shm_profile_end(self, path: str | None) -> dict[str, Any] | None:
-        """What was measured; its trace goes to `path`, or nowhere. None of a worker that was not."""
-        profile, self.shm_profile = self.shm_profile, None
-        return None if profile is None else profile.end(path)
 
     def shutdown(self) -> None:
         if hasattr(self, "shm_loader"):

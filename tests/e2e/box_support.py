@@ -27,7 +27,7 @@ import openai
 import psutil
 
 from appliance.paths import BoxPaths
-from serve.core import segments
+from serve.core.spec import segment_prefix_of
 from tests.claims import claim
 from weights.format.names import encode_name
 
@@ -196,7 +196,7 @@ class WholeBox:
 
     def _names(self) -> tuple[str, str]:
         """Parts of the names of what this box has in shared memory: the box's own, and its engines'."""
-        engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
+        engines = segment_prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
         return _box_id(self.data_dir), engines
 
     def note_segments(self) -> None:

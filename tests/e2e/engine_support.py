@@ -16,8 +16,7 @@ import httpx
 import openai
 
 from runtime.processes.warm_parents import WARM_ENV
-from serve.core import segments
-from serve.core.spec import ReplicaSpec
+from serve.core.spec import ReplicaSpec, segment_prefix_of
 from tests.claims import claim
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -152,7 +151,7 @@ class Box:
 
     def __init__(self) -> None:
         self.root = Path("/dev/shm") / f"appliance-test-{uuid.uuid4().hex[:8]}"
-        claim(self.root.name, segments.prefix_of(self.root / "run" / "x").partition(".")[0])
+        claim(self.root.name, segment_prefix_of(self.root / "run" / "x").partition(".")[0])
         (self.root / "run").mkdir(parents=True, mode=0o700)
         (self.root / "versions").mkdir(mode=0o700)
         self.warm_socket = self.root / "run" / "warm.sock"

@@ -16,7 +16,7 @@ from typing import Any
 
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs
-from appliance.store.records import energy, usage
+from appliance.store.records import usage
 from tests.front.box import MODEL, Front, running_front
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -82,7 +82,7 @@ def _job(front: Front) -> str:
         jobs.update(db, job_id, eta_s=74.0)
         usage.devices_held(db, job_id, 1, 0.0)
         usage.devices_held(db, job_id, 0, 280.0)
-        energy.add(db, {("job", job_id): (280 * 612.0, 280.0)}, 3600.0)
+        jobs.add_energy(db, job_id, 280 * 612.0, 280.0)
 
     front.call(tell)
     return f"#/jobs/{job_id}"

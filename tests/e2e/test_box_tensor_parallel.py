@@ -25,10 +25,10 @@ def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):
     box.run("model", "import", str(base), "--name", "tiny")
     data = box.upload(write_chat_file(tmp_path / "train.jsonl", 200).read_bytes())
     same = ["--model", "tiny", "--batch-size", "4", "--max-length", "96", "--set", "precision=fp32"]
-    planned = box.ask("plan", "job", *same, "--tensor-parallel", "2")
+    planned = box.ask("plan", "job", *same, "--tensor-parallel", "2", "--devices", "4")
     assert planned["fits"] and planned["sizes"] == [2, 4]
 
-    same += ["--file", data, "--epochs", "6", "--seed", "3"]
+    same += ["--file", data, "--epochs", "6", "--seed", "3", "--max-devices", "4"]
     whole = box.ask("job", "submit", *same)["id"]
     box.run("mode", "set", "train", "--wait")
     box.run("job", "wait", whole, "--timeout", "300")

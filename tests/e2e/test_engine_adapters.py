@@ -15,7 +15,7 @@ from serve.core import sampling
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name
-from weights.tiers import copies
+from weights.tiers.directory import seal_dir
 
 SLOTS, RESIDENT, REGISTERED = 2, 4, 20
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,7 +44,7 @@ def save_adapter(
     path = root / encode_name(name) / "v1"
     model.save_pretrained(path)
     (path / "README.md").unlink(missing_ok=True)
-    copies.seal_dir(
+    seal_dir(
         path, kind="adapter", model=name, version="v1", meta={"base": "starter", "base_version": base.name, **meta}
     )
     if merged is not None:

@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
+from appliance.gateway.core.router import BATCH_BEHIND
 from appliance.gateway.requests.normalize import normalize
-from appliance.gateway.routing.router import BATCH_BEHIND
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState

@@ -49,7 +49,7 @@ def test_standby_is_learned_and_kept_while_a_job_has_the_rest(box, tmp_path):
     )
     box.run("mode", "set", "auto", "--wait")
     data = box.upload(write_chat_file(tmp_path / "train.jsonl", 4000).read_bytes())
-    job = box.submit("tiny", data, "--epochs 50 --batch-size 30 --max-length 64 --lora-rank 4")
+    job = box.submit("tiny", data, "--epochs 50 --batch-size 30 --max-length 64 --lora-rank 4 --max-devices 6")
     # 30 examples go over 1, 2, 3, 5 or 6 ranks: six with one or two engines, five with three, three with four.
     wait_for(lambda: len(held(box, job)) == 6 and box.losses(job), "a step of the job beside one engine", 150)
 

@@ -31,7 +31,7 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
     whole = (await shop.run(shop.spec("whole", n_epochs=1, method=method), 2)).losses()
     spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, method=method)
     losses = await moved(shop, spec, (4, 2))
-    assert losses.keys() == whole.keys() and len(losses) >= 9 and losses[max(losses)] < losses[1]
+    assert losses.keys() == whole.keys() and len(losses) > 4 and losses[max(losses)] < losses[1]
     print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
     assert worst(losses, whole) <= ACROSS_SIZES
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from appliance.controller.models.capacity import BoxFacts, serve
 from runtime.devices.kinds import KINDS, kind_of
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, engine_size
+from serve.core.sizing import EngineSize, ServedShape, engine_size
 
 GIB = 2**30
 GPUS = sorted(name for name, kind in KINDS.items() if not kind.on_host)

@@ -150,14 +150,6 @@ class SimulatedScheduler:
     async def unload_adapters(self, names: list[str]) -> None:
         self.unloaded += names
 
-    async def profile_engine(self, model: str, steps: int) -> dict[str, Any]:
-        if model != "starter":
-            raise OperationFailed(f"no engine of {model} is awake; a request wakes one", code="not_running")
-        share = {"compute": 0.6, "communication": 0.1, "input": 0.0, "idle": 0.3}
-        operators = [{"name": "aten::mm", "kind": "compute", "seconds": 0.5, "count": 9}]
-        found = {"steps": steps, "seconds": 1.0, "share": share, "operators": operators}
-        return {**found, "trace": "/logs/r1.trace.json.gz", "bytes": 1234, "model": model, "version": "v1"}
-
     async def profile_job(self, job_id: str, steps: int) -> None:
         if jobs.get(self._db, job_id).phase != "running":
             raise OperationFailed("it does not run now", code="not_running")

@@ -20,10 +20,11 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.files.storage.check_apart", check_process.checked)
-    monkeypatch.setattr("appliance.controller.data_checks.data_work.DataWork._process", _carried_out)
+    monkeypatch.setattr("appliance.controller.data_checks.DataWork._process", _carried_out)
 
 
-async def _carried_out(work: Any, request: dict[str, Any]) -> dict[str, Any]:
+async def _carried_out(work: Any, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
+    request = {"file": str(work._context.files_dir / file_id), "name": file_id, "check": options}
     try:
         answer = await asyncio.to_thread(process.carried_out, request)
     except process.BadOption:

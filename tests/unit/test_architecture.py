@@ -45,7 +45,6 @@ SUBPACKAGES = (
     "appliance.controller.grading",
     "appliance.controller.batches",
     "appliance.controller.responses",
-    "appliance.controller.data_checks",
     "appliance.controller.jobs",
     "appliance.controller.files",
     "appliance.controller.models",
@@ -61,9 +60,7 @@ SUBPACKAGES = (
     "appliance",
     "appliance.controller.interfaces",
     "appliance.gateway.server",
-    "appliance.gateway.observe",
     "appliance.gateway.access",
-    "appliance.gateway.routing",
     "appliance.gateway.requests",
     "appliance.gateway.core",
     "appliance.ui",
@@ -130,7 +127,7 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
     "wandb": {"appliance/tracking.py"},
-    "opentelemetry": {"appliance/gateway/observe/tracing.py"},
+    "opentelemetry": {"appliance/gateway/access/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
@@ -152,7 +149,6 @@ WITHOUT_TORCH = (
     "runtime/devices/kinds.py",
     "serve/core/config.py",
     "serve/core/errors.py",
-    "serve/core/shape.py",
     "serve/core/sizing.py",
     "serve/core/spec.py",
     "serve/engine/replica.py",
@@ -552,8 +548,7 @@ ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/work.py BatchWork._answer_lines": AWAITED,
-    "appliance/controller/evals/runner.py EvalRunner.run": AWAITED,
-    "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
+    "appliance/controller/evals/runner.py EvalRunner._judge": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
 from train.data.formats import BadFile, BadRecord, Record, left_out, shape_of, to_chat
-from train.data.lines import MAX_EXAMPLE_BYTES, examples, parse
+from train.data.lines import MAX_EXAMPLE_BYTES, Example, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -26,6 +28,7 @@ MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
 COUNTED_EXAMPLES = 2000
 
+_SHAPE_EXAMPLES = 100  # the first ones, by which the shape of a file is known
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
@@ -68,6 +71,53 @@ class DataReport:
             self.errors.append((line, cut))
 
 
+@dataclass(slots=True)
+class Read:
+    """One example of a file: its line, its record, and what the method makes of it, None if there is nothing to write;
+    or why it cannot be used. shape: of the file."""
+
+    line: int
+    raw: bytes = b""
+    record: Any = None
+    shape: str = ""
+    made: Record | None = None
+    bad: BadRecord | None = None
+
+
+def read_examples(
+    path: str | Path, convert: Convert, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
+) -> Iterator[Read]:
+    """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
+    `refuses` says which; a record of another shape is unusable. Raises OSError."""
+    with open(path, "rb") as file:
+        first = islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES)
+        shape = _usual_shape(first, refuses)
+        for line, raw in examples(file, max_example_bytes):
+            read = Read(line)
+            try:
+                if isinstance(raw, BadRecord):
+                    raise raw
+                read.raw, read.record = raw, parse(raw)
+                own = shape_of(read.record)
+                read.shape = shape = shape or own
+                if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
+                    why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
+                    raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
+                read.made = convert(read.record, shape)
+            except BadRecord as bad:
+                read.bad = bad
+            yield read
+
+
+def _usual_shape(first: Iterable[Example], refuses: Refuses | None) -> str | None:
+    seen: Counter[str] = Counter()
+    for example in first:
+        with suppress(BadRecord):
+            if not isinstance(example.raw, BadRecord):
+                seen[shape_of(parse(example.raw))] += 1
+    return max(seen, key=lambda shape: (refuses is None or refuses(shape) is None, seen[shape]), default=None)
+
+
 def check_training_file(
     path: str | Path,
     *,
@@ -81,92 +131,39 @@ def check_training_file(
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
-    The shape of most of its records is the shape of the file, of those that the method takes if `refuses` says which; a
-    record of another shape is an error. Only a file of several shapes is read twice. `convert`
-    (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    `count` gives the tokens of each sequence of each row of a converted record, for `counted` records, BadRecord if the
-    model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
-    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
-    file is unreadable.
+    `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
+    `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
+    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
+    called after each example. The chat file exists afterwards only if the report is `ok` and its records were
+    converted. Raises OSError if the file is unreadable.
     """
-
-    def read(shapes: _Shapes) -> DataReport:
-        return _read(path, chat_path, max_example_bytes, convert, _Tokens(count, counted), heard, shapes)
-
-    shapes = _Shapes(refuses)
-    report = read(shapes)
-    return report if len(shapes.seen) < 2 else read(shapes.settled())
-
-
-class _Shapes:
-    """The shape that a file's records are to have: that of the first one, until all have been seen."""
-
-    def __init__(self, refuses: Refuses | None, of_all: Mapping[str, int] | None = None):
-        self._refuses, self._of_all = refuses, of_all
-        self.seen: Counter[str] = Counter()
-        self.wanted = max(of_all, key=self._fits) if of_all else None
-
-    def settled(self) -> _Shapes:
-        return _Shapes(self._refuses, self.seen)
-
-    def _fits(self, shape: str) -> tuple[bool, int]:
-        return self._why_not(shape) is None, (self._of_all or {})[shape]
-
-    def _why_not(self, shape: str) -> str | None:
-        return None if self._refuses is None else self._refuses(shape)
-
-    def look(self, shape: str) -> str:
-        """The shape that a record of this shape is converted as. Raises BadRecord."""
-        self.seen[shape] += 1
-        self.wanted = self.wanted or shape
-        if (self.wanted, shape) == ("chat", "prompt"):
-            shape = "chat"  # whoever converts it says what is missing
-        if shape != self.wanted:
-            why = self._why_not(shape) or f"has the shape {shape!r}"
-            of_all = self._of_all or self.seen
-            raise BadRecord(f"{why}; {of_all[self.wanted]} of the file's {sum(of_all.values())} are {self.wanted!r}")
-        return shape
-
-
-def _read(
-    path: str | Path,
-    chat_path: str | Path | None,
-    max_example_bytes: int,
-    convert: Convert,
-    tokens: _Tokens,
-    heard: Heard | None,
-    shapes: _Shapes,
-) -> DataReport:
-    report = DataReport()
-    partial = Path(f"{chat_path}.partial") if chat_path else None
-    written, seen, read_bytes = False, 0, 0
-    size = max(1, os.stat(path).st_size)
-    output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
-    try:
-        with open(path, "rb") as file:
-            for line, _, raw in examples(file, max_example_bytes):
-                try:
-                    written = _example(report, raw, output, convert, tokens, shapes)
-                except BadRecord as bad:
-                    report.add_error(line, str(bad))
-                    if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
-                        break
-                if heard is not None:
-                    seen, read_bytes = seen + 1, read_bytes + (len(raw) if isinstance(raw, bytes) else 0)
-                    heard(seen, min(1.0, read_bytes / size))
-    except BaseException:
-        if partial:
-            partial.unlink(missing_ok=True)
-        raise
-    finally:
-        if output:
-            output.close()
-    _summarise(report)
-    if partial:
-        if report.ok and written:
+    report, tokens, converted, read_bytes = DataReport(), _Tokens(count, counted), False, 0
+    partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
+    with ExitStack() as stack:
+        output = None
+        if chat_path:
+            stack.callback(partial.unlink, missing_ok=True)
+            number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            output = stack.enter_context(os.fdopen(number, "wb"))
+        for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
+            report.shape = read.shape or report.shape
+            try:
+                if read.bad is not None:
+                    raise read.bad
+                _add(report, read, tokens.of(read.made))
+            except BadRecord as bad:
+                report.add_error(read.line, str(bad))
+                if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+                    break
+            if output and read.made is not None:
+                output.write(orjson.dumps(read.made) + b"\n")
+            converted, read_bytes = read.made is not None, read_bytes + len(read.raw)
+            if heard is not None:
+                heard(seen, min(1.0, read_bytes / size))
+        _summarise(report)
+        if output and report.ok and converted:
+            output.flush()
             partial.rename(chat_path)
-        else:
-            partial.unlink()
     return report
 
 
@@ -196,32 +193,13 @@ class _Tokens:
         return rows
 
 
-def _example(
-    report: DataReport,
-    raw: bytes | BadRecord,
-    output: BinaryIO | None,
-    convert: Convert,
-    tokens_of: _Tokens,
-    shapes: _Shapes,
-) -> bool:
-    """Whether it was converted."""
-    if isinstance(raw, BadRecord):
-        raise raw
-    record = parse(raw)
-    found = shape_of(record)
-    report.shape = shapes.wanted or found
-    shape = shapes.look(found)
-    made = convert(record, shape)
-    rows = tokens_of.of(made)
-    if output and made is not None:
-        output.write(orjson.dumps(made) + b"\n")
-    count_left_out(report.left_out, record, shape)
+def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
+    count_left_out(report.left_out, read.record, read.shape)
     report.n_examples += 1
     report.n_rows += len(rows)
     report.n_tokens_estimate += sum(map(sum, rows))
     report.example_tokens += map(sum, rows[: max(0, COUNTED_EXAMPLES - len(report.example_tokens))])
     report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
-    return made is not None
 
 
 def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:

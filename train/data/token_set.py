@@ -3,9 +3,8 @@
 A record of the file gives one row or several (train.data.turns), each an example of the set: one sequence of tokens, or
 as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
 tokens.npy (int32), learnt.npy (bool), offsets.npy (int64, sequences + 1), labels.npy (int64, sequences: how many tokens
-of each are learnt), facts.json (pad_id, n_records, n_dropped,
-n_truncated, digest) and packs-*.npz. The key covers all inputs, so a changed file, tokenizer or length creates a new
-set; an existing set needs no tokenizer.
+of each are learnt) and facts.json (pad_id, n_records, n_dropped, n_truncated, digest). The key covers all inputs, so a
+changed file, tokenizer or length creates a new set; an existing set needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from weights.format.names import TOKENIZER_FILES
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
-FORMAT = 6
+FORMAT = 7
 Encode = Callable[[ChatEncoder, Record], Sequence[Sequence[Tokens]]]
 Cut = Callable[[Sequence[Tokens], int], Sequence[Tokens] | None]
 LayOut = Callable[..., Row]
@@ -49,24 +48,12 @@ def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None
     return short if any(learnt[1:].any() for _, learnt in short) else None
 
 
-class Packs:
-    """Groups of example indices: `members` (n,) one after another, pack i being [edges[i], edges[i + 1])."""
-
-    def __init__(self, members: np.ndarray, edges: np.ndarray):
-        self._members, self._edges = members, edges
-
-    def __len__(self) -> int:
-        return len(self._edges) - 1
-
-    def __getitem__(self, pack: int) -> np.ndarray:
-        return self._members[self._edges[pack] : self._edges[pack + 1]]
-
-
 class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
-    sequences: of each example. reference: (examples, sequences) float32, what the starting model says of them, once it
-    is known (train.trainer.reference). digest: of all tokens and of which are learnt.
+    sequences: of each example. packs: indices of the examples of each. reference: (examples, sequences) float32, what
+    the starting model says of them, once it is known (train.trainer.reference). digest: of all tokens and of which are
+    learnt.
     """
 
     def __init__(
@@ -82,31 +69,17 @@ class TokenSet:
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
-        self._labels_of_examples = np.load(directory / "labels.npy").reshape(-1, sequences).sum(axis=1)
+        labels = np.load(directory / "labels.npy").reshape(-1, sequences).sum(axis=1)
         self.sequences, self.capacity = sequences, sequences * max_length
-        self._directory, self._packing, self._lay_out = directory, packing, lay_out
+        self._packing, self._lay_out = packing, lay_out
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
         self.n_dropped, self.n_truncated = facts["n_dropped"], facts["n_truncated"]
         self.digest: str = facts["digest"]
-        self._pack("-as-given" if packing and as_given else "", np.arange(self.n_examples), as_given)
-
-    def _pack(self, name: str, order: np.ndarray, as_given: bool) -> None:
-        # Cache the plan: planning a million examples again takes longer than the rest of a resume.
-        index = self._directory / f"packs-{self.capacity if self._packing else 1}{name}.npz"
-        if not index.exists():
-            self._write_index(index, order, as_given)
-        with np.load(index) as kept:
-            self.packs = Packs(kept["members"], kept["edges"])
-            self._labels = kept["labels"]
-
-    def order_by_loss(self) -> None:
-        """Pack anew: of neighbours by the loss that `reference` says the starting model has on each learnt token of an
-        example, the least first. The same on every rank, which all have the same reference."""
-        assert self.reference is not None
-        order = np.argsort(-self.reference.sum(axis=1) / self._labels_of_examples, kind="stable")
-        self._pack(f"-by-loss-{hashlib.sha256(order.astype(np.int64)).hexdigest()[:16]}", order, True)
+        lengths = np.diff(self._offsets[::sequences])
+        self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
+        self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
     @property
     def n_examples(self) -> int:
@@ -146,15 +119,6 @@ class TokenSet:
     def _example(self, index: int) -> list[Tokens]:
         edges = self._offsets[index * self.sequences : (index + 1) * self.sequences + 1]
         return [(self._tokens[a:b], self._learnt[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-
-    def _write_index(self, index: Path, order: np.ndarray, as_given: bool) -> None:
-        lengths = np.diff(self._offsets[:: self.sequences])[order]
-        packs = plan_packs(lengths, self.capacity, packing=self._packing, as_given=as_given)
-        members = order[np.concatenate(packs)] if packs else np.zeros(0, np.int64)
-        edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-        of_packs = np.concatenate([[0], np.cumsum(self._labels_of_examples[members])])
-        # Every rank may write it, and writes the same.
-        replace_file(index, _npz(members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64)))
 
 
 def open_token_set(
@@ -277,7 +241,9 @@ def _write_block(
             learnt.append(mask)
             lengths.append(len(ids))
             labels.append(int(mask[1:].sum()))  # the first token is never predicted, whatever its mark
-    content = _npz(
+    content = io.BytesIO()
+    np.savez(
+        content,
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
         lengths=np.array(lengths, np.int64),
@@ -287,13 +253,7 @@ def _write_block(
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
     )
     # It may be taken up after a crash of the machine, and a rank whose supervisor has died may write it too.
-    replace_file(block, content, durable=True)
-
-
-def _npz(**arrays: np.ndarray) -> bytes:
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    return content.getvalue()
+    replace_file(block, content.getvalue(), durable=True)
 
 
 def _raise_if_bad(path: Path, kept: Path, count: int) -> None:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from train.data.check import Count, count_left_out, estimate_tokens
-from train.data.formats import BadRecord, NoAnswer, Record, shape_of
-from train.data.lines import Example, examples, parse
-from train.data_checks.options import CHECKS
+from train.data.check import Count, count_left_out, estimate_tokens, read_examples
+from train.data.formats import BadRecord, NoAnswer, Record
 from train.data_checks.personal_data import masked
+from train.data_checks.process import CHECKS
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
 Convert = Callable[[Record, str], Record]
 _MOST_SHOWN = 20
-_SHAPE_EXAMPLES = 100  # the first examples, by which the shape of a file is known
 _MOST_REASON = 300
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
 
@@ -72,19 +68,21 @@ class Check:
         with open(path, "rb") as file:
             self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self.bytes = file.tell()
-        for example, made in self._converted(path):
-            row = Row(example.line)
+        for read in read_examples(path, self._convert):
+            row = Row(read.line)
             self.rows.append(row)
-            if isinstance(made, BadRecord):
-                self._flag_bad(row, made)
-            else:
-                self._look_at(row, made)
+            self.shape = read.shape or self.shape
+            if read.bad is not None:
+                self._flag_bad(row, read.bad)
+            elif read.made is not None:
+                count_left_out(self._keys_left_out, read.record, read.shape)
+                self._look_at(row, read.made)
 
     def texts(self, path: Path) -> Iterable[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
-        for example, made in self._converted(path):
-            if not isinstance(made, BadRecord):
-                yield example.line, _texts_of(made)[0]
+        for read in read_examples(path, self._convert):
+            if read.made is not None:
+                yield read.line, _texts_of(read.made)[0]
 
     def usable(self) -> list[Row]:
         return [row for row in self.rows if row.digest]
@@ -112,32 +110,6 @@ class Check:
         share = round(found.count / max(1, len(self.rows)), 6)
         kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
         return {"count": found.count, "share": share, **kinds, "first": found.first}
-
-    def _converted(self, path: Path) -> Iterable[tuple[Example, Record | BadRecord]]:
-        """Each example with its converted record, or with the reason why there is none."""
-        with open(path, "rb") as file:
-            self.shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES))
-            file.seek(0)
-            for example in examples(file):
-                try:
-                    yield example, self._record(example)
-                except BadRecord as bad:
-                    yield example, bad
-
-    def _record(self, example: Example) -> Record:
-        """Raises BadRecord; NoAnswer for an example without an answer."""
-        if isinstance(example.raw, BadRecord):
-            raise example.raw
-        record = parse(example.raw)
-        shape = shape_of(record)
-        if (self.shape, shape) == ("chat", "prompt"):
-            shape = "chat"  # the conversion says what is missing
-        self.shape = self.shape or shape
-        if shape != self.shape:
-            raise BadRecord(f"has the shape {shape!r}; most of the file's first examples are {self.shape!r}")
-        made = self._convert(record, shape)
-        count_left_out(self._keys_left_out, record, shape)
-        return made
 
     def _look_at(self, row: Row, made: Record) -> None:
         try:
@@ -182,16 +154,6 @@ class Check:
         finding.count += 1
         if len(finding.first) < _MOST_SHOWN:
             finding.first.append({"line": row.line, **detail})
-
-
-def _usual_shape(first: Iterable[Example]) -> str | None:
-    """The shape that most of these have; None if none has any."""
-    seen: Counter[str] = Counter()
-    for example in first:
-        with suppress(BadRecord):
-            if not isinstance(example.raw, BadRecord):
-                seen[shape_of(parse(example.raw))] += 1
-    return max(seen, key=seen.__getitem__, default=None)
 
 
 def _texts_of(made: Record) -> tuple[str, str]:

@@ -16,8 +16,8 @@ import orjson
 
 from train.data.lines import examples, parse
 from train.data_checks.check import Check, Row
-from train.data_checks.options import CHECKS
 from train.data_checks.personal_data import Match, mask_record
+from train.data_checks.process import CHECKS
 
 
 class Unusable(Exception):

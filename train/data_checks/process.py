@@ -11,14 +11,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
 from train.data.formats import BadRecord, Record
-from train.data_checks.options import BadOption
 
 BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 _NICENESS = 10
+
+
+CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
+CHECKS: tuple[CheckName, ...] = get_args(CheckName)
+"""In the order of a report."""
+
+
+class BadOption(ValueError):
+    """An option that makes no sense; the text is shown."""
 
 
 class CheckFailed(Exception):

@@ -152,7 +152,7 @@ def _role(given: Any) -> Any:
     return given if not isinstance(given, str) or given in known else "user"
 
 
-class _Message(_Strict):
+class Message(_Strict):
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
     content: str | _Part | Annotated[list[str | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
@@ -162,7 +162,7 @@ class _Message(_Strict):
         return parts_of(self.content, f"{param}.content")
 
 
-class _Sampling(_Strict):
+class Sampling(_Strict):
     # OpenAI's API spells it like this; the other spellings are from its documentation.
     max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
@@ -172,6 +172,32 @@ class _Sampling(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that an answer may have."""
+        return self.max_completions_tokens or self.max_completion_tokens or self.max_tokens or DEFAULT_ANSWER_TOKENS
+
+    def fields(self) -> dict[str, Any]:
+        """The other fields of a chat completion that are given."""
+        given = {name: getattr(self, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
+        return {name: number for name, number in given.items() if number is not None}
+
+
+def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
+    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes them too
+    long."""
+    contents = [
+        # A lone surrogate, which JSON may contain, cannot be sent.
+        "\n".join(templates.fill(text, sample, item) for _, text in message.parts()).encode(errors="replace").decode()
+        for message in messages
+    ]
+    if (size := sum(map(len, contents))) > templates.MAX_TEXT:
+        raise GradingFailed(
+            f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
+            GradingErrors(other_error=True),
+        )
+    return [{"role": one.role, "content": content} for one, content in zip(messages, contents, strict=True)]
+
 
 class _ModelGrader(_Grader):
     """Asks a model of the box, which answers in a form: an expression or a choice, and not a JSON schema. Between the
@@ -179,8 +205,8 @@ class _ModelGrader(_Grader):
     them."""
 
     model: str = Field(min_length=1, max_length=256)
-    input: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    sampling_params: _Sampling | None = None
+    input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    sampling_params: Sampling | None = None
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
@@ -194,36 +220,17 @@ class _ModelGrader(_Grader):
     @property
     def answer_tokens(self) -> int:
         """The most tokens that an answer may have."""
-        given = self.sampling_params or _Sampling()
-        most = given.max_completions_tokens or given.max_completion_tokens or given.max_tokens
-        return most or DEFAULT_ANSWER_TOKENS
+        return (self.sampling_params or Sampling()).most_tokens
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
-        contents = [
-            # A lone surrogate, which JSON may contain, cannot be sent.
-            "\n".join(templates.fill(text, sample, item) for _, text in message.parts())
-            .encode(errors="replace")
-            .decode()
-            for message in self.input
-        ]
-        if (size := sum(map(len, contents))) > templates.MAX_TEXT:
-            raise GradingFailed(
-                f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
-                GradingErrors(other_error=True),
-            )
-        sampling = self.sampling_params or _Sampling()
-        body: dict[str, Any] = {
+        return {
             "model": self.model,
-            "messages": [
-                {"role": message.role, "content": content}
-                for message, content in zip(self.input, contents, strict=True)
-            ],
+            "messages": filled(self.input, sample, item),
             "max_completion_tokens": self.answer_tokens,
             "structured_outputs": self.answers_by,
+            **(self.sampling_params or Sampling()).fields(),
         }
-        given = {name: getattr(sampling, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
-        return body | {name: number for name, number in given.items() if number is not None}
 
 
 class ScoreModel(_ModelGrader):
@@ -370,12 +377,6 @@ def _check_size(written: str) -> None:
 def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | ScoreModel | LabelModel]:
     """Its graders by name; one alone stands by its own name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
-
-
-def texts(grader: Grader) -> Iterator[tuple[str, str]]:
-    """Its templates, each with its path."""
-    for name, leaf in leaves(grader).items():
-        yield from leaf.texts(f"graders.{name}." if isinstance(grader, Multi) else "")
 
 
 def sources(grader: Grader) -> dict[str, str]:

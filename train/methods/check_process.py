@@ -1,18 +1,16 @@
-"""Runs `train.data.check` in its own process: `python -m train.methods.check_process METHOD FILE [--chat FILE]
-[--tokenizer DIR [--cut TOKENS]]`, METHOD being `-` as long as no job says which. With a tokenizer it counts tokens as
-the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
+"""Runs `train.data.check` in its own process: `python -m train.methods.check_process REQUEST`, the arguments of
+`checked` as JSON. With a tokenizer it counts tokens as the ranks will, through the model's chat template; with a
+length, those of every example, and cuts each as they will.
 
-JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
-This process prints its progress, and at the end the report as JSON, runs at low priority once it has taken seconds,
-ends with its parent, and is killed beyond its CPU and memory limits.
+JSON parsing blocks all other threads of a process: for most of a second with one 16 MiB example. This process prints
+its progress, and at the end the report as JSON, runs at low priority once it has taken seconds, ends with its parent,
+and is killed beyond its CPU and memory limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -35,7 +33,6 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=4 << 30)
 # 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 TELL_EVERY_S = 2.0
-_FAR = re.compile(r"(?P<examples>\d+) examples, (?P<share>[\d.]+) of the file")
 ANY = "-"
 
 
@@ -51,16 +48,15 @@ def check_apart(
     tokenizer (the directory of a model); with `cut_at`, examples of which the method has nothing left within so many
     tokens are errors too. `heard` is called now and then, in this thread. A file that takes more than the limits is a
     bad one. Raises OSError."""
-    options = {"--chat": chat_path, "--tokenizer": tokenizer, "--cut": cut_at}
-    given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-    command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
+    request = [str(path), chat_path and str(chat_path), method, tokenizer and str(tokenizer), cut_at]
+    command = [sys.executable, "-P", "-m", "train.methods.check_process", json.dumps(request)]
     output = ""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as done:
         for output in done.stdout or ():
-            if heard is not None and (far := _FAR.fullmatch(output.strip())):
-                heard(int(far["examples"]), float(far["share"]))
+            if heard is not None and output.startswith("["):
+                heard(*json.loads(output))
     try:
         found = json.loads(output)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
@@ -68,27 +64,15 @@ def check_apart(
         if not path.exists():
             raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
-        if done.returncode == 0:  # it has a report, of another version of this package
-            report.add_error(
-                1,
-                "the file could not be checked: the box's software was replaced while it ran; restart the box "
-                "(`appliance down`, `appliance up`) and send the file again",
-            )
-            return report
         report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(done.returncode)}")
         return report
 
 
 def main() -> None:
     BOUNDS.hold()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("method")
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--chat", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--cut", type=int)
-    given = parser.parse_args()
-    print(json.dumps(asdict(checked(given.path, given.chat, given.method, given.tokenizer, given.cut, _Heard()))))
+    path, chat_path, method, tokenizer, cut_at = json.loads(sys.argv[1])
+    chat, model = (Path(given) if given else None for given in (chat_path, tokenizer))
+    print(json.dumps(asdict(checked(Path(path), chat, method, model, cut_at, _Heard()))))
 
 
 def checked(
@@ -122,17 +106,15 @@ def checked(
 class _Heard:
     """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
 
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self._nice = False
+    next_s, nice = 0.0, False
 
     def __call__(self, examples: int, share: float) -> None:
-        if not self._nice and time.process_time() >= NICE_AFTER_S:
-            self._nice = True
+        if not self.nice and time.process_time() >= NICE_AFTER_S:
+            self.nice = True
             os.nice(_NICENESS)
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + TELL_EVERY_S
-            print(f"{examples} examples, {share:.4f} of the file", flush=True)
+        if time.monotonic() >= self.next_s:
+            self.next_s = time.monotonic() + TELL_EVERY_S
+            print(json.dumps([examples, share]), flush=True)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

@@ -74,8 +74,8 @@ class Method(ABC):
     of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
     about every sequence once and keeps the answers with the job (train.trainer.reference); rows have them from then on.
     needs_divergence: before the first gradient of a step the ranks ask the objective about all its sequences, without
-    gradients; every batch then has as "divergence" the sum over the step, times the scale, of their log-probabilities
-    less the reference.
+    gradients, which takes the time of a forward pass and less memory than the pass that learns; every batch then has as
+    "divergence" the sum over the step, times the scale, of their log-probabilities less the reference.
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
     a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an

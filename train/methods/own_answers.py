@@ -75,12 +75,6 @@ class OwnAnswers(Method, ABC):
 
     def _own(self, given: Given, fields: dict[str, Any], longest: int, model: ModelStats) -> None:
         self.own_hyperparameters(given, fields)
-        if fields["data_order"] == "loss":
-            raise InvalidHyperparameter(
-                "data_order",
-                "loss",
-                "'shuffled' or 'given': nothing of a prompt is learnt, so no model has a loss on it",
-            )
         options = fields["options"]
         for name in ("eval_samples", "max_completion_tokens"):
             options[name] = int(options[name])

@@ -73,7 +73,7 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
         return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
     most = fields["max_length"]
     lengths = [min(length, most) for length in dataset.lengths]
-    if fields["data_order"] != "shuffled":  # by loss is not known yet: neighbours fill rows as well in any order
+    if fields["data_order"] == "given":
         packs = in_order(lengths, most)
     else:
         packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
@@ -104,7 +104,7 @@ def resolve(
     )
 
     fields["packing"] = given.flag("packing", auto=True)
-    fields["data_order"] = given.choice("data_order", ("shuffled", "given", "loss"), auto="shuffled")
+    fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
     devices = max_devices // fields["tensor_parallel"]
     length, batch = _rows(given, dataset, model, fields, devices)
@@ -119,8 +119,8 @@ def resolve(
     fields["publish"] = given.choice("publish", ("checkpoints", "end", "epoch", "best"), auto="checkpoints")
     fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
     fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
-    fields["serve_dtype"] = _serve_dtype(given)
-    _refuse_pipeline_parallel(given)
+    # Not fp8, which needs the largest element of a tensor before its first byte is written: no rank sees a whole one.
+    fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
@@ -135,27 +135,6 @@ def common_names() -> frozenset[str]:
     small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW, device_kind=HOST.name)
     resolve({}, *small, max_devices=1, own=lambda given, fields: found.update(given.read))
     return frozenset(found)
-
-
-def _serve_dtype(given: Given) -> str:
-    if given.value("serve_dtype", "bf16") == "fp8":
-        raise InvalidHyperparameter(
-            "serve_dtype",
-            "fp8",
-            "'bf16' or 'fp32': a version in fp8 needs one scale for each tensor, that is, its largest element before "
-            "the first byte is written, and no rank sees a whole tensor; publish in bf16, and quantise the exported "
-            "version with llm-compressor if the engine is to serve fp8",
-        )
-    return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
-
-
-def _refuse_pipeline_parallel(given: Given) -> None:
-    if given.value("pipeline_parallel", 1) != 1:
-        raise InvalidHyperparameter(
-            "pipeline_parallel",
-            given.value("pipeline_parallel", 1),
-            "1: a model too large for one device is cut by tensor_parallel, or shared out by zero_stage 3",
-        )
 
 
 def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:

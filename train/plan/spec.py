@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-import types
-import typing
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
-from train.plan.learning_rate import SCHEDULES, Schedule
+from train.plan.learning_rate import Schedule
 
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
+_LEAST = {
+    **dict.fromkeys("n_epochs micro_batch batch_size lora_rank tensor_parallel keep_snapshots".split(), 1),
+    **dict.fromkeys("eval_interval early_stopping_patience warmup_ratio weight_decay max_grad_norm".split(), 0),
+    **{"lora_dropout": 0, "zero_stage": 0, "step_patience_s": 0, "max_length": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class TrainSpec:
     `seed` it fixes which tokens a step sees, so the run may move between world sizes (see `auto.allowed_sizes`)
     without changing its loss curve.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     job_id: str
     base_path: str  # Hugging Face directory of the base model
@@ -48,8 +55,7 @@ class TrainSpec:
     micro_batch: int = 1
     max_length: int = 1024  # tokens per packed sequence
     packing: bool = True
-    # Shuffled anew in each epoch, or in each as the file has it, or by the starting model's loss, the least first.
-    data_order: Literal["shuffled", "given", "loss"] = "shuffled"
+    data_order: Literal["shuffled", "given"] = "shuffled"  # anew in each epoch, or in each as the file has it
 
     learning_rate: float = 1e-5
     lr_scheduler: Schedule = "cosine"
@@ -81,57 +87,52 @@ class TrainSpec:
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 
     def __post_init__(self) -> None:
-        checks = {
-            "device_kind": self.device_kind in KINDS,
-            "n_epochs": self.n_epochs >= 1,
-            "batch_size": self.batch_size >= 1,
-            "micro_batch": self.micro_batch >= 1 and self.batch_size % max(1, self.micro_batch) == 0,
-            "max_length": self.max_length >= 8,
-            "learning_rate": self.learning_rate > 0,
-            "lr_scheduler": self.lr_scheduler in SCHEDULES,
-            "data_order": self.data_order in ("shuffled", "given", "loss"),
-            "publish": self.publish != "best" or self.valid_path is not None,
-            "early_stopping_patience": self.early_stopping_patience == 0
-            or (self.early_stopping_patience > 0 and self.valid_path is not None),
-            "eval_interval": self.eval_interval >= 0,
-            "warmup_ratio": 0 <= self.warmup_ratio < 1,
-            "weight_decay": self.weight_decay >= 0,
-            "max_grad_norm": self.max_grad_norm >= 0,
-            "lora_rank": self.lora_rank >= 1,
-            "lora_dropout": 0 <= self.lora_dropout < 1,
-            "base_adapter": self.base_adapter is None or self.published_kind == "version",
-            "zero_stage": self.zero_stage in (0, 1, 2, 3),
-            "offload": self.offload != "parameters" or self.zero_stage == 3,
-            "tensor_parallel": self.tensor_parallel == 1
-            or (self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"),
-            "snapshot_every_s": self.snapshot_every_s is None or self.snapshot_every_s >= 0,
-            "step_patience_s": self.step_patience_s >= 0,
-            "keep_snapshots": self.keep_snapshots >= 1,
-        }
-        for name, ok in checks.items():
+        """Raises InvalidSpec."""
+        whole = self.full and self.zero_stage <= 2 and self.offload == "none"
+        for name, expected, ok in (
+            ("device_kind", f"one of {', '.join(KINDS)}", self.device_kind in KINDS),
+            ("batch_size", "a positive multiple of micro_batch", self.batch_size % max(1, self.micro_batch) == 0),
+            ("publish", "another without a validation file", self.publish != "best" or self.valid_path),
+            (
+                "early_stopping_patience",
+                "0 without a validation file",
+                not self.early_stopping_patience or self.valid_path,
+            ),
+            (
+                "base_adapter",
+                "None where an adapter is published: publish it merged, since no stored base has the "
+                "weights that one trained on a merged adapter belongs to",
+                not self.base_adapter or self.is_whole,
+            ),
+            (
+                "offload",
+                "another than parameters below zero_stage 3",
+                self.offload != "parameters" or self.zero_stage == 3,
+            ),
+            (
+                "tensor_parallel",
+                "1 but with full tuning, zero_stage 0 to 2, no offloading",
+                self.tensor_parallel == 1 or whole,
+            ),
+            *((name, f"at least {least}", getattr(self, name) >= least) for name, least in _LEAST.items()),
+            ("learning_rate", "above 0", self.learning_rate > 0),
+            ("zero_stage", "0 to 3", self.zero_stage <= 3),
+            ("warmup_ratio", "below 1", self.warmup_ratio < 1),
+            ("lora_dropout", "below 1", self.lora_dropout < 1),
+            ("snapshot_every_s", "at least 0", (self.snapshot_every_s or 0) >= 0),
+        ):
             if not ok:
-                raise InvalidSpec(
-                    f"TrainSpec.{name}={getattr(self, name)!r} is out of range; see its comment in train.plan.spec"
-                    + (" (offloading parameters needs zero_stage 3)" if name == "offload" else "")
-                    + (
-                        " (it needs full tuning, zero_stage 0 to 2 and no offloading)"
-                        if name == "tensor_parallel"
-                        else ""
-                    )
-                    + (
-                        " (no stored base has the weights that an adapter trained on a merged one belongs to: "
-                        "publish it merged)"
-                        if name == "base_adapter"
-                        else ""
-                    )
-                    + (" (it needs a validation file)" if name in ("publish", "early_stopping_patience") else "")
-                    + (" (batch_size must be a multiple of micro_batch)" if name == "micro_batch" else "")
-                )
+                raise InvalidSpec(f"TrainSpec.{name} is {getattr(self, name)!r}; expected {expected}")
 
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
-        return "adapter" if not self.full and self.lora_publish == "adapter" else "version"
+        return "version" if self.is_whole else "adapter"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this run publishes whole weights, not an adapter."""
+        return self.full or self.lora_publish == "merged"
 
     @property
     def publishes_epochs(self) -> bool:
@@ -152,40 +153,17 @@ class TrainSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TrainSpec:
-        return cls.from_dict(json.loads(text))
+        """Raises InvalidSpec as `from_dict`."""
+        try:
+            return _SPEC.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise InvalidSpec(f"TrainSpec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
         """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
-        known = typing.get_type_hints(cls)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise InvalidSpec(f"TrainSpec has no field {unknown[0]!r}; it has {sorted(known)}")
-        required = {f.name for f in fields(cls) if f.default is f.default_factory}  # both MISSING
-        missing = sorted(required - set(given))
-        if missing:
-            raise InvalidSpec(f"TrainSpec needs the field {missing[0]!r}")
-        return cls(**{name: _typed(name, value, known[name]) for name, value in given.items()})
+        return cls.from_json(json.dumps(given))
 
 
-def _typed(name: str, value: Any, wanted: Any) -> Any:
-    origin = typing.get_origin(wanted)
-    if origin is Literal:
-        ok = value in typing.get_args(wanted)
-    elif origin is types.UnionType:
-        ok = any(
-            value is None if option is type(None) else isinstance(value, option) for option in typing.get_args(wanted)
-        )
-    elif origin is tuple:
-        ok = isinstance(value, (list, tuple))
-        value = tuple(value) if ok else value
-    elif wanted is float:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-        value = float(value) if ok else value
-    elif wanted is int:
-        ok = isinstance(value, int) and not isinstance(value, bool)
-    else:
-        ok = isinstance(value, wanted)
-    if not ok:
-        raise InvalidSpec(f"TrainSpec.{name} is {value!r}; expected {wanted}")
-    return value
+_SPEC = TypeAdapter(TrainSpec)

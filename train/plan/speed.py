@@ -5,7 +5,8 @@ looked up), and in each layer's attention the q elements of its queries meet tho
 
     forward   2 N + 2 q layers (tokens of a row)
     backward  twice the forward pass; with an adapter the gradients of the weights' inputs alone, so 2 N less
-    again     the forward pass, with activation checkpointing, and once for a method that asks a reference
+    again     the forward pass, with activation checkpointing, and for a method whose loss needs one of the whole step
+              first; once in the job for a method that asks a reference
 
 Devices reach a part of the peak that their maker publishes, LEAST_USED to MOST_USED of it: machines of 8 H100s, one to
 eight of them, that trained 1 to 70 B parameters, fully sharded, reached 0.34 to 0.59 of it, counted as here, with rows
@@ -70,11 +71,12 @@ def speed(
     steps: int,
     devices: int,
     reference: bool = False,
+    again: bool = False,
 ) -> Speed:
-    """tokens: of one epoch. fields: those of a TrainSpec. reference: whether a model is asked about each token once."""
+    """tokens: of one epoch. fields: those of a TrainSpec. reference: whether a model is asked about each token once;
+    again: in each epoch (Method.needs_reference, needs_divergence)."""
     flops = tokens * fields["n_epochs"] * flops_per_token(shape, fields, row_tokens)
-    if reference:
-        flops += tokens * forward_flops(shape, row_tokens)
+    flops += tokens * (reference + again * fields["n_epochs"]) * forward_flops(shape, row_tokens)
     crosses = devices > 1 and (fields["zero_stage"] == 3 or fields.get("tensor_parallel", 1) > 1)
     least = LEAST_USED_OVER_PCIE if accelerator.over_pcie and crosses else LEAST_USED
     layers = steps * fields["batch_size"] / fields["micro_batch"] * shape.layers

@@ -20,8 +20,8 @@ from deepspeed import comm
 
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
-from train.state import fragments
-from train.state.copies import CopyPlan
+from train.state import copies, fragments
+from train.state.copies import Piece
 from train.state.fragments import Fragment
 from train.state.writing import Written, write_together
 from weights.format.errors import IntegrityError, StoreError
@@ -44,27 +44,18 @@ _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_ep
 
 
 def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
-    """The layout of a snapshot; the same on every rank and for every step of a run.
-
-    Each part in the optimizer's order of parameters (train.trainer.engine gives it matrices before vectors where it has
-    two groups, and what ends unevenly last): then what ZeRO keeps end to end lies end to end here too.
-    """
+    """The layout of a snapshot; the same on every rank and for every step of a run."""
     trained = [p for p in fragments.parameters(engine) if p.trained]
-    trained.sort(key=lambda p: fragments.ends_unevenly(p.shape))
-    if len(engine.optimizer.optimizer.param_groups) > 1:
-        trained.sort(key=lambda p: len(p.shape) < 2)
     state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
     return Layout.plan([*state, *(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in kept.items())])
 
 
-def plan_of_written(engine: Any, layout: Layout, kept: Kept = NOTHING) -> CopyPlan:
-    """What this rank writes into a snapshot, for as long as the engine lives; `kept` by the first rank. After the first
-    step, or a resume."""
+def written_pieces(engine: Any, kept: Kept = NOTHING) -> Iterator[Piece]:
+    """What this rank writes into a snapshot; `kept` by the first rank. After the first step, or a resume."""
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
-    pieces = [*_pieces(fragments.written(engine, fragments.trained_fragments(engine)))]
+    yield from _pieces(fragments.written(engine, fragments.trained_fragments(engine)))
     if comm.get_rank() == 0:
-        pieces += [(name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in kept.items()]
-    return CopyPlan.of(layout, pieces)
+        yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in kept.items())
 
 
 def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor | None:
@@ -76,10 +67,10 @@ def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor |
 
 
 def write_snapshot(
-    spec: TrainSpec, store: WeightStore, layout: Layout, plan: CopyPlan, *, step: int, tokens: str
+    spec: TrainSpec, store: WeightStore, layout: Layout, pieces: Iterable[Piece], *, step: int, tokens: str
 ) -> Written:
-    """Collective: all ranks copy their fragments by `plan` (`plan_of_written`). step: the number of steps done. tokens:
-    digest of the training data's tokens. Raises as `write_together`."""
+    """Collective: all ranks copy their `written_pieces`. step: the number of steps done. tokens: digest of the training
+    data's tokens. Raises as `write_together`."""
     world_size = comm.get_world_size()
 
     def reserve() -> Draft:
@@ -96,7 +87,7 @@ def write_snapshot(
         "spec": {key: getattr(spec, key) for key in _IDENTITY},
         "tokens": tokens,
     }
-    return write_together(store, layout, reserve, plan.write, meta)
+    return write_together(store, layout, reserve, lambda draft: copies.write(draft, pieces), meta)
 
 
 def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path, tokens: str) -> int:
@@ -131,7 +122,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
             return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
 
         fragments.create_moments(engine, step)
-        CopyPlan.of(lease.layout, _pieces(fragments.trained_fragments(engine))).read(lease)
+        copies.read(lease, _pieces(fragments.trained_fragments(engine)))
         fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
@@ -155,7 +146,7 @@ def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightSt
     return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
 
 
-def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Tensor]]:
+def _pieces(owned: Iterable[Fragment]) -> Iterator[Piece]:
     for fragment in owned:
         assert fragment.moments.keys() == set(fragments.MOMENTS)
         for part, ours in (("master", fragment.weights), *fragment.moments.items()):

@@ -17,7 +17,6 @@ from train.control.rank_messages import broadcast_json
 from train.plan.spec import TrainSpec
 from train.state import fragments, snapshot
 from train.state.cadence import every_s
-from train.state.copies import CopyPlan
 from train.state.publish import fingerprint, publish
 from train.state.writing import Written, is_full
 from weights.format.errors import StoreFull
@@ -81,7 +80,8 @@ class Checkpointer:
         self._progress.enter("snapshot")
         if self._grid.rank == 0:
             snapshot.forget_older(store, self._spec)
-        written = snapshot.write_snapshot(self._spec, store, self._layout, self._plan, step=step, tokens=self._tokens)
+        pieces = snapshot.written_pieces(self._engine, self.kept)
+        written = snapshot.write_snapshot(self._spec, store, self._layout, pieces, step=step, tokens=self._tokens)
         self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
         self._emit("snapshot", step=step, **asdict(written))
         return written
@@ -89,10 +89,6 @@ class Checkpointer:
     @cached_property
     def _layout(self) -> Layout:
         return snapshot.snapshot_layout(self._engine, self.kept)
-
-    @cached_property
-    def _plan(self) -> CopyPlan:
-        return snapshot.plan_of_written(self._engine, self._layout, self.kept)
 
 
 class Publisher:

@@ -3,8 +3,7 @@ the job.
 
 A method that compares the trained model with the one it started from (Method.needs_reference) thus needs no second copy
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
-the packs, and the values are added up over the ranks, so every rank has all of them. A run whose data is ordered by the
-starting model's loss (TrainSpec.data_order) has the order from them.
+the packs, and the values are added up over the ranks, so every rank has all of them.
 
 The values are in `<run_dir>/reference/<key>.npz`; the key is the base version, the tokens (so the template, the
 tokenizer and the data) and how they are computed: whoever starts a run may put those of another there. They are in
@@ -51,7 +50,7 @@ class Reference:
     ):
         self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
         self._grid = fragments.grid(engine)
-        read = sets if method.needs_reference else {"train": sets["train"]} if spec.data_order == "loss" else {}
+        read = sets if method.needs_reference else {}
         self._sets = {name: tokens for name, tokens in read.items() if tokens is not None}
         self._began_s, self._saved_s = 0.0, 0.0
         self._learning = {

@@ -71,7 +71,9 @@ class Run:
         self._began_s, self._took_s = 0.0, 0.0  # time.monotonic() of the step under way, seconds of the last
         self._ends_early = False
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
-        self.plan, self.feed = self._steps()
+        shuffled = spec.data_order == "shuffled"
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
         self.rollouts = None
         if self.method.rolls_out:
             self.rollouts = Rollouts(
@@ -84,16 +86,6 @@ class Run:
         rows, collectives = accumulation_steps(spec, self.grid.world_size), kind_of(spec.device_kind).collectives
         self.profiling = Profiling(Path(spec.run_dir) / "profile", collectives, self.emit, progress, rows)
         self._validations: Validations | None = None  # on rank 0, if something depends on them
-
-    def _steps(self) -> tuple[StepPlan, Feed]:
-        """What each step learns from. The data is ordered by the starting model's loss, and packed again, only once
-        that loss is known: no step is done or planned before."""
-        spec, train = self.spec, self.train
-        if spec.data_order == "loss" and self.reference.complete:
-            train.order_by_loss()
-        shuffled = spec.data_order == "shuffled"
-        plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
-        return plan, DataFeed(self.method, plan, train, self.grid)
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
@@ -272,8 +264,6 @@ class Run:
                 return outcome
             self.reference.learn_some()
         self.checkpointer.kept = self.reference.kept()
-        if self.spec.data_order == "loss":
-            self.plan, self.feed = self._steps()
         return None
 
     # --- validations and versions

@@ -10,19 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum, compare
+from weights.format.checksums import checksum
 from weights.format.errors import DraftNotFound, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
-from weights.format.manifest import FileRecord, Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, WRITTEN_FILE, version_path
+from weights.format.manifest import Manifest
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, WRITTEN_FILE, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
 
 MAX_WRITERS = 1 << 16
-_META_BYTES, _TENSOR_BYTES = 16384, 256  # of a manifest; most of a tensor's entry is its checksum
-_MADE_OR_OPENED = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITTEN_POLL_S = 0.0005  # each look reads a few bytes of memory; a commit waits at most this long after the last writer
 
 
@@ -80,52 +78,30 @@ class Draft(Mapped):
         finally:
             os.close(fd)
 
-    def commit(
-        self,
-        *,
-        meta: Mapping[str, Any],
-        checksums: bool = True,
-        pinned: bool = True,
-        expected_checksums: Mapping[str, str | None] | None = None,
-        source: object = None,
-    ) -> StoredVersion:
+    def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
 
         `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them. A `pinned` version is not
-        evicted until `copies.persist` or `lease.unpin`: eviction never takes a last copy.
-        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; the error
-        names `source`, where the bytes came from.
-        Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
+        evicted until `lease.unpin`: eviction never takes a last copy.
+        Raises VersionExists (the draft stays open), ManifestInvalid if `meta` is not JSON.
         """
         # The descriptor, not the lock: a traceback's frames would keep the lock open beyond the following abort.
         fd = self._open_lock().fd
-        target = self.target
-        if target.exists():
-            raise VersionExists(
-                f"{self.kind} {self.model!r} {self.version!r} exists; commit under another version or remove it"
-            )
-        digests = None
-        if checksums:
-            digests = {placed.spec.name: checksum(self.view(placed.spec.name)) for placed in self.layout}
-            compare(digests, expected_checksums or {}, self.layout, path=source or self.path)
+        names = [name for name in os.listdir(self.path) if not name.startswith(".")]
         manifest = Manifest.describe(
             self.layout,
             kind=self.kind,
             model=self.model,
             version=self.version,
-            created_s=time.time(),
             meta=meta,
-            aux_files=self._aux_records(),
-            checksums=digests,
+            aux_files={n: (self.path / n).read_bytes() for n in names if not n.endswith(TENSOR_SUFFIX)},
         )
-        _write_manifest(fd, manifest.to_bytes())
-        if pinned:
-            write_file(fd, PINNED_FILE, b"")
-        os.unlink(WRITTEN_FILE, dir_fd=fd)
-        self._unlist(fd)
-        self._publish(target)
+        if checksums:
+            sums = {file.name: checksum(self.file_view(file.name)) for file in self.layout.files}
+            manifest = manifest.with_checksums(sums)
+        stored = publish(self._root, self.path, fd, manifest, pinned=pinned)
         self._let_go()
-        return StoredVersion(self.kind, self.model, self.version, target, manifest.nbytes, manifest)
+        return stored
 
     def abort(self) -> None:
         """Frees the draft's memory; the draft was never visible. Safe to call twice and after commit.
@@ -136,7 +112,7 @@ class Draft(Mapped):
         lock = self._let_go()
         if lock is None:
             return
-        self._unlist(lock.fd)
+        _unlink(lock.fd, DRAFT_FILE)
         lock = None  # noqa: F841 - the last reference closes the descriptor
         self._dismantle_if_last()
 
@@ -158,64 +134,37 @@ class Draft(Mapped):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _aux_records(self) -> dict[str, FileRecord]:
-        index = self.layout.index_file()
-        own = {MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, DRAFT_FILE, WRITTEN_FILE}
-        own |= {file.name for file in self.layout.files}
-        records = {}
-        for name in sorted(set(os.listdir(self.path)) - own):
-            data = (self.path / name).read_bytes()
-            records[name] = FileRecord(len(data), checksum(data))
-        assert index is None or index[0] in records
-        return records
-
-    def _publish(self, target: Path) -> None:
-        while True:
-            for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
-                directory.mkdir(mode=0o700, exist_ok=True)
-            try:
-                os.rename(self.path, target)
-                return
-            except FileNotFoundError:
-                # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
-                # itself is gone.
-                if not self.path.exists():
-                    raise DraftNotFound(f"the draft {self.path} is gone: swept or already committed") from None
-            except OSError as error:
-                if target.exists():
-                    raise VersionExists(
-                        f"{self.kind} {self.model!r} {self.version!r} was committed by another writer"
-                    ) from error
-                raise
-
-    def _unlist(self, directory_fd: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(DRAFT_FILE, dir_fd=directory_fd)
-
     def _dismantle_if_last(self) -> None:
         Pool(self._root / "pool").take_unheld(self.path, keep=True)
 
 
-def hold_manifest_room(directory_fd: int, layout: Layout) -> None:
-    """Allocates the manifest's memory while an error is still harmless. Raises OSError ENOSPC.
-
-    Without this page, the commit of an epoch's version once failed on full memory and ended the run.
-    """
-    room = _META_BYTES + sum(_TENSOR_BYTES + len(placed.spec.name) for placed in layout)
-    fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
-    try:
-        os.posix_fallocate(fd, 0, room)
-    finally:
-        os.close(fd)
-
-
-def _write_manifest(directory_fd: int, text: bytes) -> None:
-    """Writes into the reserved memory; a longer manifest allocates more. Raises OSError ENOSPC."""
-    fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
-    with os.fdopen(fd, "wb") as file:
-        file.write(text)
-        file.truncate()
-    os.rename(MANIFEST_ROOM_FILE, MANIFEST_FILE, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+    """Makes the written draft at `path` the version of the manifest. Raises VersionExists, ManifestInvalid,
+    DraftNotFound."""
+    target = version_path(root, manifest.kind, manifest.model, manifest.version)
+    taken = f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists; choose another version name or remove it"
+    if target.exists():
+        raise VersionExists(taken)
+    write_file(directory_fd, MANIFEST_FILE, manifest.to_bytes())
+    if pinned:
+        write_file(directory_fd, PINNED_FILE, b"")
+    _unlink(directory_fd, WRITTEN_FILE)
+    _unlink(directory_fd, DRAFT_FILE)
+    while True:
+        for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
+            directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.rename(path, target)
+            return StoredVersion(manifest.kind, manifest.model, manifest.version, target, manifest.nbytes, manifest)
+        except FileNotFoundError:
+            # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
+            # itself is gone.
+            if not path.exists():
+                raise DraftNotFound(f"the draft {path} is gone: swept or already committed") from None
+        except OSError as error:
+            if target.exists():
+                raise VersionExists(taken) from error
+            raise
 
 
 def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
@@ -240,4 +189,9 @@ def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
         if isinstance(error, FileNotFoundError):
             raise DraftNotFound(gone) from None
         raise
-    return Draft(root, path, layout, lock, kind=body["kind"], model=body["model"], version=body["version"], owner=False)
+    return Draft(root, path, layout, lock, **body, owner=False)
+
+
+def _unlink(directory_fd: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory_fd)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weights.format.errors import HandleClosed, VersionNotFound
+from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import PINNED_FILE
@@ -100,10 +100,6 @@ class Lease(Mapped):
         super().__init__(path, layout, lock, "read")
         self.manifest = manifest
 
-    def views(self) -> Mapping[str, memoryview]:
-        """All tensors by name, in file order."""
-        return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
-
     def release(self) -> None:
         """Releases the lease; existing views keep the version until they are freed."""
         self._let_go()
@@ -136,26 +132,14 @@ def take_lease(stored: StoredVersion) -> Lease:
 
 def unpin(stored: StoredVersion) -> None:
     """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
-    with _without_use(stored) as fd, suppress(FileNotFoundError):
-        os.unlink(PINNED_FILE, dir_fd=fd)
+    with closing(_locked(stored)) as lock, suppress(FileNotFoundError):
+        os.unlink(PINNED_FILE, dir_fd=lock.fd)
 
 
 def pin(stored: StoredVersion) -> None:
     """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
-    with _without_use(stored) as fd:
-        os.close(os.open(PINNED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=fd))
-
-
-@contextmanager
-def _without_use(stored: StoredVersion) -> Iterator[int]:
-    """The locked directory; changing its entries in the block does not count as a use of the version."""
-    lock = _locked(stored)
-    try:
-        before = os.fstat(lock.fd)
-        yield lock.fd
-        os.utime(lock.fd, ns=(before.st_atime_ns, before.st_mtime_ns))
-    finally:
-        lock.close()
+    with closing(_locked(stored)) as lock:
+        write_file(lock.fd, PINNED_FILE, b"")
 
 
 def _locked(stored: StoredVersion) -> DirectoryLock:

@@ -37,13 +37,9 @@ class Pool:
         self.directory = directory
 
     def files(self) -> list[Pooled]:
-        """All segments, oldest first; none if the directory is gone."""
+        """All segments, oldest first."""
         found = []
-        try:
-            entries = list(os.scandir(self.directory))
-        except FileNotFoundError:
-            return []
-        for entry in entries:
+        for entry in os.scandir(self.directory):
             if _NAME.fullmatch(entry.name):
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -54,15 +50,11 @@ class Pool:
 
     def give(self, path: Path) -> None:
         """Takes ownership of a file that has no readers or writers."""
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return
+        status = os.lstat(path)
         if status.st_size < MIN_SEGMENT_BYTES or status.st_nlink != 1:
             segment.destroy(path)
             return
         os.utime(path)
-        self.directory.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
         os.rename(path, self.directory / f"{uuid.uuid4().hex}.seg")
 
     def claim(self, nbytes: int, target: Path) -> bool:

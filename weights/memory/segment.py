@@ -7,7 +7,6 @@ at memcpy rate.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import stat
@@ -22,11 +21,6 @@ from weights.format.errors import UnsafeFile
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
-_MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Window(np.ndarray):
@@ -65,8 +59,8 @@ def create(directory_fd: int, name: str, nbytes: int) -> None:
         os.close(fd)
 
 
-def allocate(directory_fd: int, name: str) -> bool:
-    """Allocates all memory of the file; True if any page was missing.
+def allocate(directory_fd: int, name: str) -> None:
+    """Allocates all memory of the file.
 
     Raises OSError ENOSPC now; ftruncate alone would overcommit the file system, and a later write would get SIGBUS.
     """
@@ -74,10 +68,8 @@ def allocate(directory_fd: int, name: str) -> bool:
     try:
         status = os.fstat(fd)
         # Skip files that are complete: posix_fallocate walks over present pages too, at a third of memcpy's cost.
-        if status.st_blocks * 512 >= status.st_size:
-            return False
-        os.posix_fallocate(fd, 0, status.st_size)
-        return True
+        if status.st_blocks * 512 < status.st_size:
+            os.posix_fallocate(fd, 0, status.st_size)
     finally:
         os.close(fd)
 
@@ -111,25 +103,6 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
     array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)
     array.keeps = keeps
     return memoryview(array)
-
-
-def populate(view: memoryview, *, write: bool) -> None:
-    """Faults in the pages of `view` now, in one kernel call, instead of during a copy."""
-    if view.nbytes == 0:
-        return
-    array = np.frombuffer(view, dtype=np.uint8)
-    base = array
-    while isinstance(base, (np.ndarray, memoryview)):
-        base = base.obj if isinstance(base, memoryview) else base.base
-    if not isinstance(base, mmap.mmap):
-        raise TypeError(f"only views of a segment can be populated, got one of {type(base).__name__}")
-    origin = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
-    start = (array.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
-    length = array.ctypes.data - origin + view.nbytes - start
-    # Not `base.madvise`, which holds the interpreter's lock for as long as the kernel takes.
-    if _libc.madvise(origin + start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ):
-        code = ctypes.get_errno()
-        raise OSError(code, f"pages cannot be populated: {os.strerror(code)}")
 
 
 def destroy(path: Path) -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weights.format.checksums import checksum
+from weights.format.checksums import checksum, hashed
 from weights.format.errors import (
     IntegrityError,
     InvalidName,
-    StoreFull,
     StoreUnsafe,
     VersionExists,
     VersionLeased,
@@ -27,14 +26,13 @@ from weights.format.errors import (
 )
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
-from weights.format.manifest import KINDS
+from weights.format.manifest import KINDS, Manifest
 from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
-from weights.format.source import copy_file, read_source
 from weights.memory import segment
-from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
-from weights.memory.evictor import Evictor, Usage
+from weights.memory.draft import Draft, attach_draft, describe_draft, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
+from weights.memory.space import Space
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class SweepReport:
     damaged: tuple[IntegrityError, ...]
 
 
-class WeightStore:
+class WeightStore(Space):
     """Versions and snapshots under `root`. Any number of processes may hold one on the same root.
 
     `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
@@ -54,12 +52,12 @@ class WeightStore:
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
-        self.root = Path(root)
-        self.budget_bytes = budget_bytes
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(self.root)
-        self._evictor = Evictor(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
-        self._evictor.make_directories()
+        root = Path(root)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(root)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise StoreUnsafe(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
+        super().__init__(root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
 
     # Writing
 
@@ -81,87 +79,83 @@ class WeightStore:
         will call `Draft.mark_written`. Writers that know the `name` find the draft with `draft_path`. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
-        aux_files = dict(aux_files or {})
-        for aux in aux_files:
-            check_aux_name(aux)
+        aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
         if version_path(self.root, _check_kind(kind), model, version).exists():
             raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
-        index = layout.index_file()
-        if index is not None:
+        if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
         path = self.draft_path(name or uuid.uuid4().hex)
-        lock: DirectoryLock | None = None
-        try:
-            with self._evictor.mutex():
-                lock = self._evictor.stake(layout, needed_bytes, path)
-            self._allocate(layout, lock.fd, needed_bytes)
+        with self._staked(path, {file.name: file.nbytes for file in layout.files}, needed_bytes) as lock:
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(lock.fd, aux, data)
             write_file(lock.fd, WRITTEN_FILE, bytes(writers))
-            hold_manifest_room(lock.fd, layout)
             describe_draft(lock.fd, kind=kind, model=model, version=version)
+            return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
+
+    def receive(
+        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
+    ) -> StoredVersion:
+        """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
+        checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
+        StoreFull, VersionExists."""
+        if version_path(self.root, manifest.kind, manifest.model, manifest.version).exists():
+            raise VersionExists(f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists")
+        path, found = self.draft_path(uuid.uuid4().hex), dict[str, str]()
+        segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
+        with self._staked(path, segments, manifest.nbytes) as lock:
+            for file, record in manifest.files.items():
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(file, flags, 0o600, dir_fd=lock.fd), "wb", buffering=0) as out:
+                    for chunk in hashed(chunks(file), record.checksum, found, path=source, file=file):
+                        rest = memoryview(chunk)
+                        while rest:
+                            rest = rest[out.write(rest) :]
+            manifest = manifest.with_checksums(found).renewed()
+            manifest.check_layout(Layout.read(path), path=source)
+            stored = publish(self.root, path, lock.fd, manifest, pinned=pinned)
+            lock.close()
+            return stored
+
+    @contextmanager
+    def _staked(self, path: Path, segments: Mapping[str, int], needed_bytes: int) -> Iterator[DirectoryLock]:
+        """The locked directory of a draft whose segments have their memory. After an error in the block nothing of it
+        is left; raises StoreFull for want of memory."""
+        lock: DirectoryLock | None = None
+        try:
+            with self.mutex():
+                lock = self._stake(path, segments, needed_bytes)
+            for name in segments:
+                try:
+                    segment.allocate(lock.fd, name)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    # The file system is fuller than the budget assumes: free the pool and evictable versions.
+                    with self.mutex():
+                        self._evict(needed_bytes)
+                        self.pool.trim(0)
+                    segment.allocate(lock.fd, name)
+            yield lock
         except BaseException as error:
             if lock is not None:
                 lock.close()
-                self._evictor.pool.take_unheld(path, keep=False)
+                self.pool.take_unheld(path, keep=False)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise self.full(needed_bytes) from error
             raise
-        return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
-
-    def _allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
-        """Allocates the files' memory. Raises OSError ENOSPC if eviction did not help."""
-        for file in layout.files:
-            try:
-                segment.allocate(directory_fd, file.name)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                # The file system is fuller than the budget assumes: free the pool and evictable versions.
-                with self._evictor.mutex():
-                    self._evictor.evict(needed_bytes)
-                    self._evictor.pool.trim(0)
-                segment.allocate(directory_fd, file.name)
-
-    def full(self, needed_bytes: int) -> StoreFull:
-        """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
-        with self._evictor.mutex():
-            return self._evictor.full(needed_bytes)
 
     def draft_path(self, name: str) -> Path:
         """Path of a draft reserved under `name` until its commit."""
-        return self._evictor.staging / name
+        return self.staging / name
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
-
-    def import_dir(
-        self,
-        src_dir: Path | str,
-        *,
-        model: str,
-        version: str,
-        kind: str = "version",
-        pinned: bool = False,
-    ) -> StoredVersion:
-        """A committed copy of a checkpoint directory, evictable unless `pinned`: same tensor files byte for byte.
-
-        A source with a manifest keeps its `meta`, and is compared with its checksums before anything becomes visible.
-        Raises IntegrityError, InvalidLayout, StoreFull, VersionExists.
-        """
-        source = read_source(Path(src_dir))
-        with self.reserve(source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files) as draft:
-            for file in source.layout.files:
-                os.close(copy_file(source.directory, draft.path, file.name, file.nbytes))
-            return draft.commit(
-                meta=source.meta, pinned=pinned, expected_checksums=source.checksums, source=source.directory
-            )
 
     # Reading
 
@@ -179,7 +173,7 @@ class WeightStore:
         """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
         not here."""
         found = []
-        for path in self._evictor.committed(_check_kind(kind), model):
+        for path in self._committed(_check_kind(kind), model):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:
@@ -188,7 +182,7 @@ class WeightStore:
 
     def count(self, kind: str) -> int:
         """How many versions of `kind` there are, damaged ones too."""
-        return len(self._evictor.committed(_check_kind(kind)))
+        return len(self._committed(_check_kind(kind)))
 
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
@@ -198,8 +192,8 @@ class WeightStore:
         """Records the checksums that `commit(checksums=False)` left out, beside readers. Raises VersionNotFound,
         IntegrityError."""
         with self.lease(stored) as lease:
-            digests = {name: checksum(view) for name, view in lease.views().items()}
-            replace_file(stored.path, MANIFEST_FILE, lease.manifest.with_checksums(digests).to_bytes())
+            sums = {file.name: checksum(lease.file_view(file.name)) for file in lease.layout.files}
+            replace_file(stored.path, MANIFEST_FILE, lease.manifest.with_checksums(sums).to_bytes())
 
     # Removing
 
@@ -216,93 +210,37 @@ class WeightStore:
         self._discard(version_path(self.root, _check_kind(kind), model, version))
 
     def _discard(self, path: Path) -> bool:
-        with self._evictor.mutex():
+        with self.mutex():
             lock = DirectoryLock.try_exclusive(path)
             if lock is None:
                 if path.exists():
                     raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
                 return False
-            self._evictor.take_down(path, lock)
-            self._evictor.trim(0)
+            self._take_down(path, lock)
+            self._trim(0)
             return True
-
-    def evict(self, bytes_needed: int) -> int:
-        """Frees at least `bytes_needed` bytes if possible: the pool first, then unleased, unpinned versions, least
-        recently used first. Returns the bytes freed."""
-        with self._evictor.mutex():
-            before = self.usage()
-            self._evictor.pool.trim(max(0, before.pool_bytes - bytes_needed))
-            if before.pool_bytes < bytes_needed:
-                self._evictor.evict(bytes_needed - before.pool_bytes)
-                self._evictor.pool.trim(0)
-            return before.used_bytes - self.usage().used_bytes
-
-    def evictable_bytes(self) -> int:
-        """Bytes of unleased versions and snapshots that are not pinned, because another tier has them."""
-        with self._evictor.mutex():
-            return self._evictor.evictable_bytes()
 
     def sweep(self) -> SweepReport:
         """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files.
 
         It never touches anything that a live process holds, nor a committed version.
         """
-        with self._evictor.mutex():
-            removed = self._evictor.sweep_drafts()
+        with self.mutex():
+            removed = self._sweep_drafts()
         damaged = []
-        for kind in KINDS:
-            for path in self._evictor.committed(kind):
-                try:
-                    stored = StoredVersion.read(path)
-                    if version_path(self.root, stored.kind, stored.model, stored.version) != path:
-                        raise IntegrityError(
-                            f"the manifest names {stored.model!r} {stored.version!r}, not this directory", path=path
-                        )
-                    stored.manifest.check_layout(Layout.read(path), path=path)
-                except IntegrityError as error:
-                    if path.exists():
-                        damaged.append(error)
+        for path in (path for kind in KINDS for path in self._committed(kind)):
+            try:
+                stored = StoredVersion.read(path)
+                if version_path(self.root, stored.kind, stored.model, stored.version) != path:
+                    raise IntegrityError(f"its manifest names {stored.model!r} {stored.version!r}", path=path)
+                stored.manifest.check_layout(Layout.read(path), path=path)
+            except IntegrityError as error:
+                if path.exists():
+                    damaged.append(error)
         return SweepReport(tuple(removed), tuple(damaged))
-
-    def trim_pool(self, keep_bytes: int = 0) -> int:
-        """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""
-        with self._evictor.mutex():
-            return self._evictor.pool.trim(keep_bytes)
-
-    def usage(self) -> Usage:
-        """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
-        return self._evictor.usage()
-
-    def room_bytes(self, *, enough_bytes: int | None = None) -> int:
-        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones.
-
-        With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
-        """
-        free = self._free_bytes(self.usage().pool_bytes)
-        if enough_bytes is not None and free >= enough_bytes:
-            return free
-        with self._evictor.mutex():
-            return free + self._evictor.evictable_bytes()
-
-    def _free_bytes(self, reusable_bytes: int = 0) -> int:
-        """Bytes that nothing takes, in the file system and in the budget."""
-        in_memory, in_budget = shutil.disk_usage(self.root).free + reusable_bytes, self._evictor.free_bytes()
-        return in_memory if in_budget is None else min(in_memory, in_budget)
 
 
 def _check_kind(kind: str) -> str:
     if kind not in KINDS:
         raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return kind
-
-
-def _check_private(root: Path) -> None:
-    status = os.lstat(root)
-    if not stat.S_ISDIR(status.st_mode):
-        raise StoreUnsafe(f"{root} must be a real directory, not a symlink or file")
-    if status.st_uid != os.geteuid():
-        raise StoreUnsafe(f"{root} belongs to user {status.st_uid}, this process runs as {os.geteuid()}")
-    if status.st_mode & 0o077:
-        raise StoreUnsafe(
-            f"{root} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); make it 0700: chmod 700 {root}"
-        )

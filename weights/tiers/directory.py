@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from weights.format.errors import IntegrityError, TierFull, VersionNotFound
-from weights.format.files import sync
+from weights.format.checksums import hashed
+from weights.format.errors import IntegrityError, NotSealed, TierFull, VersionNotFound
+from weights.format.files import replace_file, sync
+from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import MANIFEST_FILE, decode_name, encode_name
-from weights.memory.evictor import directories
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, decode_name, encode_name
+from weights.format.source import aux_files_of, chunks_of, whole
 from weights.memory.lease import StoredVersion
+from weights.memory.space import directories
 from weights.memory.store import WeightStore
-from weights.tiers import copies
-from weights.tiers.copies import Moved
 from weights.tiers.objects import tier_errors
 from weights.tiers.record import Name
 
 STAGING = ".staging"
+Moved = Callable[[int], object]
+"""Called with the bytes of each chunk that was copied; an exception from it aborts the copy."""
 
 
 class DirectoryTier:
@@ -48,21 +53,22 @@ class DirectoryTier:
         return sum(manifest.nbytes for manifest in self._manifests().values())
 
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
-        """Copies the version in shared memory at `source`, in place of what is there under its name. Raises TierFull,
-        TierUnavailable, IntegrityError."""
-        stored = StoredVersion.read(source)
-        name = Name(stored.kind, stored.model, stored.version)
+        """Copies the version directory `source`, which must not change meanwhile (in shared memory: lease it), in place
+        of what is there under its name. Raises TierFull, TierUnavailable, IntegrityError if its bytes differ from its
+        manifest."""
+        manifest = Manifest.read(source)
+        name = Name(manifest.kind, manifest.model, manifest.version)
         target = self.path(name)
         with tier_errors(target):
             partial = self._staged(target, "copy")
             free = shutil.disk_usage(partial.parent).free
-            if free - stored.nbytes < self._free_bytes:
+            if free - manifest.nbytes < self._free_bytes:
                 raise TierFull(
-                    f"{self.where} has {free} bytes free and must keep {self._free_bytes}: {stored.nbytes} more do not "
-                    "fit; free some, or keep fewer versions and snapshots"
+                    f"{self.where} has {free} bytes free and must keep {self._free_bytes}: {manifest.nbytes} more do "
+                    "not fit; free some, or keep fewer versions and snapshots"
                 )
             try:
-                copies.persist(stored, partial, moved)
+                _copy(source, manifest, partial, moved)
                 self.remove(name)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 os.rename(partial, target)
@@ -71,12 +77,15 @@ class DirectoryTier:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
-        """Raises VersionNotFound, IntegrityError, StoreFull, VersionExists."""
-        return copies.restore(store, self._there(name))
+        """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
+        VersionNotFound, IntegrityError, NotSealed, StoreFull, VersionExists."""
+        path = self._there(name)
+        _require_sealed(path)
+        return take_in(store, path)
 
     def verify(self, name: Name) -> Manifest:
         """Reads every byte. Raises VersionNotFound, IntegrityError."""
-        return copies.verify(self._there(name))
+        return verify(self._there(name))
 
     def remove(self, name: Name) -> bool:
         """Deletes a version; False if there was none. One rename hides it first."""
@@ -127,3 +136,65 @@ class DirectoryTier:
                 found[Name(manifest.kind, model, version)] = manifest
         self._read = {path: known for path, known in self._read.items() if path.exists()}
         return found
+
+
+def verify(directory: Path) -> Manifest:
+    """Reads every byte of a version directory, in any tier, and compares it with the manifest.
+
+    Returns the manifest. Raises IntegrityError naming the file; NotSealed without checksums.
+    """
+    return whole(directory, _require_sealed(directory))
+
+
+def take_in(store: WeightStore, directory: Path, *, pinned: bool = False) -> StoredVersion:
+    """The version directory, copied into `store` under the name in its manifest. Raises as `WeightStore.receive`."""
+    manifest = Manifest.read(directory)
+    sizes = {file: record.nbytes for file, record in manifest.files.items()}
+    return store.receive(
+        manifest, lambda file: chunks_of(directory, file, sizes[file]), source=directory, pinned=pinned
+    )
+
+
+def seal_dir(
+    directory: Path, *, kind: str, model: str, version: str, meta: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Writes a manifest with checksums for a foreign checkpoint directory, such as a download, atomically, and the
+    index of several files where it is missing.
+
+    Raises IntegrityError or InvalidLayout if the directory is not a valid checkpoint.
+    """
+    (directory / MANIFEST_FILE).unlink(missing_ok=True)
+    layout, aux = Layout.read(directory), aux_files_of(directory)
+    index = layout.index_file()
+    if index is not None and not any(name.endswith(INDEX_SUFFIX) for name in aux):
+        replace_file(directory, *index)
+        aux[index[0]] = index[1]
+    manifest = Manifest.describe(layout, kind=kind, model=model, version=version, meta=meta or {}, aux_files=aux)
+    manifest = whole(directory, manifest)
+    replace_file(directory, MANIFEST_FILE, manifest.to_bytes())
+    return manifest
+
+
+def _copy(source: Path, manifest: Manifest, target: Path, moved: Moved) -> None:
+    """Copies the version to the new directory `target`, durably and sealed, in one read that compares its checksums. A
+    copy drops its data from the page cache, which serving needs more."""
+    target.mkdir(mode=0o700)
+    manifest.check_layout(Layout.read(source), path=source)
+    found: dict[str, str] = {}
+    for name, record in manifest.files.items():
+        fd = os.open(target / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            for chunk in hashed(chunks_of(source, name, record.nbytes), record.checksum, found, path=source, file=name):
+                out.write(chunk)
+                moved(len(chunk))
+            out.flush()
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    replace_file(target, MANIFEST_FILE, manifest.with_checksums(found).to_bytes())
+
+
+def _require_sealed(directory: Path) -> Manifest:
+    manifest = Manifest.read(directory)
+    if not manifest.sealed:
+        raise NotSealed("checksums were never recorded", path=directory, file=MANIFEST_FILE)
+    return manifest

@@ -1,6 +1,6 @@
 """`appliance file`: training data in, checked and prepared; results out.
 
-A local file is checked and prepared here, in a process of its own, and needs no box; a file of the box is read there.
+A local file is checked and prepared here, in a process of its own, and needs no box; the box checks its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from appliance.cli import formats, output
 from appliance.cli.command import (
+    OUTPUT,
     WORK_TIMEOUT_S,
     Session,
     command,
@@ -126,7 +127,6 @@ def upload(session: Session, args: Namespace) -> None:
     opt("--save PATH", "Write its content there; - is stdout."),
     flag("--errors", "Every bad line of training data, and why."),
     flag("--report", "Duplicates, personal data …: as `file check`."),
-    flag("--lineage", "Show what it was made of, if it was prepared."),
 )
 def get(session: Session, args: Namespace) -> None:
     """Show what the box knows of a file, or save its content.
@@ -137,15 +137,10 @@ def get(session: Session, args: Namespace) -> None:
       appliance file get file-abc123 --save - | head
       appliance file get file-abc123 --errors
       appliance file get file-abc123 --report            what the box found in it
-      appliance file get file-abc123 --lineage           what a prepared file was made of
     """
-    if args.errors + args.report + args.lineage + (args.save is not None) > 1:
-        raise BadUsage("give one of --errors, --report, --lineage and --save")
-    for wanted, below, draw in (
-        (args.errors, "errors", _errors),
-        (args.report, "check", _report),
-        (args.lineage, "lineage", output.view),
-    ):
+    if args.errors + args.report + (args.save is not None) > 1:
+        raise BadUsage("give one of --errors, --report and --save")
+    for wanted, below, draw in ((args.errors, "errors", _errors), (args.report, "check", _report)):
         if wanted:
             session.show(session.client.get(f"{file_path(args.id)}/{below}"), draw)
             return
@@ -220,7 +215,13 @@ def check(session: Session, args: Namespace) -> None:
       appliance file check file-abc123 --model smollm2-135m         on the box
       appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts
     """
-    report = _read(session, args, "check", picked(args, "model max_tokens method against"), {})
+    options = picked(args, "model max_tokens method against")
+    if session.client is None:
+        report = _carried_out(Path(args.target).expanduser(), options)
+    else:
+        with output.progress(f"the box reads {args.target}"):
+            path = f"{file_path(args.target)}/check"
+            report = session.client.send("POST", path, body=options, timeout_s=WORK_TIMEOUT_S)
     session.show(report, _report)
     faults = []
     for name, most in args.at_most or ():
@@ -237,29 +238,29 @@ def check(session: Session, args: Namespace) -> None:
 
 @command(
     "file prepare",
-    _TARGET,
-    opt("--out PATH", "Where to write a local file. Default: NAME.prepared.jsonl next to it.", type=Path),
+    opt("path FILE", type=existing_file),
+    opt("--out PATH", "Where to write it. Default: NAME.prepared.jsonl next to it.", type=Path),
     flag("--dedup", "Drop what repeats an earlier example."),
     flag("--near-dedup", "Drop what nearly repeats an earlier one."),
     flag("--drop-too-long", "Drop examples that are too long; needs --model or --max-tokens."),
     flag("--drop-empty", "Drop examples without an answer."),
     flag("--drop-bad", "Drop lines that no job would take."),
     flag("--mask-pii", "Replace personal data by [EMAIL], [CARD] …"),
-    opt("--decontaminate FILE|FILE_ID", "Drop what this validation set has too."),
+    opt("--decontaminate FILE", "Drop what this validation set has too."),
     opt("--split SHARE", "Put this share into a validation file.", type=part),
     *_READING,
-    without_box=_is_here,
+    OUTPUT,
+    needs="",
 )
 def prepare(session: Session, args: Namespace) -> None:
-    """Write a new file. Only what the options ask for is changed.
+    """Write a new file on this machine. Only what the options ask for is changed.
 
-    The lineage of a local file (.lineage.json) is written next to it: its source, and how much was dropped.
+    The lineage (.lineage.json) is written next to it: its source, and how much was dropped.
 
     Examples:
       appliance file prepare train.jsonl --dedup --near-dedup --drop-empty --mask-pii      makes train.prepared.jsonl
       appliance file prepare train.jsonl --decontaminate valid.jsonl --out clean.jsonl
       appliance file prepare train.jsonl --split 0.05            a twentieth goes into train.prepared.valid.jsonl
-      appliance file prepare file-abc123 --model smollm2-135m --drop-too-long     a new file on the box
     """
     drops = {
         "duplicates": args.dedup,
@@ -271,35 +272,34 @@ def prepare(session: Session, args: Namespace) -> None:
     }
     if args.drop_too_long and args.model is None and args.max_tokens is None:
         raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
-    if session.client is not None and args.out is not None:
-        raise BadUsage("--out is for local files; the box stores the new file under an id of its own")
     options = picked(args, "model max_tokens method") | given(against=args.decontaminate)
-    chosen = {"drop": [name for name, wanted in drops.items() if wanted], "mask": args.mask_pii, "split": args.split}
-    session.show(_read(session, args, "prepare", options, chosen), output.view)
+    new = args.out or args.path.with_name(f"{args.path.stem}.prepared.jsonl")
+    targets = [new, new.with_name(f"{new.stem}.valid.jsonl")][: 1 if args.split is None else 2]
+    made = _carried_out(
+        args.path,
+        options,
+        prepare={
+            "drop": [name for name, wanted in drops.items() if wanted],
+            "mask": args.mask_pii,
+            "split": args.split,
+        },
+        targets=list(map(str, targets)),
+        lineage=str(new.with_name(f"{new.stem}.lineage.json")),
+    )
+    session.show(made, output.view)
 
 
-def _read(
-    session: Session, args: Namespace, act: str, options: dict[str, Any], chosen: dict[str, Any]
-) -> dict[str, Any]:
-    """Let the box, or a process of this command, `check` or `prepare` the file. Raises CliError."""
-    if session.client is not None:
-        with output.progress(f"the box reads {args.target}"):
-            body = options | given(**chosen)
-            return session.client.send("POST", f"{file_path(args.target)}/{act}", body=body, timeout_s=WORK_TIMEOUT_S)
-    here, model = Path(args.target).expanduser(), options.get("model")
+def _carried_out(path: Path, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Let a process of this command read a file of this machine (`train.data_checks.process`). Raises CliError."""
+    model = options.get("model")
     if model is not None and not Path(model).expanduser().is_dir():
         raise BadUsage(
             f"--model is {model!r}; for a local file it is a directory with tokenizer.json. Upload the file to have it "
             "checked with a model of the box"
         )
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
-    request: dict[str, Any] = {"file": str(here), "check": options | names, "niceness": 0}
-    if act == "prepare":
-        new = args.out or here.with_name(f"{here.stem}.prepared.jsonl")
-        targets = [new, new.with_name(f"{new.stem}.valid.jsonl")][: 1 if chosen["split"] is None else 2]
-        lineage = str(new.with_name(f"{new.stem}.lineage.json"))
-        request |= {"prepare": chosen, "targets": list(map(str, targets)), "lineage": lineage}
-    with output.progress(f"reading {args.target}"):
+    request = {"file": str(path), "check": options | names, "niceness": 0, **more}
+    with output.progress(f"reading {path}"):
         process = python("train.data_checks.process", json.dumps(request))
         done = subprocess.run(process, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:

@@ -15,7 +15,7 @@ from appliance.cli.command import Session, command, either, flag, given, named, 
 from appliance.cli.commands import training
 from appliance.cli.commands.data import kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.resources import JOB, JOBS, STEPS, segment
+from appliance.cli.resources import JOB, JOBS, segment
 from appliance.cli.waiting import POLL_S, Doing, Patience, until
 from train.methods.methods import METHODS
 
@@ -66,7 +66,7 @@ def submit(session: Session, args: Namespace) -> None:
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
-    data_order (shuffled, given, loss), gradient_accumulation,
+    data_order (shuffled, given), gradient_accumulation,
     micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing, offload,
     snapshot_every_s, step_patience_s; for methods that learn from the model's own answers also rollouts (engine,
     ranks), staleness (0 to 4), in_flight.
@@ -275,7 +275,12 @@ def _end_well(job: dict[str, Any]) -> None:
     raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
 
 
-@command("profile job", JOB, STEPS, opt("--timeout SECONDS", type=number(float, 1), default=300.0))
+@command(
+    "profile job",
+    JOB,
+    opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3),
+    opt("--timeout SECONDS", type=number(float, 1), default=300.0),
+)
 def profile_job(session: Session, args: Namespace) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 

@@ -140,7 +140,7 @@ def why_no_chat(db: Database, name: str) -> str:
         model = adapter["base"]
         base = models.find_version(db, model, adapter["base_version"])
         version = base or version
-    if version.meta.get("chat_template", True) or model_settings.has_chat_template(db, model):
+    if version.meta.get("chat_template", True) or model in model_settings.with_chat_template(db):
         return ""
     return (
         f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "

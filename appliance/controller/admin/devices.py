@@ -11,7 +11,8 @@ from pydantic import StringConstraints
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import cordons, energy_views, lost_nodes
+from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.devices.energy import of_job
 from appliance.controller.devices.meters import metered
 from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
@@ -53,17 +54,21 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/power")
     def power(
         readings: Readings,
-        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
+        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0,
     ) -> dict[str, Any]:
-        """The power limit in force, and energy by who held the devices: a job (in all its time), a model, nobody.
+        """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
         `meters`: how many devices count energy at all."""
+        now_s = time.time()
         return {
             "object": "list",
             "limits": context.power.status(),
             "meters": sum(one.energy_j is not None for one in readings.values()),
             "since_s": since_s,
-            "until_s": time.time(),
-            "data": energy_views.since(db, since_s),
+            "until_s": now_s,
+            "data": [
+                {"job": row.id, "metered_s": row.metered_s, **(of_job(db, row, now_s) or {})}
+                for row in jobs.list_metered(db, since_s)
+            ],
         }
 
     @router.get("/nodes")

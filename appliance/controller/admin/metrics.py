@@ -24,7 +24,7 @@ from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models, responses
-from appliance.store.records import energy, handovers
+from appliance.store.records import handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from runtime.devices.published import peak_flops
@@ -154,10 +154,6 @@ class ControllerCollector:
         def of_step(column: str) -> Callable[[JobRow], float | None]:
             return lambda row: getattr(newest[row.id], column, None)
 
-        def joules(row: JobRow) -> float | None:
-            drawn = energy.of_job(db, row.id)
-            return drawn.joules if drawn else None
-
         meters: tuple[tuple[str, str, Callable[[JobRow], float | None]], ...] = (
             ("loss", "Training loss at the last step of a running job.", lambda row: row.loss),
             ("tokens_per_second", "Tokens that a running job trains on.", lambda row: row.tokens_per_s),
@@ -180,7 +176,7 @@ class ControllerCollector:
                 "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
                 self._mfu,
             ),
-            ("energy_joules", "Energy that devices have counted for a running job so far.", joules),
+            ("energy_joules", "Energy that devices have counted for a running job so far.", lambda row: row.joules),
         )
         for name, text, value in meters:
             yield _gauge(f"job_{name}", text, "job model", [((row.id, row.model), value(row)) for row in running])

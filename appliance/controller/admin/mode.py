@@ -29,7 +29,6 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode
-from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import windows
 from appliance.store.rows import WindowRow, columns
@@ -165,16 +164,14 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
 
     @router.delete("/mode/schedule/{window_id}")
     async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
-        try:
-            with db.transaction():
-                windows.delete(db, window_id)
-                record(context, caller, "mode.schedule.remove", window_id)
-        except RowNotFound as error:
-            raise NotFound(
-                f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
-                param="window_id",
-                code="window_not_found",
-            ) from error
+        with db.transaction():
+            if not windows.delete(db, window_id):
+                raise NotFound(
+                    f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
+                    param="window_id",
+                    code="window_not_found",
+                )
+            record(context, caller, "mode.schedule.remove", window_id)
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
         return {"id": window_id, "deleted": True}
 

@@ -1,5 +1,4 @@
-"""/admin/v1/jobs/{id}/profile, /models/{name}/profile: where the time of a running job or engine goes, measured over
-its next steps."""
+"""/admin/v1/jobs/{id}/profile: where the time of a running job goes, measured over its next steps."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import unknown_model
-from appliance.controller.access.naming import resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
@@ -38,15 +35,3 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             ) from error
         record(context, caller, "job.profile", row.id, steps=body.steps)
         return {"id": row.id, "steps": body.steps}
-
-    @router.post("/models/{name:path}/profile")
-    async def profile_engine(name: str, body: ProfileRequest, caller: Caller) -> dict[str, Any]:
-        """Answers when the steps are done, or after a minute with those that were."""
-        if resolve(context.db, name) is None:
-            raise unknown_model(name)
-        try:
-            found = await context.scheduler.profile_engine(name, body.steps)
-        except OperationFailed as error:
-            raise Conflict(f"The model {name} cannot be profiled: {error}", param="name", code=error.code) from error
-        record(context, caller, "model.profile", name, steps=found["steps"])
-        return found

@@ -7,10 +7,10 @@ line runs, as for any request: then one line fails and the others continue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -29,10 +29,6 @@ _MOST_INPUTS = 128
 """All vectors come in one answer, which is parsed and written in one go on the controller's loop: 2,048 vectors of
 4,096 numbers are 170 MB."""
 _MAX_ERRORS = 100
-_MOST_SAID = 500  # characters
-# In addition to lines with requests, so that a file of 8 GiB of line ends blocks nobody.
-_MAX_BLANK_LINES = 100_000
-_SKIPPED_BYTES = 1 << 20
 
 
 class Line(NamedTuple):
@@ -53,9 +49,7 @@ class Lines:
     errors: list[dict[str, Any]] = field(default_factory=list)
 
     def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
-        """Short, whatever it names: errors are kept with the batch and count towards nobody's limit."""
-        short = message if len(message) <= _MOST_SAID else f"{message[:_MOST_SAID]}…"
-        self.errors.append({"code": code, "line": line, "message": short, "param": param})
+        self.errors.append({"code": code, "line": line, "message": message, "param": param})
 
 
 class BadLine(Exception):
@@ -65,82 +59,53 @@ class BadLine(Exception):
 
 
 def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
-    """Check the whole file. Raises OSError."""
+    """Check the file, up to a line that is too long: a file may be one line of 8 GiB. Raises OSError."""
+    lines, seen, offset = Lines(), set[str](), 0
     with open(path, "rb") as source:
         if foreign := foreign_file(source):
             what, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
-            lines = Lines()
             lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
             return lines
-        return check(_bounded(source, line_bytes), endpoint, max_lines, line_bytes)
-
-
-def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: int) -> Lines:
-    lines, seen = Lines(), set[str]()
-    for number, offset, raw in _numbered(source):
-        if len(lines.errors) >= _MAX_ERRORS:
-            break
-        if number > max_lines + _MAX_BLANK_LINES:
-            lines.add_error(
-                "too_many_lines", f"The file has more than {_MAX_BLANK_LINES} lines without a request.", number
-            )
-            break
-        if not raw.strip():
-            continue
-        if len(lines.requests) >= max_lines:
-            lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
-            break
-        try:
-            custom_id, model = _checked(raw, endpoint, line_bytes)
-            if custom_id in seen:
-                raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
-            lines.model = lines.model or model
-            if model != lines.model:
-                raise BadLine(
-                    "mismatched_model",
-                    f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}.",
-                    "body.model",
-                )
-            seen.add(custom_id)
-            lines.requests.append(Line(custom_id, offset, len(raw)))
-        except BadLine as error:
-            lines.add_error(error.code, str(error), number, error.param)
+        for number, raw in enumerate(iter(partial(source.readline, line_bytes + 1), b""), 1):
+            if number > max_lines:
+                lines.add_error("too_many_requests", f"The file holds more than {max_lines} lines.", number)
+            elif len(raw) > line_bytes:
+                lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
+            elif raw.removeprefix(MARK).strip():
+                try:
+                    custom_id, model = _checked(raw, endpoint)
+                    _check_among(custom_id, model, seen, lines)
+                    lines.requests.append(Line(custom_id, offset, len(raw)))
+                except BadLine as error:
+                    lines.add_error(error.code, str(error), number, error.param)
+            if number > max_lines or len(raw) > line_bytes or len(lines.errors) >= _MAX_ERRORS:
+                return lines
+            offset += len(raw)
     if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
     return lines
 
 
-def parse(raw: bytes) -> dict[str, Any]:
-    """Parse a line that passed the check."""
-    return orjson.loads(raw)
+def parse(raw: bytes) -> Any:
+    """A line; on Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
+    return orjson.loads(raw.removeprefix(MARK))
 
 
-def _bounded(source: BinaryIO, line_bytes: int) -> Iterator[bytes]:
-    """The lines, each read only far enough to detect that it is too long: a file may be one line of 8 GiB."""
-    while raw := source.readline(line_bytes + 1):
-        yield raw
-        while raw and not raw.endswith(b"\n"):
-            raw = source.readline(_SKIPPED_BYTES)
+def _check_among(custom_id: str, model: str, seen: set[str], lines: Lines) -> None:
+    """Checks it against the lines before it, and adds it to what is `seen`. Raises BadLine."""
+    if custom_id in seen:
+        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
+    lines.model = lines.model or model
+    if model != lines.model:
+        message = f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}."
+        raise BadLine("mismatched_model", message, "body.model")
+    seen.add(custom_id)
 
 
-def _numbered(source: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line, without the marks of UTF-8 at its beginning: a file that was written on
-    Windows begins with one, and of files that were joined each does."""
-    offset = 0
-    for number, raw in enumerate(source, 1):
-        line = raw
-        while line.startswith(MARK):
-            line = line.removeprefix(MARK)
-        yield number, offset + len(raw) - len(line), line
-        offset += len(raw)
-
-
-def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
+def _checked(raw: bytes, endpoint: str) -> tuple[str, str]:
     """(custom_id, model). Raises BadLine."""
-    if len(raw) > line_bytes:
-        raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
     try:
-        data = orjson.loads(raw)
+        data = parse(raw)
     except orjson.JSONDecodeError as error:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(data, dict):
@@ -153,31 +118,23 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
             raise BadLine("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
     custom_id, body = data["custom_id"], data["body"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
-        raise BadLine(
-            "invalid_custom_id",
-            f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} characters.",
-            "custom_id",
-        )
+        message = f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} characters."
+        raise BadLine("invalid_custom_id", message, "custom_id")
     if data["method"] != "POST":
         raise BadLine("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
     if data["url"] != endpoint:
-        raise BadLine(
-            "mismatched_endpoint", f"url is {shown(data['url'])}; the batch was created for {endpoint}.", "url"
-        )
+        message = f"url is {shown(data['url'])}; the batch was created for {endpoint}."
+        raise BadLine("mismatched_endpoint", message, "url")
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body is not a JSON object.", "body")
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise BadLine("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
-    if body.get("stream"):
-        raise BadLine("unsupported_parameter", "Requests of a batch cannot stream.", "body.stream")
-    if body.get("background"):
-        raise BadLine("unsupported_parameter", "Requests of a batch are not in background.", "body.background")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise BadLine("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
     inputs = body.get("input")
     if endpoint == _EMBEDDINGS and isinstance(inputs, list) and len(inputs) > _MOST_INPUTS:
         if not isinstance(inputs[0], int):  # one input, as tokens
-            raise BadLine(
-                "too_many_inputs",
-                f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines.",
-                "body.input",
-            )
+            message = f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines."
+            raise BadLine("too_many_inputs", message, "body.input")
     return custom_id, body["model"]

@@ -48,11 +48,10 @@ _EXPIRED = {
 
 
 class Batches:
-    """Runs batches as tasks, and reports the progress of those that run."""
+    """Runs batches as tasks."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._works: dict[str, BatchWork] = {}
         context.tasks.add(Kind(BATCHES, self.run, self.fail, "batch"))
 
     async def run(self, task: TaskRow) -> None:
@@ -85,23 +84,19 @@ class Batches:
             log.error("the answers of %s cannot be read or kept: %s", task.id, second)
             batches.update(self._context.db, task.id, status="failed", failed_s=time.time(), errors=errors)
 
-    def progress(self, row: BatchRow) -> tuple[int, int, str | None]:
-        """(completed, failed, why it makes no progress now or None)."""
-        work = self._works.get(row.id)
-        if row.finished or work is None:
-            return row.completed, row.failed, None
+    def waiting_for(self, row: BatchRow) -> str | None:
+        """Why it makes no progress now; None: it does, or is not in progress."""
         context = self._context
-        why = context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "")
-        return work.answers.completed, work.answers.failed, (why or None) if row.status == "in_progress" else None
+        if row.status != "in_progress":
+            return None
+        return context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "") or None
 
     @contextlib.asynccontextmanager
     async def _opened(self, row: BatchRow) -> AsyncIterator[BatchWork]:
         answers = await to_thread.run_sync(Answers, self._context.batches_dir, row.id)
-        work = self._works[row.id] = BatchWork(self._context, row, answers)
         try:
-            yield work
+            yield BatchWork(self._context, row, answers)
         finally:
-            del self._works[row.id]
             await to_thread.run_sync(answers.close)
 
 
@@ -161,30 +156,23 @@ class BatchWork:
     def _check_model(self, lines: Lines, row: BatchRow) -> None:
         if lines.errors or lines.model is None:
             return
-        found = resolve(self._db, lines.model)
+        name, found = lines.model, resolve(self._db, lines.model)
+        code, why = "model_not_supported", ""
         if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
-            lines.add_error(
-                "model_not_found",
-                f"The model {shown(lines.model)} does not exist or you do not have access to it.",
-                1,
-                "body.model",
-            )
+            code, why = "model_not_found", f"The model {shown(name)} does not exist or you do not have access to it"
         elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
-            lines.add_error(
-                "model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1, "body.model"
-            )
-        elif row.endpoint in CONVERSING and (why := why_no_chat(self._db, lines.model)):
-            lines.add_error("model_not_supported", f"{why}.", 1, "body.model")
-        elif found.pinned and found.version.version not in self._served(found.model):
+            why = f"The model `{name}` does not support {row.endpoint}"
+        elif row.endpoint in CONVERSING:
+            why = why_no_chat(self._db, name)
+        if not why and found is not None and found.pinned and found.version.version not in self._served(found.model):
             # No engine would ever serve it for a batch, which would wait until it expires.
-            lines.add_error(
-                "model_version_not_served",
-                f"The version of `{lines.model}` is not served; "
-                f"`{found.model.active_version}` of the model is. `appliance model rollback` or `appliance "
-                "model canary` serve another.",
-                1,
-                "body.model",
+            code = "model_version_not_served"
+            why = (
+                f"The version of `{name}` is not served; `{found.model.active_version}` of the model is. "
+                "`appliance model rollback` or `appliance model canary` serve another"
             )
+        if why:
+            lines.add_error(code, f"{why}.", 1, "body.model")
 
     def _served(self, model: ModelRow) -> set[str | None]:
         canary = canaries.find_running(self._db, model.id)
@@ -238,7 +226,9 @@ class BatchWork:
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
-        await until_room(partial(to_thread.run_sync, self.answers.append, lines))
+        answers = self.answers
+        await until_room(partial(to_thread.run_sync, answers.append, lines))
+        batches.update(self._db, self._row.id, completed=answers.completed, failed=answers.failed)
         for line in lines:
             self._ready.pop(line["id"], None)
 

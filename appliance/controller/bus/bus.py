@@ -14,9 +14,12 @@ generation they have applied and their current load. Three rules make a drain re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,8 @@ log = logging.getLogger("appliance.controller")
 
 CATCH_UP_S = 2.0
 """Longest wait of a changing request for gateways: they need milliseconds, and one that hangs must not stop changes."""
-
-
+LOOK_EVERY_S = 0.05
+"""How often a wait looks whether time alone has ended it."""
 _GENERATIONS_PER_START = 10**9
 
 
@@ -44,16 +47,16 @@ def first_generation(db: Database) -> int:
     return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
 
 
+@dataclass(eq=False)
 class _Gateway:
-    """One connection. `report` is its last load report, None before the first."""
+    """One connection. report: its last load report, None before the first. lost_at_s: when it closed."""
 
-    def __init__(self, writer: asyncio.StreamWriter):
-        self.writer = writer
-        self.report: Report | None = None
-        self.sent_generation = -1
-        self.sent_degraded: list[str] = []
-        self.wake = asyncio.Event()
-        self.lost_at_s: float | None = None
+    writer: asyncio.StreamWriter
+    report: Report | None = None
+    sent_generation: int = -1
+    sent_degraded: list[str] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    lost_at_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -64,11 +67,11 @@ class Bus:
     """Serves gateways from `start` to `stop`; all methods belong to one event loop.
 
     on_load: called after every report. on_table: called when the table's models have changed. on_usage: called with the
-    rows of every usage message (raises ValueError for invalid ones). They must not block; their other errors are
-    recorded in `background` and break no connection.
+    rows of every usage message. They must not block; their errors are recorded in `background` and break no connection.
 
-    `first_generation`: above any of an earlier controller's (see `first_generation`), or the report of a gateway that
-    still routes by an old table would count for a new one.
+    models, keys, generation: of the last published table; keys by SHA-256 in hex. `first_generation`: above any of an
+    earlier controller's (see `first_generation`), or the report of a gateway that still routes by an old table would
+    count for a new one.
     """
 
     def __init__(
@@ -83,9 +86,9 @@ class Bus:
         self.on_load: list[Callable[[], Any]] = []
         self.on_table: list[Callable[[], Any]] = []
         self.on_usage: list[Callable[[list[dict[str, Any]]], Any]] = []
-        self._generation = first_generation
-        self._models: dict[str, Any] = {}
-        self._keys: dict[str, Any] = {}
+        self.generation = first_generation
+        self.models: dict[str, Any] = {}
+        self.keys: dict[str, Any] = {}
         self._degraded: list[str] = []
         self._line = b""
         self._gateways: set[_Gateway] = set()
@@ -116,34 +119,20 @@ class Bus:
 
     # --- publishing
 
-    @property
-    def models(self) -> dict[str, Any]:
-        """The models of the last published table."""
-        return self._models
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """The keys of the last published table, by SHA-256 in hex."""
-        return self._keys
-
-    @property
-    def generation(self) -> int:
-        return self._generation
-
     def set_models(self, models: dict[str, Any]) -> int:
-        """Publish the table's models (appliance.gateway.routing.table). Returns the generation that carries them."""
-        if models != self._models:
-            self._models = models
+        """Publish the table's models (appliance.gateway.core.table). Returns the generation that carries them."""
+        if models != self.models:
+            self.models = models
             self._next_generation()
             for told in self.on_table:
                 told()
-        return self._generation
+        return self.generation
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
         "tokens_per_minute", "spent_until_s", "spent_quota" that limit the key; replaces the previous set."""
-        if keys != self._keys:
-            self._keys = keys
+        if keys != self.keys:
+            self.keys = keys
             self._next_generation()
 
     def set_degraded(self, names: list[str]) -> None:
@@ -178,7 +167,7 @@ class Bus:
         if not self.connected():
             return
         try:
-            await self.wait_applied(self._generation, CATCH_UP_S)
+            await self.wait_applied(self.generation, CATCH_UP_S)
         except BusTimeout as error:
             log.warning("a change is answered before every gateway knows it: %s", error)
 
@@ -202,7 +191,8 @@ class Bus:
         ]
 
     def _undrained(self, replica_id: str) -> list[str]:
-        if replica_id in _open_replicas(self._models):
+        replicas = (one for model in self.models.values() for one in model["replicas"])
+        if any(one["id"] == replica_id and one["state"] == "open" for one in replicas):
             return ["the table, in which it is open"]
         if self._too_early():
             return ["gateways that have not yet connected"]
@@ -210,7 +200,7 @@ class Bus:
         for gateway in self._gateways:
             report = gateway.report
             # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
-            if report is None or report.generation < self._generation:
+            if report is None or report.generation < self.generation:
                 found.append(f"{gateway.name}, which has not applied the drain")
             elif count := report.replicas.get(replica_id, 0):
                 found.append(f"{gateway.name} with {count} request(s)")
@@ -220,35 +210,18 @@ class Bus:
         return not self._ever_reported and self._now_s() - self._opened_s < self._config.gateway_expected_s
 
     async def _wait(self, missing: Callable[[], list[str]], what: str, timeout_s: float | None) -> None:
-        deadline_s = None if timeout_s is None else self._now_s() + timeout_s
+        deadline_s = inf if timeout_s is None else self._now_s() + timeout_s
         while True:
             # Cleared before the check: a report that arrives after it sets the event again.
             self._changed.clear()
             self._forget_gone()
-            left = missing()
-            if not left:
+            if not (left := missing()):
                 return
-            now_s = self._now_s()
-            if deadline_s is not None and now_s >= deadline_s:
+            if (now_s := self._now_s()) >= deadline_s:
                 raise BusTimeout(f"waited {timeout_s:.0f} s for gateways {what}; still missing: {', '.join(left)}")
-            try:
-                async with asyncio.timeout_at(self._next_look_s(deadline_s)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(LOOK_EVERY_S, deadline_s - now_s)):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
-
-    def _next_look_s(self, deadline_s: float | None) -> float | None:
-        """When time alone changes something: a lost gateway expires, the start period ends, the deadline."""
-        moments = [
-            gateway.lost_at_s + self._config.gateway_gone_after_s
-            for gateway in self._gateways
-            if gateway.lost_at_s is not None
-        ]
-        if self._too_early():
-            moments.append(self._opened_s + self._config.gateway_expected_s)
-        if deadline_s is not None:
-            moments.append(deadline_s)
-        return min(moments, default=None)
 
     def _forget_gone(self) -> None:
         limit_s = self._now_s() - self._config.gateway_gone_after_s
@@ -276,15 +249,17 @@ class Bus:
             writer.close()
 
     def _take(self, gateway: _Gateway, line: bytes) -> None:
+        """Raises ValueError for a message that is none of a gateway's. Our own errors, such as a full disk, are
+        recorded, and the connection stays."""
         message = orjson.loads(line)
-        if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
-            try:
-                for told in self.on_usage:
-                    self._tell("usage", told, message["rows"])
-            finally:
-                gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "usage":
+            for take in self.on_usage:
+                with self._background.guard("usage"):
+                    take(message["rows"])
+            gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
-        if not isinstance(message, dict) or message.get("type") != "load":
+        if kind != "load":
             raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
         report = parse_report(message)
         if gateway.report is None:
@@ -295,20 +270,9 @@ class Bus:
         gateway.report, self._total = report, None
         self._ever_reported = True
         self._changed.set()
-        for told in self.on_load:
-            self._tell("what load reports set off", told)
-
-    def _tell(self, name: str, told: Callable[..., Any], *what: Any) -> None:
-        """Record our own errors, such as a full disk, under `name`; the gateway did nothing wrong and its connection
-        stays. An error in the message is the gateway's."""
-        refused: list[ValueError] = []
-        with self._background.guard(name):
-            try:
-                told(*what)
-            except ValueError as error:
-                refused.append(error)
-        if refused:
-            raise refused[0]
+        for act in self.on_load:
+            with self._background.guard("what load reports set off"):
+                act()
 
     def _lost(self, gateway: _Gateway) -> None:
         if gateway.report is None:
@@ -319,25 +283,21 @@ class Bus:
 
     async def _send_tables(self, gateway: _Gateway) -> None:
         """Only the newest table is sent: a slow gateway skips those in between."""
-        try:
+        with contextlib.suppress(OSError):  # the reading side sees the same end and handles it
             while True:
                 gateway.wake.clear()
-                if gateway.sent_generation < self._generation:
-                    gateway.sent_generation = self._generation
+                if gateway.sent_generation < self.generation:
+                    gateway.sent_generation = self.generation
                     gateway.writer.write(self._line)
-                    await gateway.writer.drain()
-                elif gateway.sent_degraded != self._degraded:
+                if gateway.sent_degraded != self._degraded:
                     gateway.sent_degraded = self._degraded
                     message = {"type": "degraded", "names": self._degraded}
                     gateway.writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
-                    await gateway.writer.drain()
-                else:
-                    await gateway.wake.wait()
-        except OSError:
-            return  # the reading side sees the same end and handles it
+                await gateway.writer.drain()
+                await gateway.wake.wait()
 
     def _next_generation(self) -> None:
-        self._generation += 1
+        self.generation += 1
         self._encode()
         self._wake_all()
 
@@ -352,25 +312,16 @@ class Bus:
             name: row
             if row.get("owners") is None
             else row | {"owners": places.setdefault(tuple(row["owners"]), len(places))}
-            for name, row in self._models.items()
+            for name, row in self.models.items()
         }
         table = {
             "type": "table",
-            "generation": self._generation,
+            "generation": self.generation,
             "audiences": list(places),
             "models": rows,
-            "keys": self._keys,
+            "keys": self.keys,
         }
         self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _open_replicas(models: dict[str, Any]) -> set[str]:
-    return {
-        replica["id"]
-        for model in models.values()
-        for replica in model.get("replicas", [])
-        if replica.get("state") == "open"
-    }

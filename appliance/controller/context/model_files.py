@@ -90,7 +90,7 @@ class LibraryOps:
 
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
-        "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of
+        "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming the file of
         every damaged copy."""
         found = await self._check([Name(one.kind, name, one.version) for one in paths], report)
         for folder in dict.fromkeys(path for one in paths for path in (one.disk_path, one.shm_path) if path):

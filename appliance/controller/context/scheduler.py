@@ -15,7 +15,6 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
 from runtime.devices.cpu import host_memory_bytes
-from runtime.profile_shares import LIMIT_S
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
@@ -159,19 +158,6 @@ class Scheduler:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
-
-    async def profile_engine(self, model: str, steps: int) -> dict[str, Any]:
-        """Where the time of the next steps of an engine of this model goes (EngineControl.profile), within a minute.
-        Raises OperationFailed if none is awake, or it fails."""
-        awake = [
-            one["id"] for one in self._loop.status()["replicas"] if _serves(one, model) and one["state"] != "asleep"
-        ]
-        if not awake:
-            raise OperationFailed(f"no engine of {model} is awake; a request wakes one", code="not_running")
-        try:
-            return await self._effects.profile_replica(awake[0], steps, LIMIT_S)
-        except EffectFailed as error:
-            raise OperationFailed(error.reason, code="not_profiled") from error
 
     async def profile_job(self, job_id: str, steps: int) -> None:
         """Have the job profile its next steps; an event of the job tells of it. Raises OperationFailed if it does not

@@ -1,77 +1,90 @@
-"""Counts the energy that devices draw for whoever holds them: a job, a model's engines, or nobody.
+"""Energy of jobs, as their devices count it: booked while they run, shown afterwards, estimated before.
 
-The counters are the devices' own; here their differences between two looks are booked. A device that changed hands in
-between is booked by halves. What no counter tells is not guessed: such time is in no row.
+A device that changed hands between two readings is booked by halves. Nothing is guessed where no counter is.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
-from appliance.store.records import energy
-from appliance.store.records.energy import Kind
+from appliance.store.objects import jobs
+from appliance.store.records import usage
+from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
 
-Holder = tuple[Kind, str]
-NOBODY: Holder = ("idle", "")
+J_PER_KWH = 3.6e6
+WHOLE = 0.9
+"""Nothing is told per step or token of a job that was metered for less of its time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     at_s: float
     joules: float
-    holder: Holder
+    job_id: str | None
 
 
 class EnergyMeter:
     """newest: the last reading of each device."""
 
     def __init__(
-        self,
-        db: Database,
-        newest: Callable[[], Mapping[str, Reading]],
-        status: Callable[[], SchedulerStatus],
-        clock: Callable[[], float] = time.time,
+        self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], SchedulerStatus]
     ):
-        self._db, self._newest, self._status, self._clock = db, newest, status, clock
+        self._db, self._newest, self._status = db, newest, status
         self._seen: dict[str, _Seen] = {}
 
     async def look(self) -> None:
         """Called as often as devices are read."""
         readings = {name: one for name, one in self._newest().items() if one.energy_j is not None}
-        holders = holders_of(self._status()) if readings else {}
-        booked: dict[Holder, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for device_id, reading in readings.items():
+        holders = {device["id"]: device["holder"] or {} for device in self._status()["devices"]} if readings else {}
+        booked: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._seen = {name: seen for name, seen in self._seen.items() if name in readings}
+        for name, reading in readings.items():
             assert reading.energy_j is not None
-            before = self._seen.get(device_id)
+            before, holder = self._seen.get(name), holders.get(name, {})
             if before is not None and before.at_s >= reading.at_s:
                 continue  # no newer reading since
-            now = _Seen(reading.at_s, reading.energy_j, holders.get(device_id, NOBODY))
-            self._seen[device_id] = now
+            job_id = holder["id"] if holder.get("kind") == "job" else None
+            now = self._seen[name] = _Seen(reading.at_s, reading.energy_j, job_id)
             if before is None or now.joules < before.joules:  # its driver, or who reads it, has begun again
                 continue
-            for holder in (before.holder, now.holder):
-                booked[holder][0] += (now.joules - before.joules) / 2
-                booked[holder][1] += (now.at_s - before.at_s) / 2
-        for gone in self._seen.keys() - readings.keys():
-            del self._seen[gone]
-        if booked:
-            energy.add(self._db, {holder: (joules, s) for holder, (joules, s) in booked.items()}, self._clock())
+            for one in (before.job_id, now.job_id):
+                if one is not None:
+                    booked[one][0] += (now.joules - before.joules) / 2
+                    booked[one][1] += (now.at_s - before.at_s) / 2
+        for job_id, (joules, metered_s) in booked.items():
+            jobs.add_energy(self._db, job_id, joules, metered_s)
 
 
-def holders_of(status: SchedulerStatus) -> dict[str, Holder]:
-    """Who holds what, by device."""
-    models = {replica["id"]: replica["model"] for replica in status["replicas"]}
-    found: dict[str, Holder] = {}
-    for device in status["devices"]:
-        holder = device["holder"]
-        if holder is not None and holder["kind"] == "job":
-            found[device["id"]] = ("job", holder["id"])
-        elif holder is not None and holder["id"] in models:
-            found[device["id"]] = ("model", models[holder["id"]])
-    return found
+def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
+    """What a job has drawn so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
+    they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
+    if row.joules is None:
+        return None
+    held_s = usage.device_s(db, [row.id], now_s)
+    share = min(1.0, row.metered_s / held_s) if held_s else 1.0
+    steps, tokens = (row.step, row.trained_tokens) if share >= WHOLE else (None, None)
+    return {
+        "joules": row.joules,
+        "metered_share": share,
+        "joules_per_step": row.joules / steps if steps else None,
+        "joules_per_1000_tokens": 1000 * row.joules / tokens if tokens else None,
+        "kwh": row.joules / J_PER_KWH,
+    }
+
+
+def estimate(
+    db: Database, readings: Mapping[str, Reading], model: str, method: str, full: bool, device_hours: float
+) -> dict[str, Any] | None:
+    """The "kwh" of a job to come, "watts_per_device" and "watts_from": "jobs", what jobs like it have drawn here, or
+    "limit", the power limit of the devices, which they do not reach. None: neither is known."""
+    watts, source = jobs.watts_of_alike(db, model, method, full), "jobs"
+    if watts is None:
+        limits = [one.power_limit_w for one in readings.values() if one.power_limit_w is not None]
+        if not limits:
+            return None
+        watts, source = sum(limits) / len(limits), "limit"
+    return {"watts_per_device": watts, "watts_from": source, "kwh": watts * device_hours * 3600 / J_PER_KWH}

@@ -13,8 +13,7 @@ from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
-from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, adapter_rank_limit, asleep_bytes, engine_size
+from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, asleep_bytes, engine_size
 from weights.format.foreign_json import config_in
 
 

@@ -19,8 +19,8 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.records import BatchCapacity, EngineAnswer, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.routing.router import BATCH_BEHIND
-from appliance.gateway.routing.table import OPEN
+from appliance.gateway.core.router import BATCH_BEHIND
+from appliance.gateway.core.table import OPEN
 from runtime.network.mutual_tls import http_options
 from serve.core import sampling
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any, Literal
 
@@ -12,21 +13,23 @@ from fastapi import APIRouter, Query, Request
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
-from appliance.controller.evals.new_run import check_judges, check_new_run, checked_source, insert_run
 from appliance.controller.evals.requests import (
     EvalCreate,
     EvalUpdate,
+    FileId,
+    Jsonl,
     RunCreate,
     Sampled,
-    check_eval,
-    check_variables,
+    check_sampled,
+    fields_of,
 )
-from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.grading.given import check_code, check_schema, grader_of
+from appliance.controller.evals.runner import EvalRunner, insert_run
+from appliance.controller.files.storage import FILES
+from appliance.controller.grading.given import check_asked, check_code, check_form, check_schema, grader_of
 from appliance.controller.http.paging import list_object, part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
 from appliance.store.database import Database, Part
@@ -34,6 +37,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
+from train.graders.graders import judge_models
 from train.graders.hosts import GraderHosts
 
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
@@ -82,10 +86,6 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         if (earlier := attempt.earlier()) is not None:
             return views.eval_object(earlier)
         check_metadata(body.metadata)
-        try:
-            check_eval(body)
-        except InvalidGrader as error:
-            raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
         criteria = await _criteria(context, hosts, body, caller)
         await _check_schema(hosts, body.data_source_config.item_schema, caller)
         row, _ = attempt.once(lambda: _insert_eval(context, body, criteria, caller))
@@ -151,12 +151,8 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
         check_metadata(body.metadata)
-        model = body.data_source.model if isinstance(body.data_source, Sampled) else None
-        if model is not None:
-            check_may_ask(db, caller, model, param="data_source.model")
-        check_judges(context, of, caller)
-        await check_new_run(context, hosts, of, body.data_source, caller)
-        data_source = checked_source(body.data_source)
+        await _check_run(context, hosts, of, body.data_source, caller)
+        data_source = body.data_source.model_dump(mode="json", exclude_unset=True)
 
         def make() -> EvalRunRow:
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
@@ -218,6 +214,31 @@ def _items(db: Database) -> APIRouter:
     return router
 
 
+async def _check_run(
+    context: ControllerContext, hosts: GraderHosts, of: EvalRow, given: Jsonl | Sampled, caller: Principal
+) -> None:
+    """of: the eval; another key may have made it. Raises ApiError."""
+    param = "data_source"
+    for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
+        check_may_ask(context.db, caller, model)
+    if isinstance(given.source, FileId):
+        FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
+    if isinstance(given, Jsonl):
+        return
+    check_may_ask(context.db, caller, given.model, param=f"{param}.model")
+    try:
+        check_sampled(given)
+    except InvalidGrader as error:
+        where = f"{param}.{error.param}"
+        raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
+    # On a thread: the schema of its answers may have 25,000 parts.
+    await asyncio.to_thread(check_asked, fields_of(given), f"{param}.sampling_params")
+    if (sampling := given.sampling_params) is not None:
+        await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
+        if sampling.text is not None:
+            await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
+
+
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:
     """Raises BadRequest for a schema that no item can follow, ApiError where the box could not check it."""
     param, kinds = "data_source_config.item_schema", schema.get("type", "object")
@@ -234,11 +255,6 @@ async def _criteria(
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):
         grader = grader_of(context, given, caller, f"testing_criteria.{place}")
-        try:
-            check_variables(grader, body.data_source_config)
-        except InvalidGrader as error:
-            param = f"testing_criteria.{place}.{error.param}"
-            raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_grader") from None
         await check_code(hosts, grader, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             raise BadRequest(

@@ -54,20 +54,23 @@ def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: No
         )
 
 
-def sizes(row: Wish | JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
+def most_devices(row: Wish | JobRow, nodes: NodeSizes, tensor_parallel: int = 1) -> int:
+    """The most devices that a job may take; it need not be there. tensor_parallel: as requested."""
+    return row.max_devices or max(nodes.unasked, row.min_devices or 1, tensor_parallel, *(row.asked_sizes or ()))
+
+
+def sizes(row: Wish | JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
     """(sizes that divide the work of a step, the requested ones among them; [] if there is none)."""
-    least = row.min_devices or 1
-    most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
-    by_batch = auto.allowed_sizes(
-        resolved["batch_size"], most, resolved["micro_batch"], resolved.get("tensor_parallel", 1)
-    )
+    least, shards = row.min_devices or 1, resolved.get("tensor_parallel", 1)
+    most = most_devices(row, nodes, shards)
+    by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
 
 
 def check_sizes(row: Wish | JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
     """The requested sizes that divide the work of a step, including those that only a node yet to join could provide.
     Raises BadRequest when there is none, or none for the known nodes."""
-    by_batch, fitting = sizes(row, resolved, nodes.largest)
+    by_batch, fitting = sizes(row, resolved, nodes)
     param = "allowed_sizes" if row.asked_sizes else "min_devices"
     if not fitting:
         raise InvalidValue(no_size(resolved, by_batch), param)

@@ -83,7 +83,6 @@ class JobEvents:
 
     def __init__(self, db: Database, files_dir: Path, organization: str):
         self._db, self._files_dir, self._organization = db, files_dir, organization
-        self._ends: dict[str, tuple[results.Result, Verdict]] = {}  # of jobs about to succeed
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
@@ -141,27 +140,27 @@ class JobEvents:
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
     async def will_succeed(self, job_id: str) -> None:
-        """The ranks report no more: reads the job's steps on a thread, because there may be 100,000, judges them and
-        writes their table."""
-        row = jobs.get(self._db, job_id)
-        table = await asyncio.to_thread(_metrics_table, self._db, row)
-        judged = await asyncio.to_thread(_judge, self._db, row)
-        made = await asyncio.to_thread(results.write, self._files_dir, table)
-        self._forget_end(job_id)
-        self._ends[job_id] = made, judged
+        """The ranks report no more: judges the job's steps and writes their table on a thread, because there may be
+        100,000."""
+        await asyncio.to_thread(self._conclude, job_id)
 
-    def _forget_end(self, job_id: str) -> None:
-        if job_id in self._ends:
-            self._ends.pop(job_id)[0].forget()
+    def _conclude(self, job_id: str) -> Verdict:
+        """Judge a job, and make its result file. A full disk costs the table and not the success: an error here would
+        reach the scheduler's loop, which would end the job again in each round and plan nothing."""
+        db, row = self._db, jobs.get(self._db, job_id)
+        judged, made = _judge(db, row), list[str]()
+        table = _metrics_table(db, row)
+        try:
+            made.append(results.make(db, self._files_dir, table, "step_metrics.csv", owner=row.owner))
+        except OSError as error:
+            where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
+            message = f"The table of its steps could not be written: {error.strerror}. {where}"
+            add_message(db, row.id, message, level="warn")
+        jobs.update(db, job_id, verdict=judged._asdict(), result_files=made)
+        return judged
 
     def succeeded(self, job_id: str) -> None:
-        """The newest published version becomes the model; the step metrics become a result file."""
-        try:
-            self._succeeded(job_id)
-        finally:
-            self._forget_end(job_id)
-
-    def _succeeded(self, job_id: str) -> None:
+        """The newest published version becomes the model."""
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
@@ -171,10 +170,9 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            judged = self._ends[job_id][1] if job_id in self._ends else _judge(db, row)
-            jobs.update(db, job_id, verdict=judged._asdict())
+            # None after a restart of the controller between the two.
+            judged = Verdict(**row.verdict) if row.verdict is not None else self._conclude(job_id)
             if judged.code == "no_signal":
-                jobs.update(db, job_id, result_files=self._result_files(row))
                 fail(db, job_id, "nothing_trained", judged.text)
                 return
             result = versions[-1]
@@ -184,26 +182,12 @@ class JobEvents:
             message = self._made(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
             reached = max((one.step for one in job_records.last_metrics(db, job_id, 1)), default=row.step)
-            jobs.update(db, job_id, step=reached, result_files=self._result_files(row))
+            jobs.update(db, job_id, step=reached)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             data = {"verdict": judged._asdict()}
             add_message(db, job_id, judged.text, level="warn" if judged.is_warning else "info", data=data)
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
-
-    def _result_files(self, row: JobRow) -> list[str]:
-        """Returns the ids of the result files. A full disk costs the table and not the success: an error here would
-        reach the scheduler's loop, which would end the job again in each round and plan nothing."""
-        db = self._db
-        try:
-            known = self._ends.get(row.id)
-            table = known[0] if known else results.write(self._files_dir, _metrics_table(db, row))
-            return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
-        except OSError as error:
-            where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
-            message = f"The table of its steps could not be written: {error.strerror}. {where}"
-            add_message(db, row.id, message, level="warn")
-            return []
 
     def _made(self, row: JobRow, version: str) -> str:
         """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
@@ -224,13 +208,11 @@ class JobEvents:
         return f"New version of {name}: {version}, which answers{replaced}"
 
     def failed(self, job_id: str, code: str, message: str) -> None:
-        self._forget_end(job_id)
         if not jobs.get(self._db, job_id).finished:
             fail(self._db, job_id, code, message)
 
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
-        self._forget_end(job_id)
         db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
@@ -388,26 +370,16 @@ class JobEvents:
         )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """The row says where the newest snapshot is, how many were written, and what they cost. Events tell of the
-        first, and then of one a minute: small models on a CPU write one at nearly every step."""
+        """Events tell of the first, and then of one a minute: small models on a CPU write one at nearly every step."""
         step, before, now_s = int(event["step"]), row.snapshot or {}, time.time()
-        new = step > before.get("step", -1)  # otherwise a restart reports it again
-        told_s = before.get("told_s")
-        tells = new and (told_s is None or not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S)
-        written = before.get("written", 0) + new
-        snapshot = {
-            "step": step,
-            "path": str(event["path"]),
-            "written": written,
-            "told_s": now_s if tells else told_s,
-            "told": written if tells else before.get("told", 0),
-        }
+        told_s = before.get("told_s", 0.0)
+        # A restart reports the newest one again.
+        tells = step > before.get("step", -1) and not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S
+        snapshot = {"step": step, "path": str(event["path"]), "told_s": now_s if tells else told_s}
         jobs.update(self._db, row.id, snapshot=snapshot)
         if tells:
-            data = {key: event.get(key) for key in ("step", "bytes", "seconds")} | {"written": written}
-            others = written - before.get("told", 0) - 1
-            more = f" ({others} other{'s' if others > 1 else ''} since the last one shown)" if others else ""
-            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}{more}", data=data)
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds")}
+            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         given = event.get("level")

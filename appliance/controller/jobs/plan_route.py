@@ -13,7 +13,7 @@ from pydantic import Field
 from appliance.controller.access.model_access import unknown_model, usable_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import energy_views
+from appliance.controller.devices import energy
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.audited import unaudited
@@ -113,7 +113,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     else:
         full = chosen.resolved["full"]
         readings = context.health.newest()
-        drawn = await asyncio.to_thread(energy_views.estimate, context.db, readings, body.model, method.name, full,
+        drawn = await asyncio.to_thread(energy.estimate, context.db, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
     return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}

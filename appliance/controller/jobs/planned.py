@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.devices.energy_views import J_PER_KWH
+from appliance.controller.devices.energy import J_PER_KWH
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import settings
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.node_sizes import NodeSizes
 from runtime.devices.kinds import hardware_first
 from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, adapter_rank_limit, engine_size
+from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, method_of
 from train.plan import auto
@@ -165,6 +165,7 @@ def estimate(
         steps=auto.steps(method.rows(dataset), fields),
         devices=devices,
         reference=method.needs_reference,
+        again=method.needs_divergence,
     )
     return {
         "flops": found.flops,
@@ -227,7 +228,7 @@ def plan_imagined(
     how = method_of(method)
     dataset = typical(examples, how)
     try:
-        chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), devices)
+        chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), NodeSizes((devices,)))
     except InvalidHyperparameter as error:
         raise BadShape(str(error)) from error
     verdict = settings.verdict(imagined.shape, chosen, box, how)

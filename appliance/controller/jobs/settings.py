@@ -15,6 +15,7 @@ from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import devices
 from appliance.controller.models import capacity, node_sizes
 from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.node_sizes import NodeSizes
 from appliance.store.objects import models
 from appliance.store.rows import JobRow
 from runtime.devices.kinds import HOST, kind_of
@@ -116,18 +117,20 @@ def choose(
     dataset: auto.DatasetStats,
     model: auto.ModelStats,
     wish: devices.Wish | JobRow,
-    device_count: int,
+    nodes: NodeSizes,
 ) -> Settings:
-    """device_count: of the largest node. Raises train.plan.errors.InvalidHyperparameter."""
-    most = min(wish.max_devices or device_count, device_count)
+    """Raises train.plan.errors.InvalidHyperparameter."""
+    shards = given.get("tensor_parallel")
+    wished = devices.most_devices(wish, nodes, shards if isinstance(shards, int) else 1)
+    most = max(1, min(wished, nodes.largest))
     resolved = method.resolve(given, dataset, model, most)
-    by_batch, sizes = devices.sizes(wish, resolved, device_count)
+    by_batch, sizes = devices.sizes(wish, resolved, nodes)
     least = next((size for size in sorted(wish.asked_sizes or ()) if size >= (wish.min_devices or 1)), wish.min_devices)
     if not sizes and least and given.get("batch_size", "auto") == "auto":
         # An automatic batch follows the requested devices, not the other way round.
         rows = math.ceil(resolved["batch_size"] / least) * least
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
-        by_batch, sizes = devices.sizes(wish, resolved, device_count)
+        by_batch, sizes = devices.sizes(wish, resolved, nodes)
     return Settings(resolved, by_batch, sizes)
 
 
@@ -160,8 +163,8 @@ def high_rate(
 ) -> list[str]:
     """A warning where the requested learning rate is far above the automatic one; `auto` refuses still higher ones."""
     others = {name: value for name, value in given.items() if name not in auto.RATES}
-    device_count = max(1, node_sizes.known(context).largest)
-    usual = method.resolve(others, dataset, of_model(context, base), device_count)["learning_rate"]
+    unasked = node_sizes.known(context).unasked
+    usual = method.resolve(others, dataset, of_model(context, base), unasked)["learning_rate"]
     rate = resolved["learning_rate"]
     if rate <= auto.HIGH_RATE * usual:
         return []
@@ -180,8 +183,7 @@ def choose_on_box(
     wish: devices.Wish | JobRow,
 ) -> Settings:
     """As `choose`, on this box."""
-    device_count = max(1, node_sizes.known(context).largest)
-    return choose(method, given, dataset, of_model(context, base), wish, device_count)
+    return choose(method, given, dataset, of_model(context, base), wish, node_sizes.known(context))
 
 
 def verdict(shape: ModelShape, settings: Settings, box: BoxFacts, method: Method) -> Verdict:

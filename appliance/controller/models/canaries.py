@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from appliance.controller.access.model_access import caller_of, no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
@@ -18,72 +20,63 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.models.activation import Activations
-from appliance.controller.models.canary_decision import Decision, decide, p95_s
+from appliance.controller.models import activation
+from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
-from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 
+ERROR_CHANCE = 0.001
+"""Roll back when chance would produce as many canary errors less often than this: far below 5 %, for there are many
+looks."""
+SLOWER_FACTOR = 1.5
+SLOWER_SLACK_S = 0.005
+"""How much higher the 95th percentile may be than the other version's: a factor, and seconds of tolerance."""
+
+
+class Decision(NamedTuple):
+    verdict: Literal["wait", "promote", "roll back"]
+    reason: str
+
 
 class Canaries:
-    """All canaries of a box. Promotion and roll back hold their model's lock of `Activations`: a swap may take minutes,
-    in which another model's bad canary has to be rolled back."""
+    """All canaries of a box. Whatever ends one holds its model's lock of `activation`."""
 
-    def __init__(self, context: ControllerContext, activations: Activations):
-        self._context, self._activations = context, activations
-        self._busy: set[str] = set()  # models whose canary a task looks at
-        self.tasks = RunningTasks()
-        self._leaving: set[str] = set()  # ended canaries whose engines may still exist
+    def __init__(self, context: ControllerContext):
+        self._context, self._db = context, context.db
 
     async def look(self, now_s: float) -> None:
-        """A task for each canary, which ends it where it ends automatically; called every `canary_every_s`."""
-        for row in canaries.list_running(self._context.db):
-            if row.model not in self._busy:
-                self._busy.add(row.model)
-                self.tasks.add(asyncio.create_task(self._end_of(row, now_s), name=f"canary {row.name}"))
-        served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
-        for name in self._leaving - served:
-            self._context.model_ops.let_go(name)
-            self._leaving.discard(name)
+        """End each canary that ends automatically, side by side: a swap may take minutes."""
+        await asyncio.gather(*(self._look_at(row, now_s) for row in canaries.list_running(self._db)))
 
-    async def _end_of(self, row: CanaryRow, now_s: float) -> None:
-        try:
-            with self._context.background.guard(f"canary: {row.name}"):
+    async def _look_at(self, row: CanaryRow, now_s: float) -> None:
+        with self._context.background.guard(f"canary: {row.name}"):
+            async with activation.lock(row.model):
                 try:
-                    await self._look_at(row.model, now_s)
+                    await self._end_if_due(self._running(row.model), now_s)
                 except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
                     log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
-        finally:
-            self._busy.discard(row.model)
 
-    async def _look_at(self, model: str, now_s: float) -> None:
-        row, active = self._running(model), stored_model(self._context.db, model).active_version
-        decision, caller = await self.decision(row, now_s), caller_of(self._context.db, None)
-        if active == row.version:
-            # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
-            # it itself, or reverts the version.
-            async with self._activations.lock(model):
-                if stored_model(self._context.db, model).active_version == self._running(model).version:
-                    reason = f"{active} answers all requests"
-                    self._end(row, "promoted", reason, self.compared(row))
-                    record(
-                        self._context, caller, "model.promote", model, before=row.before, to=row.version, reason=reason
-                    )
-        elif active != row.before or (row.auto and decision.verdict == "roll back"):
-            await self.roll_back(model, caller, decision.reason, judged=row)
+    async def _end_if_due(self, row: CanaryRow, now_s: float) -> None:
+        model, caller = stored_model(self._db, row.model), caller_of(self._db, None)
+        decision = await self.decision(row, now_s)
+        if model.active_version == row.version:
+            # Published by another caller, or the process ended between the swap and this.
+            self._end(row, "promoted", caller, f"{row.version} answers all requests")
+        elif model.active_version != row.before or (row.auto and decision.verdict == "roll back"):
+            self._end(row, "rolled_back", caller, decision.reason)
         elif row.auto and decision.verdict == "promote":
             try:
-                await self.promote(model, caller, decision.reason, judged=row)
+                await self._promote(model, row, caller, decision.reason)
             except Conflict as error:
-                await self.roll_back(model, caller, error.message, judged=row)
+                self._end(row, "rolled_back", caller, error.message)
 
     def begin(self, row: CanaryRow, caller: Principal) -> None:
         """Raises NotFound, Conflict, BadRequest."""
-        db = self._context.db
-        model = stored_model(self._context.db, row.model)
+        db = self._db
+        model = stored_model(db, row.model)
         version = models.find_version(db, row.model, row.version)
         if version is None:
             raise no_version(db, row.model, row.version)
@@ -102,45 +95,36 @@ class Canaries:
         if running is not None:  # with other settings: the counts are kept
             row = replace(row, created_s=running.created_s)
         canaries.put(db, row)
-        self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
         settings = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
         record(self._context, caller, "model.canary", row.model, **settings)
 
-    async def promote(
-        self, model: str, caller: Principal, reason: str = "asked for", *, judged: CanaryRow | None = None
-    ) -> dict[str, Any]:
-        """Make the canary the active version. A request that comes again is told what the first has changed. judged:
-        the canary that is meant, if only that: another may have begun by the time that this has its turn. Raises
+    async def promote(self, name: str, caller: Principal) -> dict[str, Any]:
+        """Make the canary the active version. A request that comes again is told what the first has changed. Raises
         Conflict if there is none, or if the swap failed; it then stays a canary."""
-        async with self._activations.lock(model):
-            found, last = stored_model(self._context.db, model), canaries.find(self._context.db, model)
-            if last is not None and last.state == "promoted" and last.version == found.active_version:
-                return {"model": model, "from": last.before, "to": last.version, "swap": {}}
-            row = self._running(model, judged)
-            compared = self.compared(row)
-            try:
-                measured = await self._activations.switch(found, row.version, f"{row.name} is promoted: {reason}")
-            except SwapFailed as error:
-                record(
-                    self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
-                )
-                raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
-            self._end(row, "promoted", reason, compared)
-            record(self._context, caller, "model.promote", model, before=row.before, to=row.version, reason=reason)
-            return {"model": model, "from": row.before, "to": row.version, "swap": measured}
+        async with activation.lock(name):
+            model, last = stored_model(self._db, name), canaries.find(self._db, name)
+            if last is not None and last.state == "promoted" and last.version == model.active_version:
+                return {"model": name, "from": last.before, "to": last.version, "swap": {}}
+            return await self._promote(model, self._running(name), caller, "asked for")
 
-    async def roll_back(
-        self, model: str, caller: Principal, reason: str = "asked for", *, judged: CanaryRow | None = None
-    ) -> dict[str, Any]:
-        """Send all requests to the previous version again. judged: as `promote` has it. Raises Conflict: there is no
-        canary."""
-        async with self._activations.lock(model):
-            row, to = self._running(model, judged), stored_model(self._context.db, model).active_version
-            self._end(row, "rolled_back", reason, self.compared(row))
-            record(self._context, caller, "model.rollback", model, before=row.version, to=to, reason=reason)
-            return {"model": model, "from": row.version, "to": to, "swap": {}}
+    async def _promote(self, model: ModelRow, row: CanaryRow, caller: Principal, reason: str) -> dict[str, Any]:
+        compared = self.compared(row)
+        try:
+            measured = await activation.switch(self._context, model, row.version, f"{row.name} is promoted: {reason}")
+        except SwapFailed as error:
+            record(self._context, caller, "model.promote", model.id, outcome="failed", to=row.version, error=str(error))
+            raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
+        self._end(row, "promoted", caller, reason, compared)
+        return {"model": model.id, "from": row.before, "to": row.version, "swap": measured}
+
+    async def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
+        """Send all requests to the previous version again. Raises Conflict: there is no canary."""
+        async with activation.lock(name):
+            row, to = self._running(name), stored_model(self._db, name).active_version
+            self._end(row, "rolled_back", caller, "asked for")
+            return {"model": name, "from": row.version, "to": to, "swap": {}}
 
     async def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
         """`message`: what the canary does now, or why it ended, as a sentence."""
@@ -157,14 +141,12 @@ class Canaries:
         }
 
     async def decision(self, row: CanaryRow, now_s: float) -> Decision:
-        active = stored_model(self._context.db, row.model).active_version
+        active = stored_model(self._db, row.model).active_version
         if active == row.version:
             return Decision("promote", f"{active} becomes the active version")
         if active != row.before:
-            return Decision(
-                "roll back",
-                f"{active} became the active version while {row.version} was compared with {row.before}",
-            )
+            reason = f"{active} became the active version while {row.version} was compared with {row.before}"
+            return Decision("roll back", reason)
         for trouble in self._context.scheduler.status()["troubles"]:
             if trouble["model"] == row.name and trouble["lasting"]:
                 return Decision("roll back", f"the engine of {row.version} does not start: {trouble['reason']}")
@@ -190,7 +172,7 @@ class Canaries:
 
     def _message(self, row: CanaryRow) -> str:
         status = self._context.scheduler.status()
-        version = models.find_version(self._context.db, row.model, row.version)
+        version = models.find_version(self._db, row.model, row.version)
         takes = f"{row.version} takes {row.share:.0%} of the requests"
         if version is not None and version.meta.get("adapter"):
             return f"{takes}, on the engines of its base"
@@ -201,7 +183,7 @@ class Canaries:
         return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
 
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
-        deployment = deployments.find(self._context.db, model.id)
+        deployment = deployments.find(self._db, model.id)
         if deployment is None:
             raise Conflict(
                 f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
@@ -209,7 +191,7 @@ class Canaries:
                 param="model",
                 code="not_deployed",
             )
-        active = models.find_version(self._context.db, model.id, model.active_version or "")
+        active = models.find_version(self._db, model.id, model.active_version or "")
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
             raise Conflict(
@@ -222,24 +204,78 @@ class Canaries:
         if not is_adapter and have < needed:
             raise Conflict(
                 f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
-                f"box has {have}. Publish {version.version} with `appliance model rollback {model.id} --version "
-                f"{version.version}`, and roll back the same way.",
-                param="version",
+                f"box has {have}.",
+                param="model",
                 code="no_room_for_canary",
             )
 
     def _end(
-        self, row: CanaryRow, state: Literal["promoted", "rolled_back"], reason: str, compared: dict[str, Any]
+        self,
+        row: CanaryRow,
+        state: Literal["promoted", "rolled_back"],
+        caller: Principal,
+        reason: str,
+        compared: dict[str, Any] | None = None,
     ) -> None:
-        canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
-        self._leaving.add(row.name)
+        """compared: of the time before a swap, which makes both versions one."""
+        active, compared = stored_model(self._db, row.model).active_version, compared or self.compared(row)
+        canaries.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
+        action, before, to = (
+            ("model.promote", row.before, row.version)
+            if state == "promoted"
+            else ("model.rollback", row.version, active)
+        )
+        record(self._context, caller, action, row.model, before=before, to=to, reason=reason)
+        self._context.model_ops.let_go(row.name)
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
-    def _running(self, model: str, judged: CanaryRow | None = None) -> CanaryRow:
-        row = canaries.find_running(self._context.db, model)
-        if row is None or (judged is not None and (row.name, row.created_s) != (judged.name, judged.created_s)):
+    def _running(self, model: str) -> CanaryRow:
+        row = canaries.find_running(self._db, model)
+        if row is None:
             raise Conflict(
                 f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
             )
         return row
+
+
+def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> Decision:
+    """new, old: counts of the canary and of the version before it. The first rule that finds something decides."""
+    sides = ((row.version, new), (row.before, old))
+    counts = ", ".join(f"{name} failed {load.errors} of {load.requests} requests" for name, load in sides)
+    if _chance_of_errors(new, old) < ERROR_CHANCE:
+        return Decision("roll back", counts)
+    for name, load in sides:
+        if load.requests < row.min_requests:
+            return Decision("wait", f"{name} answered {load.requests} of {row.min_requests} requests")
+    # Times are compared at the end, so that an engine's first slow requests do not decide.
+    if (left_s := row.created_s + row.watch_s - now_s) > 0:
+        return Decision("wait", f"watched for {math.ceil(left_s)} s more")
+    for what, its, usual in (
+        ("time to first byte", p95_s(new.first_byte), p95_s(old.first_byte)),
+        ("duration", p95_s(new.duration), p95_s(old.duration)),
+    ):
+        if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
+            whose = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
+            return Decision("roll back", f"the 95th percentile of the {what} is {whose}")
+    return Decision("promote", f"{row.version} is as good as {row.before}: {counts}")
+
+
+def p95_s(counts: Mapping[int, int]) -> float | None:
+    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
+    total, seen = sum(counts.values()), 0
+    for index in sorted(counts):
+        seen += counts[index]
+        if seen and seen >= 0.95 * total:
+            return SHORTEST_S * 2 ** (index / BUCKETS_PER_DOUBLING)
+    return None
+
+
+def _chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
+    """By Fisher's exact test."""
+    if not new.errors or not old.requests:
+        return 1.0
+    from scipy.stats import fisher_exact  # takes a second, of boxes with a failing canary alone
+
+    table = [[load.errors, load.requests - load.errors] for load in (new, old)]
+    return float(fisher_exact(table, alternative="greater").pvalue)

@@ -7,24 +7,32 @@ only a node that has yet to join could satisfy is refused until it has joined.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.interfaces.errors import BadRequest
+from runtime.devices.kinds import kind_of
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSizes:
     """counts: devices of each node, of the box's own kind. Empty before the first observation: then nothing is
-    refused."""
+    refused. cores: of a node whose devices are logical ones, which share them; None for others."""
 
     counts: tuple[int, ...]
+    cores: int | None = None
 
     @property
     def largest(self) -> int:
         return max(self.counts, default=0)
+
+    @property
+    def unasked(self) -> int:
+        """The most devices of a job that asks for no number: ranks that share a core take longer than fewer ranks."""
+        return max(1, self.largest if self.cores is None else min(self.largest, self.cores))
 
     def replicas(self, tensor_parallel: int) -> int:
         """How many engines, with this many devices each, fit on all nodes."""
@@ -61,4 +69,10 @@ def known(context: ControllerContext) -> NodeSizes:
     if not devices:
         return NodeSizes(())
     # Home's devices come first: other nodes run what home prepared, for its kind of devices.
-    return NodeSizes(tuple(Counter(d["node"] for d in devices if d["kind"] == devices[0]["kind"]).values()))
+    kind = devices[0]["kind"]
+    counts = Counter(d["node"] for d in devices if d["kind"] == kind)
+    return NodeSizes(tuple(counts.values()), host_cores() if kind_of(kind).on_host else None)
+
+
+def host_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -44,12 +44,13 @@ class Operations:
             raise TaskFailed(error.code, str(error)) from error
         finally:
             progress.write()
-        operations.succeed(self._db, row.id, result)
+        operations.update(self._db, row.id, state="succeeded", result=result, ended_s=time.time())
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
         row = operations.find(self._db, task.id)
         if row is not None and row.state == "running":
-            operations.fail(self._db, row.id, {"code": error.code, "message": str(error), "param": None})
+            failure = {"code": error.code, "message": str(error), "param": None}
+            operations.update(self._db, row.id, state="failed", error=failure, ended_s=time.time())
 
     async def _result(self, row: OperationRow, task: TaskRow, report: Report) -> dict[str, Any]:
         """Raises OperationFailed."""
@@ -99,7 +100,7 @@ class _Progress:
 
     def write(self) -> None:
         if self._last is not None:
-            operations.set_progress(self._context.db, self._id, asdict(self._last))
+            operations.update(self._context.db, self._id, progress=asdict(self._last))
             self._next_s = time.monotonic() + self._context.config.progress_every_s
 
 

@@ -107,7 +107,6 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
 
 def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
-    completed, failed, waiting_for = runner.progress(row)
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
         "id": row.id,
@@ -117,7 +116,7 @@ def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
         "completion_window": "24h",
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
-        "request_counts": {"total": row.total, "completed": completed, "failed": failed},
-        "waiting_for": waiting_for,
+        "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
+        "waiting_for": runner.waiting_for(row),
         "owner": row.owner or None,
     }

@@ -30,7 +30,7 @@ from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.copies import verify
+from weights.tiers.directory import verify
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class JobRuns:
         """Load the parts of the base model that neither shared memory nor disk has whole, and bring what earlier jobs
         know of it. Raises LookupError, also where the files of the base may not be opened."""
         row = jobs.get(self._db, job_id)
-        if method_of(row.method).needs_reference or (row.resolved or {}).get("data_order") == "loss":
+        if method_of(row.method).needs_reference:
             await asyncio.to_thread(self._bring_reference, job_id, jobs.alike(self._db, row))
         _, parts = self._parts(row)
         for row in parts:

@@ -22,7 +22,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.sampling_engines import SocketEngines
-from appliance.gateway.routing.table import OPEN
+from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from scheduler.core.workload import Demand

@@ -1,5 +1,5 @@
-"""Checks what a key may do: admission by the head, per-minute allowances, quotas, and sums of usage.
+"""One request's record, what its key may spend, and what is counted of it: metrics, load, usage, traces.
 
-Never: Reads a body.
-Begin with auth.py.
+Never: Reads a body or opens a client's connection.
+Begin with request.py.
 """

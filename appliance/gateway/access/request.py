@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from appliance.gateway.core.routes import UNKNOWN, Route
-from appliance.gateway.routing.table import NOBODY, Caller
+from appliance.gateway.core.table import NOBODY, Caller
 
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
@@ -134,7 +134,7 @@ class Request:
     version as the engine names it, once it answers. stream_events: events relayed. trace: its W3C traceparent, empty
     without one. prompt_tokens: estimated; charged: tokens taken from its key's allowance and counted against its quota
     while it is open; tokens: its cost as the engine reported it. counted: as open, streams: as a stream. rate_headers:
-    about its key's allowance; more_headers: of its API; ignored: name the parts of it that an engine does not get.
+    about its key's allowance; ignored: name the parts of it that an engine does not get.
     head_only: its answer has no body. refused_model: the model it named, once known to exist. session: the login
     of the page that it came by, empty for a key. broke_off: an error followed its answer's head. span: OpenTelemetry's,
     if traces are exported.
@@ -156,7 +156,6 @@ class Request:
         self.status = self.prompt_tokens = self.charged = 0
         self.model = self.routed_model = self.model_version = self.replica = self.refused_model = self.session = ""
         self.rate_headers: Pairs = ()
-        self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
         self.head_only = self.counted = self.streams = self.broke_off = False
         self.tokens = Tokens()

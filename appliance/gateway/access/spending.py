@@ -11,8 +11,8 @@ from appliance.gateway.access.request import KeyUse, OwnerUse, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.table import NOBODY, Caller
 from appliance.gateway.requests.request_check import Checked
-from appliance.gateway.routing.table import NOBODY, Caller
 from runtime.moments import minute
 
 

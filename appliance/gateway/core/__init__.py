@@ -1,5 +1,5 @@
-"""Defines what every gateway package needs: settings, errors, and the table of routes.
+"""What all of the gateway knows: settings, errors, URLs, the controller's table, and the choice of a replica.
 
-Never: Opens a socket or holds state.
-Begin with routes.py.
+Never: Opens a socket or reads a clock.
+Begin with routes.py, then router.py.
 """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
 
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
 RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     UNKNOWN = "unknown"
 
 
+LOGIN_BODY_BYTES = 16 * 1024
 # All others need a key, or a login of the page.
 KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 
@@ -54,6 +55,14 @@ class Route:
     engine_path: bytes = b""
     converses: bool = False
     upload: bool = False
+
+    def body_bytes(self, limits: Limits) -> int:
+        """The most that a body of its requests may have."""
+        if self.kind is Kind.INFERENCE:
+            return limits.inference_body_bytes
+        if self.kind is Kind.CONTROL:
+            return limits.upload_body_bytes if self.upload else limits.control_body_bytes
+        return LOGIN_BODY_BYTES if self.kind is Kind.LOGIN else 0
 
 
 _INF = frozenset({INFERENCE})
@@ -128,7 +137,6 @@ ROUTES: tuple[Route, ...] = (
     _control("POST PUT PATCH DELETE", "/admin/v1/**", _ADMIN, "admin"),
 )
 
-_ANTHROPIC = re.compile(rb"/v1/messages(?:/|\Z)")
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
 # controller's parser cuts off: the path that is checked here must be the path that the controller routes.
 _SLASHES = re.compile(rb"//+")
@@ -139,18 +147,14 @@ _UNSAFE_PATH = re.compile(
 
 def is_anthropic(path: bytes) -> bool:
     """Whether a URL is one of Anthropic's API, whose answers have its shapes and headers."""
-    return _ANTHROPIC.match(path) is not None
+    return path.startswith(b"/v1/messages")
 
 
 def plain_target(target: bytes) -> bytes:
     """A request's target without the empty segments and the last slash of its path, which base URLs with one slash too
     many bring; what is checked and what the controller routes is what this returns."""
     path, mark, query = target.partition(b"?")
-    if path.find(b"//") >= 0:
-        path = _SLASHES.sub(b"/", path)
-    if path.endswith(b"/") and len(path) > 1:
-        path = path[:-1]
-    return b"%b%b%b" % (path, mark, query)
+    return (_SLASHES.sub(b"/", path).removesuffix(b"/") or b"/") + mark + query
 
 
 @lru_cache(256)
@@ -159,26 +163,13 @@ def resolve(method: bytes, path: bytes) -> Route:
 
     Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take.
     """
-    taken: set[bytes] = set()
-    for route in _at(path):
-        if method in route.methods:
-            return route
-        taken |= route.methods
-    if not taken:
-        raise errors.unknown_url(_shown(method), _shown(path))
+    rows = [] if _UNSAFE_PATH.search(path) else [route for route in ROUTES if route.urls.fullmatch(path)]
+    if (route := next((route for route in rows if method in route.methods), None)) is not None:
+        return route
+    shown, url = method[:200].decode("ascii", "replace"), path[:200].decode("ascii", "replace")
+    if not rows:
+        raise errors.unknown_url(shown, url)
+    taken = set[bytes]().union(*(route.methods for route in rows))
     allowed = b", ".join(sorted(taken | ({b"HEAD"} if b"GET" in taken else set()))).decode()
-    raise errors.HttpError(
-        405,
-        f"Not allowed to {_shown(method)} on {_shown(path)}. Allowed: {allowed}.",
-        code="method_not_supported",
-        allow=allowed,
-    )
-
-
-def _at(path: bytes) -> Iterator[Route]:
-    if not _UNSAFE_PATH.search(path):
-        yield from (route for route in ROUTES if route.urls.fullmatch(path))
-
-
-def _shown(raw: bytes) -> str:
-    return raw[:200].decode("ascii", "replace")
+    message = f"Not allowed to {shown} on {url}. Allowed: {allowed}."
+    raise errors.HttpError(405, message, code="method_not_supported", allow=allowed)

@@ -48,16 +48,15 @@ _PARTS: Final = _array(_Part, _MESSAGES)
 
 
 _CONTENT: Final = str | _PARTS
-_CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
-_NAME: Final = ("name", str | None, None)
-_CALLS: Final = ("tool_calls", list[dict[str, Any]] | None, None)
-_ROLES: Final[dict[str, list[Any]]] = {
-    **dict.fromkeys(("system", "developer", "user"), [("content", _CHAT_CONTENT), _NAME, _CALLS]),
-    "assistant": [("content", _CHAT_CONTENT | None, None), _NAME, _CALLS],
-    **dict.fromkeys(("tool", "function"), [("content", Any, None), _NAME, _CALLS]),
+_CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("system", "developer", "user"), (_CONTENT,)),
+    "assistant": (_CONTENT | None, None),
+    **dict.fromkeys(("tool", "function"), (Any, None)),
 }
+"""By role: type and default of a message's content."""
+_OTHERS: Final = [("name", str | None, None), ("tool_calls", list[dict[str, Any]] | None, None)]
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple
-    tuple(defstruct(role, fields, tag_field="role", tag=role) for role, fields in _ROLES.items())
+    tuple(defstruct(role, [("content", *of), *_OTHERS], tag_field="role", tag=role) for role, of in _CONTENTS.items())
 ]
 
 
@@ -137,7 +136,8 @@ _TOKENWISE: Final = f"""{_SAMPLING} {_OPENAI}
     truncation_side prompt_logprobs add_special_tokens echo response_format return_tokens_as_token_ids return_token_ids
     thinking_token_budget allowed_token_ids logprob_token_ids bad_words guided_json guided_regex guided_choice"""
 _RESPONSES: Final = f"""{_SAMPLING} {_OPENAI}
-    chat_template_kwargs input instructions background prompt previous_response_id max_output_tokens max_tool_calls
+    guided_json guided_regex guided_choice chat_template_kwargs input instructions background prompt
+    previous_response_id max_output_tokens max_tool_calls
     tools parallel_tool_calls reasoning include_reasoning text tool_choice top_logprobs truncation context_management
     access_programs personality image verbosity logprobs include client_metadata"""
 _COUNTED: Final = """

@@ -49,7 +49,10 @@ def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, byte
     try:
         tools = _set_tools(route, data)
         if route == "messages" and "messages" in data:
-            data["messages"] = [_anthropic_message(at, message, items) for at, message in enumerate(data["messages"])]
+            data["messages"] = [
+                {**message, "content": _blocks(message["content"], f"messages[{at}].content", items)}
+                for at, message in enumerate(data["messages"])
+            ]
         elif "messages" in data:
             data["messages"] = _chat_messages(data["messages"])
     except legacy.LegacyRefused as error:
@@ -108,10 +111,7 @@ def _format(wanted: Object) -> Object:
 def _set_tools(route: str, data: Object) -> list[str]:
     """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
     HttpError 400, LegacyRefused."""
-    if data.get("functions") == []:
-        data.pop("functions")
-        data.pop("function_call", None)
-    elif route == "chat.completions" and legacy.is_legacy(data):
+    if route == "chat.completions" and legacy.is_legacy(data):
         data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
     if "tools" not in data:
         return []
@@ -222,33 +222,13 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 def _chat_messages(messages: list[Object]) -> list[Object]:
     """Raises LegacyRefused for a message that has the older and the newer form of a call."""
     made: list[Object] = []
-    unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
     for place, message in enumerate(messages):
         if legacy.has_call(message):
             message = legacy.with_tool_call(place, message)
-        if calls := message.get("tool_calls"):
-            ids = [call.get("id") or f"call_{place}_{at}" for at, call in enumerate(calls)]
-            unnamed = [id for id, call in zip(ids, calls, strict=True) if not call.get("id")]
-            named = [{**_function_call(call), "id": id} for id, call in zip(ids, calls, strict=True)]
-            message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
-            if unnamed and not message.get("tool_call_id"):
-                message["tool_call_id"] = unnamed.pop(0)
-        elif isinstance(parts := message.get("content"), list) and any(isinstance(part, list) for part in parts):
-            flat = [inner for part in parts for inner in (part if isinstance(part, list) else [part])]
-            message = {**message, "content": flat}
         made.append(message)
     return made
-
-
-def _function_call(call: Object) -> Object:
-    """A call of a custom tool as one of a function."""
-    custom = call.get("custom")
-    if not isinstance(custom, dict):
-        return call
-    arguments = orjson.dumps({"input": custom.get("input")}).decode()
-    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _result_as_text(content: Any) -> Any:
@@ -259,16 +239,11 @@ def _result_as_text(content: Any) -> Any:
     return "" if content is None else orjson.dumps(content).decode()
 
 
-def _anthropic_message(place: int, message: Object, left_out: list[str]) -> Object:
-    """Documents and search results as texts, and without blocks of Anthropic's own tools. left_out: gets their types.
-    Raises HttpError 400 for a document that is not a text."""
-    content = message["content"]
-    if isinstance(content, str):
-        return message
-    return {**message, "content": _blocks(content, f"messages[{place}].content", left_out)}
-
-
-def _blocks(blocks: list[Any], where: str, left_out: list[str]) -> list[Any]:
+def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
+    """A message's content, with documents and search results as texts, and without blocks of Anthropic's own tools.
+    left_out: gets their types. Raises HttpError 400 for a document that is not a text."""
+    if isinstance(blocks, str):
+        return blocks
     made: list[Any] = []
     for place, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
@@ -339,11 +314,9 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
 
 def _message(item: Object) -> Object:
     content = item.get("content")
-    if not isinstance(content, list):
-        return item
-    texts = [_text(part) for part in content]
     if item["role"] != "assistant":
         return {**item, "content": _parts(content)}
+    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
     return item if None in texts else {"role": "assistant", "content": "".join(filter(None, texts))}
 
 
@@ -351,7 +324,7 @@ def _parts(content: Any) -> Any:
     """Parts with every text as `input_text`, which is the only form that engines know, without further fields."""
     if not isinstance(content, list):
         return content
-    return [part if _text(part) is None else {"type": "input_text", "text": _text(part)} for part in content]
+    return [part if (text := _text(part)) is None else {"type": "input_text", "text": text} for part in content]
 
 
 def _text(part: Any) -> str | None:

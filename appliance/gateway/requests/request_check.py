@@ -1,13 +1,16 @@
-"""Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
+"""Checks an inference body: takes bytes, returns the facts the gateway needs, or raises HttpError. Pure.
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. normalize.py makes of it what engines read.
+UTF-8. fields.py has the fields, normalize.py makes of the body what engines read. Engines compile schemas within limits
+of their own (serve.forms.grammars); here their size is bounded, and schemas of formats with keywords that no engine
+enforces are refused. Text grammars and structural tags reach more of an engine than answers need.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,23 +18,42 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.requests.content import check_depth, check_structure, media_in
 from appliance.gateway.requests.continuation import CHAT, Continuation, continuation_of
-from appliance.gateway.requests.fields import check_fields, prompts_in
+from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
+from serve.forms.keywords import counted, defined, unenforced
 
 Pairs = Sequence[tuple[bytes, bytes]]
+Form = tuple[str, Any]
+# Its place in the request, and what it is.
 
-MODEL_NAME_CHARS: Final = 512
-DEFAULT_COMPLETION_TOKENS: Final = 256
-PREFIX_CHARS: Final = 512
+_MODEL_NAME_CHARS: Final = 512
+_COMPLETION_TOKENS: Final = 256
+"""Of a request that names no limit."""
+_PREFIX_CHARS: Final = 512
 _BRACKETS: Final = 1 << 20
+# Lists and objects in one body; 1,024 tools with fifty properties each have as many.
+_MOST_NESTED: Final = 1 << 16
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
 _BYTES_OF_A_KEPT_TOKEN: Final = 256
+_MOST: Final = (
+    ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
+    ("items in all `minItems` and `maxItems`", counted, 10_000),
+    ("definitions", defined, 256),
+)
+"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
+# Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
+_URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
+_INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
+_IMAGE_TOKENS: Final = 1_024
+_SOUND_CHARS: Final = 1_700
+"""Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
 
 
 @dataclass
@@ -66,7 +88,7 @@ def _opening(prompt: Any) -> list[str]:
     """The texts of the messages up to the first question, which is the last of them."""
     messages = prompt if isinstance(prompt, list) and prompt else [prompt]
     if not isinstance(messages[0], dict):
-        return [_text(prompt if isinstance(prompt, str) else prompt[:PREFIX_CHARS])]
+        return [_text(prompt if isinstance(prompt, str) else prompt[:_PREFIX_CHARS])]
     first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
     return [_text(message.get("content")) for message in messages[: first + 1]]
 
@@ -107,7 +129,7 @@ def parsed_body(body: bytes) -> dict[str, Any]:
     model = data.get("model")
     if not isinstance(model, str) or not model:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
-    if len(model) > MODEL_NAME_CHARS:
+    if len(model) > _MODEL_NAME_CHARS:
         raise errors.model_not_found(model)
     return data
 
@@ -149,10 +171,10 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         model=data["model"],
         data=data,
         stream=stream,
-        prefix=_hash("\n".join(opening)[:PREFIX_CHARS]),
+        prefix=_hash("\n".join(opening)[:_PREFIX_CHARS]),
         conversation=_hash(*named, opening[-1]),
         prompt_tokens=prompt_tokens,
-        tokens=prompt_tokens + min(limit or DEFAULT_COMPLETION_TOKENS, 4096) * sequences,
+        tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
         sequences=sequences,
         asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
         text_length=text_length,
@@ -189,3 +211,154 @@ def check_length(checked: Checked, context: int) -> None:
 def with_fields(body: bytes, **fields: Any) -> bytes:
     """A JSON object with more fields; of equal names engines take the last."""
     return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:]) if fields else body
+
+
+# -- depth and structured output
+
+
+def check_depth(root: Any, most: int, param: str | None = None) -> None:
+    """Raises HttpError 400. Without recursion, because a client chooses the depth."""
+    level, found = [root], 0
+    for _ in range(most):
+        level = [
+            value
+            for node in level
+            for value in (node.values() if isinstance(node, dict) else node)
+            if isinstance(value, (dict, list))
+        ]
+        found += len(level)
+        if found > _MOST_NESTED:
+            raise errors.bad_request(
+                f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests.",
+                param=param,
+                code="too_many_values",
+            )
+        if not level:
+            return
+    raise errors.bad_request(f"The request body is nested deeper than {most} levels.", param=param, code="invalid_json")
+
+
+def check_structure(data: dict[str, Any], json_depth: int) -> None:
+    """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+    found = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
+    schemas = [(place, schema) for place, schema in found if schema is not None]
+    for place, schema in schemas:
+        if path := next(unenforced(schema), ""):
+            raise errors.bad_request(
+                f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
+                "Take it out, and check answers yourself.",
+                param=f"{place}.{path}",
+                code="unsupported_schema_keyword",
+            )
+    forms = [*schemas, *_enforced_tools(data)]
+    for what, measure, most in _MOST:
+        sizes = [measure(form) for _, form in forms]
+        if sum(sizes) > most:
+            raise errors.bad_request(
+                f"The request has {sum(sizes)} {what} that an engine compiles, at most {most} are allowed. "
+                "Ask for a simpler form.",
+                param=forms[sizes.index(max(sizes))][0].partition(".")[0],
+                code="structure_too_complex",
+            )
+
+
+def _formats(data: dict[str, Any]) -> Iterator[Form]:
+    for place in ("response_format", "text.format", "output_config.format"):
+        field, _, inner = place.partition(".")
+        given = data.get(field, {}).get(inner) if inner else data.get(field)
+        if isinstance(given, dict):  # of others an engine says what it expects
+            if given.get("type") in _OTHER_FORMS:
+                raise _unsupported(place, f"the type `{given['type']}`")
+            if isinstance(named := given.get("json_schema"), dict):
+                yield f"{place}.json_schema.schema", named.get("schema")
+            yield f"{place}.schema", given.get("schema")
+
+
+def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
+    name = "structured_outputs"
+    for key in _OTHER_FORMS:
+        if given.get(key) is not None:
+            raise _unsupported(name, f"`{key}`")
+    schema = given.get("json")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=f"{name}.json") from None
+        check_depth([schema], json_depth, f"{name}.json")
+    yield f"{name}.json", schema
+    for key, keyword in (("regex", "const"), ("choice", "enum")):
+        yield f"{name}.{key}", {keyword: given[key]} if key in given else None
+
+
+def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
+    """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
+    for place, tool in enumerate(data.get("tools", ())):
+        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
+        # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
+        for holder in (tool, tool.get("function"), *(inner or ())):
+            if isinstance(holder, dict) and holder.get("strict"):
+                for name in ("parameters", "input_schema"):
+                    yield f"tools[{place}].{name}", holder.get(name)
+
+
+def _unsupported(name: str, what: str) -> HttpError:
+    return errors.bad_request(
+        f"`{name}`: {what} is not accepted by this server, expected a JSON schema, a regular expression or choices.",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+# -- images and sounds
+
+
+def media_in(prompts: Any) -> tuple[int, int]:
+    """Characters of base64 in messages, items or prompts, and tokens that a model makes of them. A file's size in bytes
+    says nothing of its tokens: vision models resize large images. Raises HttpError 400 for media that are not inline,
+    and for parts that name what an engine keeps of media."""
+    chars, tokens = 0, 0
+    stack = [prompts]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack.extend(one for one in node if isinstance(one, (dict, list)))
+        elif isinstance(node, dict):
+            for kind, data in _media(node):
+                chars += len(data)
+                tokens += _IMAGE_TOKENS if kind == "image" else len(data) // _SOUND_CHARS
+            if node.get("type") != "tool_use":  # whose arguments may have any names
+                stack.extend(value for value in node.values() if isinstance(value, (dict, list)))
+    return chars, tokens
+
+
+def _media(part: dict[str, Any]) -> list[tuple[str, str]]:
+    """Kind ("image", "audio") and base64 of the media in a part. Raises HttpError 400."""
+    found: list[tuple[str, str]] = []
+    for name in _URLS & part.keys():
+        url = part[name].get("url") if isinstance(part[name], dict) else part[name]
+        inline = _INLINE.match(url) if isinstance(url, str) else None
+        if inline is not None and name.startswith(inline[1].lower()):
+            found.append((inline[1].lower(), url[inline.end() :]))
+        elif url is not None:
+            raise _remote(name)
+    if part.get("type") == "url" and "url" in part:
+        raise _remote("source.url")
+    if "uuid" in part:
+        # vLLM keeps what it made of an image or a sound under this name, whoever's it was.
+        raise refused("uuid", "send the image or sound itself")
+    data, media_type = part.get("data"), part.get("media_type")
+    if isinstance(data, str) and isinstance(media_type, str) and media_type[:6] in ("image/", "audio/"):
+        found.append((media_type[:5], data))  # Anthropic's source
+    elif isinstance(data, str) and isinstance(part.get("format"), str) and "type" not in part:
+        found.append(("audio", data))  # OpenAI's input_audio
+    return found
+
+
+def _remote(param: str) -> HttpError:
+    return errors.bad_request(
+        f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted; "
+        "this server fetches nothing, opens no files and decodes no video.",
+        param=param,
+        code="remote_media_refused",
+    )

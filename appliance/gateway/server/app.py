@@ -2,32 +2,31 @@
 
 One coroutine per request, from the socket to the engine or the controller and back. What ends it early: an HttpError
 becomes its answer, a client that left or a revoked key cancels it.
+
+A login of the page is a token of two halves. One is a cookie that no script reads; browsers send it to every port of a
+host, also with requests of other pages of that host. The page's own origin keeps the other and sends it in a header
+that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from appliance.gateway.access.auth import (
-    LOGIN_BODY_BYTES,
-    check_head,
-    check_same_origin,
-    check_scopes,
-    key_digest,
-    login_digest,
-)
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, plain_target, resolve
+from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
-from appliance.gateway.routing.table import THE_BOX, Caller
-from appliance.gateway.server import wire
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.server.inference import Inference
@@ -38,6 +37,15 @@ from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
 
 log = logging.getLogger("appliance.gateway")
+
+# A client's header, for work that gives way to people: `batch`.
+CLASS: Final = b"x-appliance-class"
+# On the private socket, where the box itself asks: the id of the key it asks for, empty for none.
+KEY_ID: Final = b"x-appliance-key-id"
+PAGE_HEADER: Final = b"x-appliance-page"
+_JSON: Final = b"application/json"
+_TRACE: Final = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class App:
@@ -88,18 +96,22 @@ class App:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, headers = self._state, exchange.headers
         exchange.received_s = time.monotonic()
-        exchange.request_id = wire.accepted_request_id(headers) or state.new_request_id()
+        own_id = headers.get(b"x-request-id", b"")
+        exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
         exchange.target = plain_target(exchange.target)
         exchange.path = exchange.target.partition(b"?")[0]
-        if is_anthropic(exchange.path):
-            exchange.more_headers = [(b"request-id", exchange.request_id)]
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
         if route.kind not in KEYLESS:
             exchange.caller = caller = self._caller(exchange)
-            exchange.use = state.spending.use_of(caller, batch=headers.get(wire.CLASS) == b"batch")
-            check_scopes(route, caller)
+            exchange.use = state.spending.use_of(caller, batch=headers.get(CLASS) == b"batch")
+            if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
+                needed = " or ".join(sorted(route.scopes))
+                message = (
+                    f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
+                )
+                raise HttpError(403, message, code="insufficient_permissions")
         elif route.kind is Kind.PAGE:
             html = b"text/html" in headers.get(b"accept", b"").lower()
             if exchange.path not in site() and not (exchange.path == FRONT_DOOR and html):
@@ -107,8 +119,8 @@ class App:
         elif route.kind is Kind.LOGIN:
             check_same_origin(exchange)
         check_head(exchange, state.limits)
-        if b"traceparent" in headers:
-            exchange.trace = wire.accepted_trace(headers)
+        if (trace := headers.get(b"traceparent")) is not None and _TRACE.match(trace):
+            exchange.trace = trace
 
     def _caller(self, exchange: Exchange) -> Caller:
         """Who asks: by an id on the private socket, by a key, or by a login of the page. Raises HttpError 401."""
@@ -124,7 +136,7 @@ class App:
             exchange.session = login.id
             return caller
         if private:
-            key_id = exchange.headers.get(wire.KEY_ID, b"").decode("latin-1")
+            key_id = exchange.headers.get(KEY_ID, b"").decode("latin-1")
             caller = state.spending.callers.get(key_id) if key_id else THE_BOX
         else:
             caller = state.keys.get(digest)
@@ -222,3 +234,71 @@ class App:
                 "/v1/completions, or give it one with `appliance model deploy MODEL --chat-template FILE`."
             )
             raise HttpError(400, message, param="model", code="model_not_supported")  # before an engine is started
+
+
+# -- what a head brings
+
+
+def key_digest(headers: Headers) -> str:
+    """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page.
+    Raises HttpError 401 without either."""
+    value = headers.get(b"authorization")
+    if value is not None:
+        scheme, _, key = value.partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+    else:
+        key = headers.get(b"x-api-key", b"")
+    if not key:
+        if value is None and PAGE_HEADER in headers:
+            return ""
+        message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
+        raise HttpError(401, message, code="missing_api_key")
+    return hashlib.sha256(key).hexdigest()
+
+
+def login_digest(request: Request) -> str:
+    """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a request of
+    another page."""
+    check_same_origin(request)
+    name, _, half = request.headers[PAGE_HEADER].partition(b".")
+    pairs = (pair.partition(b"=") for pair in request.headers.get(b"cookie", b"").split(b";"))
+    cookie = next((value.strip() for field, _, value in pairs if field.strip() == name), b"")
+    if not name or not half or not cookie:
+        raise errors.session_ended()
+    return hashlib.sha256(b"%b.%b" % (cookie, half)).hexdigest()
+
+
+def check_same_origin(request: Request) -> None:
+    """Raises HttpError 403 for a request of another page.
+
+    Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
+    elsewhere the origin header names it, except for reads."""
+    headers = request.headers
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site is not None:
+        by_the_page = site == b"same-origin"
+    elif origin is not None:
+        by_the_page = origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+    else:
+        by_the_page = request.method == b"GET"
+    if not by_the_page:
+        raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
+
+
+def check_head(request: Request, limits: Limits) -> None:
+    """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
+    headers, length, limit = request.headers, request.content_length, request.route.body_bytes(limits)
+    if (length or request.chunked) and request.method not in (b"POST", b"PUT", b"PATCH"):
+        # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
+        method = request.method.decode()
+        raise HttpError(400, f"A {method} request has no body here. Send it without one.", code="unexpected_body")
+    if length is not None and length > limit:
+        raise errors.body_too_large(limit)
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        # The size of a compressed body does not bound the cost of reading it.
+        raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
+    kind = headers.get(b"content-type", _JSON)
+    if request.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
+        given = kind[:100].decode("ascii", "replace")
+        message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
+        raise HttpError(415, message, code="unsupported_content_type")

@@ -22,9 +22,7 @@ class Certificate:
 
     def __init__(self, cert_path: str, key_path: str) -> None:
         """Raises ConfigInvalid."""
-        self._paths = cert_path, key_path
-        self._seen: list[int] = []
-        self.fault = ""
+        self._paths, self._seen = (cert_path, key_path), [0]
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.reload_changed()
@@ -40,34 +38,25 @@ class Certificate:
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
-        first, self._seen = not self._seen, stamps
-        cert_path, key_path = self._paths
+        self._seen, self.fault = stamps, ""
         try:
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
                 # An encrypted key must fail instead of prompting on a terminal for its password.
-                context.load_cert_chain(cert_path, key_path, password="")
-            with open(cert_path, "rb") as file:
-                own = x509.load_pem_x509_certificates(file.read())[0]
-            self.expires_s = own.not_valid_after_utc.timestamp()
-            self.fault = ""
+                context.load_cert_chain(*self._paths, password="")
+            with open(self._paths[0], "rb") as file:
+                self.expires_s = x509.load_pem_x509_certificates(file.read())[0].not_valid_after_utc.timestamp()
+            log.info("the certificate in %s is in force, until %s", self._paths[0], minute(self.expires_s))
         except (OSError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
-        if self.fault and not first:
-            log.error("the new certificate in %s cannot be loaded, the old one stays: %s", cert_path, self.fault)
-        elif not first:
-            log.info("a new certificate is in force, until %s", minute(self.expires_s))
+            log.error("the certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""
-        left_s, cert_path, notes = self.expires_s - now_s, self._paths[0], []
+        left_s, path, notes = self.expires_s - now_s, self._paths[0], []
         if self.fault:
-            notes.append(
-                f"the endpoint's new certificate in {cert_path} cannot be loaded, the old one stays: {self.fault}"
-            )
+            notes.append(f"the endpoint's new certificate in {path} cannot be loaded, the old one stays: {self.fault}")
         if left_s <= SAID_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
-            notes.append(
-                f"the endpoint's certificate {when} {minute(self.expires_s)}; a new one in {cert_path} "
-                "is loaded without a restart"
-            )
+            again = f"a new one in {path} is loaded without a restart"
+            notes.append(f"the endpoint's certificate {when} {minute(self.expires_s)}; {again}")
         return notes

@@ -16,9 +16,8 @@ from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.server.exchange import LINGER_S
+from appliance.gateway.server.exchange import LINGER_S, error_response
 from appliance.gateway.server.state import State
-from appliance.gateway.server.wire import error_response
 
 # With two of them two parsers could disagree.
 _ONCE: Final = frozenset(
@@ -181,7 +180,7 @@ class Connection(HttpToolsProtocol):
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.requests.labels("unknown", error.status).inc()
+        self.state.metrics.counts["requests"]["unknown", error.status] += 1
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():

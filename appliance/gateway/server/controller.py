@@ -1,13 +1,14 @@
 """Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
 
 Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
-them the API's shape.
+them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,16 +18,15 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from appliance.gateway.access.auth import body_limit, cookies
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import Kind
+from appliance.gateway.core.table import NOBODY
 from appliance.gateway.requests.request_check import Checked, check_object
 from appliance.gateway.requests.transcript import joined
-from appliance.gateway.server import wire
 from appliance.gateway.server.exchange import ClientGone, Exchange
-from appliance.gateway.server.state import State
-from appliance.gateway.server.upstreams import read_up_to
+from appliance.gateway.server.state import State, read_up_to
 
 ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_WAIT_S: Final = 2.0
@@ -37,6 +37,14 @@ TOGETHER_BYTES: Final = 1 << 20
 MOST_FAILURES: Final = 3
 _POLL_S: Final = 0.05
 _HOST: Final = "http://appliance"
+# Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
+# x_appliance_scopes must not pass either.
+_OF_A_HOP: Final = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"
+_OURS: Final = rb"x[-_]appliance[-_].*"
+_NOT_UPSTREAM: Final = re.compile(
+    rb"%b|%b|authorization|x-api-key|cookie|expect|host|(x-)?forwarded.*|x-real-ip" % (_OF_A_HOP, _OURS)
+)
+_NOT_DOWNSTREAM: Final = re.compile(rb"%b|%b|date|server|set-cookie" % (_OF_A_HOP, _OURS))
 
 log = logging.getLogger("appliance.gateway")
 
@@ -90,7 +98,7 @@ class Copies:
     async def _send(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""
         state = self._state
-        headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
+        headers = {"content-type": "application/json", **own_identity(state.new_request_id(), state.token)}
         data, timeout = b"[%b]" % b",".join(copies), aiohttp.ClientTimeout(total=30)
         try:
             path = f"{_HOST}/internal/responses"
@@ -113,10 +121,12 @@ class Controller:
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
         """Answers with what the controller answers. body: the request's, if it was read already."""
-        state, headers = self._state, wire.controller_headers(exchange, self._state.token)
+        state, given = self._state, _passing(exchange.headers, _NOT_UPSTREAM)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+        headers += identity(exchange, state.token).items()
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
-            data = exchange.pieces(body_limit(exchange.route, state.limits))
+            data = exchange.pieces(exchange.route.body_bytes(state.limits))
             if exchange.content_length is not None:
                 headers.append(("content-length", str(exchange.content_length)))
         async with self._answer(exchange, headers, data) as response:
@@ -128,8 +138,8 @@ class Controller:
                 raise error
             exchange.first_byte_s = time.monotonic()
             theirs = {name.lower(): value for name, value in response.raw_headers}
-            answered = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
-            answered += cookies(theirs, state.config.tls_cert_path is not None)
+            answered = [*_passing(theirs, _NOT_DOWNSTREAM), (b"x-content-type-options", b"nosniff")]
+            answered += _cookies(theirs, state.config.tls_cert_path is not None)
             if b"content-length" in theirs and response.status not in (204, 304):
                 answered.append((b"content-length", theirs[b"content-length"]))
             await exchange.begin(response.status, answered)
@@ -172,7 +182,7 @@ class Controller:
 
     async def metrics(self, request: Request) -> bytes:
         """The controller's own series; empty while it does not answer."""
-        headers, timeout = wire.identity(request, self._state.token), aiohttp.ClientTimeout(total=METRICS_WAIT_S)
+        headers, timeout = identity(request, self._state.token), aiohttp.ClientTimeout(total=METRICS_WAIT_S)
         try:
             path = f"{_HOST}/admin/v1/metrics"
             async with _session(self._state).get(path, headers=headers, timeout=timeout) as response:
@@ -189,7 +199,7 @@ class Controller:
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
-        async with self._answer(asks, list(wire.identity(request, state.token).items()), None) as response:
+        async with self._answer(asks, list(identity(request, state.token).items()), None) as response:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
@@ -200,3 +210,43 @@ class Controller:
         again = check_object(request.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
         return again
+
+
+# -- headers
+
+
+def identity(request: Request, token: bytes) -> dict[str, str]:
+    """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
+    caller = request.caller
+    if caller is NOBODY:
+        assert request.route.kind is Kind.LOGIN, "all others name a key"
+        return own_identity(request.request_id, token)
+    by = {"x-appliance-session": request.session} if request.session else {"x-appliance-secret": caller.secret}
+    return by | own_identity(request.request_id, token, caller.id, ",".join(sorted(caller.scopes)))
+
+
+def own_identity(request_id: bytes, token: bytes, key_id: str = "gateway", scopes: str = "gateway") -> dict[str, str]:
+    """Of what the gateway itself asks, for no key."""
+    return {
+        "x-request-id": request_id.decode(),
+        "x-appliance-key-id": key_id,
+        "x-appliance-scopes": scopes,
+        "x-appliance-gateway": token.decode(),
+    }
+
+
+def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
+    """Headers that neither match `stops` nor are named in the Connection header."""
+    of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
+    return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]
+
+
+def _cookies(headers: Headers, tls: bool) -> list[tuple[bytes, bytes]]:
+    """The cookies that an answer of the controller sets: it names one as `ID=HALF; Max-Age=…`. tls: this gateway speaks
+    TLS."""
+    given = headers.get(b"x-appliance-cookie")
+    if given is None:
+        return []
+    secure = b"; Secure" if tls and not given.endswith(b"; Secure") else b""
+    paths = (b"/admin/v1", b"/v1")
+    return [(b"set-cookie", b"%b%b; HttpOnly; SameSite=Strict; Path=%b" % (given, secure, path)) for path in paths]

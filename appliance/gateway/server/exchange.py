@@ -2,6 +2,12 @@
 
 A coroutine answers it (server/app.py). `end` ends it from outside: its coroutine is cancelled, and the client gets the
 error in the form that is still possible.
+
+An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
+https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
+{"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses OpenAI's event `error`
+(https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as well, by which
+its SDK raises; Anthropic's event `error`.
 """
 
 from __future__ import annotations
@@ -10,13 +16,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+
+import orjson
 
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.routing.router import Choice, Ticket, Work
-from appliance.gateway.server import wire
+from appliance.gateway.core.router import Choice, Ticket, Work
+from appliance.gateway.core.routes import RESPONSES, is_anthropic
 
 if TYPE_CHECKING:
     from appliance.gateway.server.state import State
@@ -29,6 +38,17 @@ _LINGER_BYTES: Final = 4 * 1024 * 1024
 _DISCARD_BYTES: Final = 256 * 1024
 # What a socket takes at once.
 _SMALL_BYTES: Final = 32 * 1024
+# An engine's answer says so too (serve/api/answers.py).
+VERSION: Final = b"x-appliance-model-version"
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 class ClientGone(Exception):
@@ -66,27 +86,30 @@ class Exchange(Request):
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """The body. Raises HttpError 413 and 408, ClientGone."""
-        limits, waited_s = self.state.limits, 0.0
+        limits, connection, waited_s = self.state.limits, self.connection, 0.0
         while not self.body_complete:
-            began_s = time.monotonic()
-            try:
-                async with asyncio.timeout(limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s - waited_s):
-                    message = await self._receive()
-            except TimeoutError:
-                self.state.metrics.events["slow_body"] += 1
-                slow = HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
-                raise slow from None
-            waited_s += time.monotonic() - began_s
+            if connection.running.message_event.is_set():  # a small body has come with its head
+                message = await self._receive()
+            else:
+                began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
+                try:
+                    async with asyncio.timeout(left_s - waited_s):
+                        message = await self._receive()
+                except TimeoutError:
+                    self.state.metrics.events["slow_body"] += 1
+                    slow = HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
+                    raise slow from None
+                waited_s += time.monotonic() - began_s
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            if message["more_body"] and self.connection.refusal is not None:
-                raise self.connection.refusal
+            if message["more_body"] and connection.refusal is not None:
+                raise connection.refusal
             data, self.body_complete = message["body"], not message["more_body"]
             self.body_bytes += len(data)
             if self.body_bytes > limit:
                 raise errors.body_too_large(limit)
-            if self.body_complete and not self.connection.pipeline:
-                self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
+            if self.body_complete and not connection.pipeline:
+                connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
             if data:
                 yield data
 
@@ -102,7 +125,9 @@ class Exchange(Request):
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs) -> None:
-        extra = [(b"x-request-id", self.request_id), *headers, *self.rate_headers, *self.more_headers, *self.ignored]
+        extra = [(b"x-request-id", self.request_id), *headers, *self.rate_headers, *self.ignored]
+        if is_anthropic(self.path):
+            extra.append((b"request-id", self.request_id))
         if self.state.stopping:
             extra.append((b"connection", b"close"))
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
@@ -111,7 +136,7 @@ class Exchange(Request):
     async def begin_stream(self, version: bytes | None) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         if version is not None:
-            headers.append((wire.VERSION, version))
+            headers.append((VERSION, version))
         await self.begin(200, [*headers, (b"x-accel-buffering", b"no")])
         self.sse = True
 
@@ -142,13 +167,13 @@ class Exchange(Request):
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
-            await self.finish(wire.error_event(error, self, self.stream_events))
+            await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
             self.connection.abort()
         else:
-            status, body = wire.shaped(error, self, self.request_id)
-            headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
+            status, body = _shaped(error, self)
+            headers = [(b"content-type", b"application/json"), *_error_headers(error)]
             unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
             if error.close or unread:
                 headers.append((b"connection", b"close"))
@@ -181,3 +206,51 @@ class Exchange(Request):
             self.state.metrics.events["client_stalled"] += 1
             self.connection.abort()
             raise ClientGone from None
+
+
+# -- errors
+
+
+def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
+    extra: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        extra.append((b"retry-after", b"%d" % error.retry_after_s))
+    # The `openai` client retries 409 unless told not to, but a conflict does not resolve by itself.
+    should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
+    if should_retry is not None:
+        extra.append((b"x-should-retry", b"true" if should_retry else b"false"))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    if error.allow is not None:
+        extra.append((b"allow", error.allow.encode()))
+    return extra
+
+
+def _shaped(error: HttpError, request: Request) -> tuple[int, bytes]:
+    """Status and body."""
+    if not is_anthropic(request.path):
+        return error.status, error.body()
+    status = 529 if error.status == 503 else error.status
+    kind = _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    inner = {"type": kind, "message": error.message}
+    return status, orjson.dumps({"type": "error", "error": inner, "request_id": request.request_id.decode()})
+
+
+def error_response(error: HttpError, request_id: bytes) -> bytes:
+    """A whole response that ends its connection, for bytes that are no request."""
+    lines = [b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())]
+    lines += [b"%b: %b" % pair for pair in ((b"x-request-id", request_id), *_error_headers(error))]
+    lines += [b"content-type: application/json", b"content-length: %d" % len(error.body()), b"connection: close"]
+    return b"\r\n".join([*lines, b"", error.body()])
+
+
+def error_event(error: HttpError, request: Request, sent: int) -> bytes:
+    """The error as an event of a stream that has had `sent` events."""
+    _, body = _shaped(error, request)
+    if request.route.name == RESPONSES:
+        inner = orjson.loads(body)["error"]
+        fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
+        body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})
+    elif not is_anthropic(request.path):
+        return b"data: %b\n\n" % body
+    return b"event: error\ndata: %b\n\n" % body

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 import zlib
@@ -24,35 +25,53 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.router import Choice, Ticket, Work
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
+from appliance.gateway.core.table import cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
-from appliance.gateway.routing.router import Choice, Ticket, Work
-from appliance.gateway.routing.table import cache_salt
-from appliance.gateway.server import wire
 from appliance.gateway.server.controller import Copies
-from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.state import State
+from appliance.gateway.server.exchange import VERSION, Exchange
+from appliance.gateway.server.state import State, read_up_to
 from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
-from appliance.gateway.server.upstreams import AttemptFailed, EngineFailure, answer_of, is_alive, read_up_to
 
 log = logging.getLogger("appliance.gateway")
 
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_HELD: Final = b": held\n\n"
+_CONNECT_S: Final = 5.0
+_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
+
+
+class EngineFailure(enum.Enum):
+    """Why an engine gave no answer; the text is what the log says."""
+
+    UNREACHED = "cannot reach the engine"
+    """It got no byte of the request."""
+    DIED = "the engine broke off"
+    BROKEN = "the engine's answer is not whole"
+    """It is no HTTP, or ends without its ending; others may still use the engine."""
+    MOVED = "the engine serves another model by now"
+
+
+class AttemptFailed(Exception):
+    """error: what the client gets if the request is not sent again."""
+
+    def __init__(self, reason: EngineFailure, error: HttpError | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason, self.error = reason, error or errors.engine_failed()
 
 
 class Inference:
     """One request. model: as its client calls it.
 
-    body: as engines get it, empty where nothing is left to ask for. failures: how many engines had it in vain; avoided:
-    the replicas; died_on: those of them that broke off. answer_begun: the client has a byte of an answer; continues:
-    another engine continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
+    body: as engines get it, empty where nothing is left to ask for. failures: of engines that had it in vain, by
+    replica, the last one's reason. answer_begun: the client has a byte of an answer; continues: another engine
+    continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
     """
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked) -> None:
@@ -77,9 +96,7 @@ class Inference:
             beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        self.failures = 0
-        self.avoided: set[str] = set()
-        self.died_on: set[str] = set()
+        self.failures: list[tuple[str, EngineFailure]] = []
         self.answer_begun = self.continues = False
         self.waiting_since_s = 0.0
         if not self.work.batch:
@@ -88,20 +105,27 @@ class Inference:
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
         while self.body:
-            choice = await self._place()
+            choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
-                self._compare(choice, failed=self.stream.has_error)
+                failed = self.stream.has_error
                 return
             except HttpError:
-                self._compare(choice, failed=True)
+                failed = True
                 raise
             except AttemptFailed as failure:
+                failed = True if failure.reason in (EngineFailure.DIED, EngineFailure.BROKEN) else None
                 self._prepare_retry(failure, choice)
             finally:
+                if failed is not None:
+                    self._compare(choice, failed)
                 self.exchange.choice = None
                 self.state.ended(choice)
-        await self._send_ending()
+        # All tokens of a stream were sent before its engine died: only its ending is missing.
+        assert self.checked.continuation is not None
+        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
+        self._keep_copy()
+        await self.exchange.finish(ending)
 
     # -- a place
 
@@ -113,9 +137,9 @@ class Inference:
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         if work.batch or not work.sequences or state.holds.next(host) is None:
-            choice = state.router.choose(names, work, time.monotonic(), self.avoided)
+            choice = state.router.choose(names, work, time.monotonic(), self._avoided())
         if choice is None and work.batch:
-            raise errors.engine_failed() if self.died_on else errors.batch_gives_way()
+            raise errors.engine_failed() if self._deaths() else errors.batch_gives_way()
         if choice is None and self.continues and exchange.routed_model != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it
         if choice is None:
@@ -135,6 +159,13 @@ class Inference:
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
+    def _avoided(self) -> set[str]:
+        return {replica for replica, _ in self.failures}
+
+    def _deaths(self) -> int:
+        """Engines that broke off while they had it."""
+        return len({replica for replica, reason in self.failures if reason is EngineFailure.DIED})
+
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
         state, exchange, now_s = self.state, self.exchange, time.monotonic()
@@ -142,7 +173,7 @@ class Inference:
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self.avoided, place)
+        ticket = Ticket(self.model, host, names, self.work, self._avoided(), place)
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
@@ -157,7 +188,7 @@ class Inference:
         finally:
             exchange.ticket = None
             state.on_change(False)
-            state.metrics.held_for.observe(time.monotonic() - now_s)
+            state.metrics.times["held"][()].add(time.monotonic() - now_s)
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
@@ -176,7 +207,7 @@ class Inference:
                 if not exchange.head_sent:
                     await exchange.begin_stream(None)
                 if not exchange.connection.flow.write_paused:
-                    await exchange.write(_HELD)
+                    await exchange.write(b": held\n\n")
                 pause_s = holds.sse_interval_s
         raise self._too_late()
 
@@ -189,7 +220,8 @@ class Inference:
     # -- one attempt
 
     async def _attempt(self, choice: Choice) -> None:
-        """Send the request to an engine and relay its answer. Raises AttemptFailed."""
+        """Send the request to an engine and relay its answer. Raises AttemptFailed, also where the answer breaks off,
+        and HttpError 504. Leaving early closes the engine's connection, by which vLLM aborts the request."""
         state, exchange = self.state, self.exchange
         headers = {
             "content-type": "application/json",
@@ -198,27 +230,26 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=state.limits.upstream_silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
-        name, version, model = exchange.routed_model, exchange.model_version, state.router.models.get(choice.model)
-        pinned = model is not None and name == f"{model.pins}@{version}"
-        with self._span("attempt", replica=exchange.replica, version=version, attempt=self.failures + 1) as trace:
+            state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
+        replica, version, model = choice.replica.id, choice.replica.version, state.router.models.get(choice.model)
+        pinned = model is not None and choice.model == f"{model.pins}@{version}"
+        with self._span("attempt", replica=replica, version=version, attempt=len(self.failures) + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
-            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-                # The engine knows the version of its first token; the table may lag behind a swap.
-                named = response.headers.get("x-appliance-model-version")
-                if pinned and named not in (None, version):
-                    raise self._moved(f"`{name}` is served no more.")
-                if named is not None and not self._may_be_adapter():
-                    exchange.model_version = named
-                if response.status >= 400:
-                    raise await self._refusal(response, session)
-                if response.content_type == "text/event-stream":
-                    await self._relay_stream(response, choice, session)
-                else:
-                    await self._relay_whole(response, choice)
+            try:
+                async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
+                    await self._relay(response, choice, session, pinned)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise AttemptFailed(EngineFailure.UNREACHED) from error
+            except aiohttp.SocketTimeoutError as error:
+                raise errors.engine_failed(504) from error  # the request itself asks for too much
+            except aiohttp.ClientResponseError as error:
+                raise AttemptFailed(EngineFailure.BROKEN) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise AttemptFailed(EngineFailure.DIED) from error
 
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which the chosen engine knows the model."""
@@ -229,6 +260,24 @@ class Inference:
         if self.exchange.route.task == "embed":  # for which vLLM reads no header
             body = with_fields(body, priority=choice.priority)
         return body
+
+    async def _relay(
+        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, pinned: bool
+    ) -> None:
+        """pinned: the request names the version that is to answer."""
+        exchange = self.exchange
+        # The engine knows the version of its first token; the table may lag behind a swap.
+        named = response.headers.get("x-appliance-model-version")
+        if pinned and named not in (None, choice.replica.version):
+            raise self._moved(f"`{choice.model}` is served no more.")
+        if named is not None and not self._may_be_adapter():
+            exchange.model_version = named
+        if response.status >= 400:
+            raise await self._refusal(response, session)
+        if response.content_type == "text/event-stream":
+            await self._relay_stream(response, choice, session)
+        else:
+            await self._relay_whole(response, choice)
 
     async def _relay_stream(
         self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
@@ -276,7 +325,7 @@ class Inference:
         body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(wire.VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
+        headers, is_whole = [(VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
         if is_whole and transcript is not None:
             body = token_count(body) if counts else transcript.whole(body)
             self._keep_copy()
@@ -311,13 +360,6 @@ class Inference:
             metrics.loads[choice.model].first_token(now_s - exchange.received_s)
             if choice.load.inflight == 1:
                 metrics.loads[choice.model].prefilled(self.checked.prompt_tokens, now_s - exchange.sent_s)
-
-    async def _send_ending(self) -> None:
-        """All tokens of a stream were sent before its engine died: only its ending is missing."""
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
-        self._keep_copy()
-        await self.exchange.finish(ending)
 
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""
@@ -361,14 +403,9 @@ class Inference:
             if self._wait_left_s() <= 0:
                 raise self._too_late()
             return
-        if reason is not EngineFailure.MOVED:
-            self._compare(choice, failed=True)
         self.waiting_since_s = 0.0
-        self.failures += 1
-        self.avoided.add(choice.replica.id)
-        if reason is EngineFailure.DIED:
-            self.died_on.add(choice.replica.id)
-        if len(self.died_on) >= MAX_DEATHS:
+        self.failures.append((choice.replica.id, reason))
+        if self._deaths() >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
             log.warning("two engines died of this request: it is not sent again", extra=exchange.ids)
             message = (
@@ -376,7 +413,7 @@ class Inference:
                 "it, or ask whoever runs the box what the engines' logs say."
             )
             raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
-        if self.failures >= MAX_FAILURES:
+        if len(self.failures) >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
@@ -391,7 +428,7 @@ class Inference:
         self.continues, self.path = True, RESUME_PATH.decode()
         self.body = b"" if rest is None else with_fields(rest, **self.salt)
 
-    def _compare(self, choice: Choice, *, failed: bool) -> None:
+    def _compare(self, choice: Choice, failed: bool) -> None:
         """Count the attempt for its version while the model has a canary."""
         sent_s, first_s = self.exchange.sent_s, self.exchange.first_byte_s
         self.state.comparison.add(
@@ -406,3 +443,14 @@ class Inference:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter)
+
+
+async def is_alive(session: aiohttp.ClientSession) -> bool:
+    """Whether the engine's core lives, by vLLM's own check; one that is too busy to say so does."""
+    try:
+        async with session.get("/health", timeout=_HEALTH_TIMEOUT) as response:
+            return response.status == 200
+    except TimeoutError:
+        return True
+    except (aiohttp.ClientError, OSError):
+        return False

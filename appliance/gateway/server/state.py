@@ -8,31 +8,38 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 from uvicorn.server import ServerState
 
+from appliance.gateway.access.load import Comparison
+from appliance.gateway.access.metrics import AccessLog, Metrics
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import UsageLimits
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.observe.load import Comparison
-from appliance.gateway.observe.metrics import AccessLog, Metrics
-from appliance.gateway.routing.router import Choice, Holds, Router
-from appliance.gateway.routing.table import Caller, Login, Model
-from appliance.gateway.server.upstreams import Sessions
+from appliance.gateway.core.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
+from runtime.network.mutual_tls import mutual_tls, watched_socket
 
 if TYPE_CHECKING:
-    from appliance.gateway.observe.tracing import Tracing
+    from appliance.gateway.access.tracing import Tracing
     from appliance.gateway.server.certificates import Certificate
 
 log = logging.getLogger("appliance.gateway")
+
+_KEEPALIVE_S: Final = 5.0
+"""Engines keep idle connections for an hour, so that none is used that its engine is just closing; here those of a rush
+do not stay longer than it lasts."""
+_READ_BYTES: Final = 256 * 1024
 
 
 class State:
@@ -48,6 +55,7 @@ class State:
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
+        self.connections: set[Any] = self.server.connections
         self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
         self.metrics = Metrics()
         self.comparison = Comparison()
@@ -58,7 +66,7 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.observe import tracing
+            from appliance.gateway.access import tracing
 
             self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
@@ -75,11 +83,6 @@ class State:
         self.buffered_bytes = 0
         self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
-
-    @property
-    def connections(self) -> set[Any]:
-        """Open client connections."""
-        return self.server.connections
 
     def new_request_id(self) -> bytes:
         self._id_serial += 1
@@ -114,8 +117,7 @@ class State:
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
             return errors.model_not_found(name)
-        versions = {replica.version for replica in model.replicas} or {model.version}
-        served = ", ".join(f"`{name}`" for name in sorted(versions))
+        served = ", ".join(f"`{one}`" for one in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
             f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
@@ -195,3 +197,54 @@ def _token(path: str) -> bytes:
     if not token.isalnum():
         raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
     return token
+
+
+# -- connections to engines and the controller
+
+
+class Sessions:
+    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    def of(self, address: str, *, lasting: bool = True) -> aiohttp.ClientSession:
+        """lasting: connections are used again; not where the other side may be closing one under a request that must
+        not be sent twice."""
+        session = self._sessions.get(address)
+        if session is None:
+            local = address.startswith("/")
+            kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
+            session = self._sessions[address] = aiohttp.ClientSession(
+                "http://engine" if local else address,
+                connector=aiohttp.UnixConnector(address, limit=0, **kept) if local else _to_machine(**kept),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None),
+                read_bufsize=_READ_BYTES,
+                max_line_size=32 * 1024,
+                max_field_size=32 * 1024,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # Asked to close, a server that refuses a body unread cuts off its own answer.
+                headers=None if lasting else {"Connection": "keep-alive"},
+            )
+        return session
+
+    async def keep(self, addresses: Collection[str]) -> None:
+        """Closes the sessions of addresses that are not among these."""
+        gone = [self._sessions.pop(address) for address in list(self._sessions) if address not in addresses]
+        for session in gone:
+            await session.close()
+
+
+def _to_machine(**kept: Any) -> aiohttp.TCPConnector:
+    context = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
+    return aiohttp.TCPConnector(limit=0, ssl=context, socket_factory=watched_socket, **kept)
+
+
+async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
+    """A body, or its first `most` bytes: a single `read` returns what has come."""
+    body = b""
+    while len(body) < most and (more := await content.read(most - len(body))):
+        body += more
+    return body

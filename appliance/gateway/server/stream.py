@@ -15,7 +15,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.requests.request_check import Checked
-from appliance.gateway.server import wire
+from appliance.gateway.server.exchange import error_event
 
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
@@ -77,7 +77,7 @@ class Stream:
         request.stream_events += _EVENT in event
         if ERROR_EVENT in event and (error := event_error(event)) is not None:
             self.ended = self.has_error = True
-            return wire.error_event(error, request, request.stream_events - 1)
+            return error_event(error, request, request.stream_events - 1)
         return event + b"\n\n"
 
     def read_whole(self, body: bytes) -> None:

@@ -107,9 +107,5 @@ def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRun
     )
 
 
-def has_items(db: Database, run_id: str) -> bool:
-    return db.value("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]) is not None
-
-
 def delete_items(db: Database, run_id: str) -> None:
     db.delete("eval_items", "run_id = ?", [run_id])

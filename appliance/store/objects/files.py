@@ -36,7 +36,7 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
         scope=owned_by(viewer),
         where=where,
         parameters=parameters,
-        unread=("report", "data_check", "lineage"),
+        unread=("report", "data_check"),
         **part,
     )
 

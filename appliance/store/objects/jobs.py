@@ -196,6 +196,27 @@ def update(db: Database, job_id: str, **changes: Any) -> None:
     _TABLE.update(db, job_id, **changes)
 
 
+def add_energy(db: Database, job_id: str, joules: float, metered_s: float) -> None:
+    """metered_s: device-seconds in which the joules were counted."""
+    drawn = "joules = coalesce(joules, 0) + ?, metered_s = metered_s + ?"
+    db.execute(f"UPDATE jobs SET {drawn} WHERE id = ?", [joules, metered_s, job_id])
+
+
+def list_metered(db: Database, since_s: float) -> list[JobRow]:
+    """Jobs with counted energy that had not ended by `since_s`, those first that have drawn most."""
+    recent = "joules IS NOT NULL AND coalesce(finished_s, ?1) >= ?1"
+    return db.all(JobRow, f"SELECT * FROM jobs WHERE {recent} ORDER BY joules DESC LIMIT 1000", [since_s])
+
+
+def watts_of_alike(db: Database, model: str, method: str, full: bool) -> float | None:
+    """What a device has drawn on average, in watts, of the 50 newest jobs of this kind; None: nothing was counted."""
+    return db.value(
+        "SELECT sum(joules) / sum(metered_s) FROM (SELECT joules, metered_s FROM jobs WHERE model = ? AND method = ?"
+        " AND json_extract(resolved, '$.full') = ? AND metered_s > 0 ORDER BY seq DESC LIMIT 50)",
+        [model, method, int(full)],
+    )
+
+
 def gated(db: Database) -> list[str]:
     """Ids of ended jobs whose gate is open, oldest first."""
     return db.column(

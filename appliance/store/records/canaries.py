@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from appliance.store.database import Database
 from appliance.store.rows import CanaryRow
 from appliance.store.table import Table
 
-_TABLE = Table("canaries", CanaryRow, "model")
-find = _TABLE.find
-"""The model's last one, running or ended."""
-
-
-def put(db: Database, row: CanaryRow) -> None:
-    """Begin a canary in place of the one that ended before."""
-    with db.transaction():
-        db.execute("DELETE FROM canaries WHERE model = ?", [row.model])
-        _TABLE.insert(db, row)
+_TABLE = Table("canaries", CanaryRow, "model", order="created_s, model")
+put, find, update = _TABLE.put, _TABLE.find, _TABLE.update
+"""`find`: the model's last one, running or ended."""
 
 
 def find_running(db: Database, model: str) -> CanaryRow | None:
-    return db.one(CanaryRow, "SELECT * FROM canaries WHERE model = ? AND state = 'running'", [model])
+    row = find(db, model)
+    return row if row is not None and row.state == "running" else None
 
 
 def list_running(db: Database) -> list[CanaryRow]:
-    return db.all(CanaryRow, "SELECT * FROM canaries WHERE state = 'running' ORDER BY created_s, model")
-
-
-def end(
-    db: Database,
-    model: str,
-    state: Literal["promoted", "rolled_back"],
-    reason: str,
-    *,
-    now_s: float,
-    compared: dict[str, Any] | None,
-) -> None:
-    """Raises RowNotFound."""
-    _TABLE.update(db, model, state=state, reason=reason, ended_s=now_s, compared=compared)
+    return _TABLE.list_all(db, "state = 'running'")

@@ -3,14 +3,14 @@ crash."""
 
 from __future__ import annotations
 
-from typing import Unpack
-
-from appliance.store.database import Database, Page, Part
+from appliance.store.database import Database
 from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 from appliance.store.table import Table
 
-_TABLE, _STEPS = Table("handovers", HandoverRow), Table("handover_steps", HandoverStepRow, "handover_id", "position")
-find, update = _TABLE.find, _TABLE.update
+_TABLE = Table("handovers", HandoverRow)
+_STEPS = Table("handover_steps", HandoverStepRow, "handover_id", "position", order="position")
+find, update, page = _TABLE.find, _TABLE.update, _TABLE.page
+put_step = _STEPS.put  # those of an undo are not in the plan
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
@@ -19,18 +19,6 @@ def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None
         _TABLE.insert(db, row)
         for step in steps:
             _STEPS.insert(db, step)
-
-
-def put_step(db: Database, row: HandoverStepRow) -> None:
-    """Insert the step, or replace it: those of an undo are not in the plan."""
-    with db.transaction():
-        db.execute("DELETE FROM handover_steps WHERE handover_id = ? AND position = ?", [row.handover_id, row.position])
-        _STEPS.insert(db, row)
-
-
-def page(db: Database, **part: Unpack[Part]) -> Page[HandoverRow]:
-    """Newest first. Raises UnknownCursor."""
-    return db.page(HandoverRow, "handovers", **part)
 
 
 def totals(db: Database) -> list[HandoverTotal]:
@@ -46,10 +34,8 @@ def totals(db: Database) -> list[HandoverTotal]:
 
 def list_open(db: Database) -> list[HandoverRow]:
     """Those without an end, oldest first, which a restart has to finish or undo."""
-    return db.all(HandoverRow, "SELECT * FROM handovers WHERE ended_s IS NULL ORDER BY seq")
+    return _TABLE.list_all(db, "ended_s IS NULL")
 
 
 def steps(db: Database, handover_id: str) -> list[HandoverStepRow]:
-    return db.all(
-        HandoverStepRow, "SELECT * FROM handover_steps WHERE handover_id = ? ORDER BY position", [handover_id]
-    )
+    return _STEPS.list_all(db, "handover_id = ?", handover_id)

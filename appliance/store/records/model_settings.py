@@ -10,7 +10,7 @@ from appliance.store.table import Table
 
 MOST_KEPT = 50
 _NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
-_TABLE = Table("model_settings", ModelSettingsRow, "model", "number")
+_TABLE = Table("model_settings", ModelSettingsRow, "model", "number", order="number DESC")
 find = _TABLE.find
 
 
@@ -27,9 +27,8 @@ def add(
 
 
 def current(db: Database, model: str) -> ModelSettingsRow | None:
-    return db.one(
-        ModelSettingsRow, "SELECT * FROM model_settings WHERE model = ? ORDER BY number DESC LIMIT 1", [model]
-    )
+    query = "SELECT * FROM model_settings WHERE model = ? ORDER BY number DESC LIMIT 1"
+    return db.one(ModelSettingsRow, query, [model])
 
 
 def digests(db: Database) -> dict[str, str]:
@@ -46,12 +45,6 @@ def notes(db: Database) -> dict[str, str]:
     )
 
 
-def has_chat_template(db: Database, model: str) -> bool:
-    """Whether the model's settings in force have a chat template of their own."""
-    row = current(db, model)
-    return row is not None and bool(row.settings.get("chat_template"))
-
-
 def with_chat_template(db: Database) -> set[str]:
     """Models whose settings in force have a chat template of their own."""
     given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
@@ -60,4 +53,4 @@ def with_chat_template(db: Database) -> set[str]:
 
 def history(db: Database, model: str) -> list[ModelSettingsRow]:
     """Newest first."""
-    return db.all(ModelSettingsRow, "SELECT * FROM model_settings WHERE model = ? ORDER BY number DESC", [model])
+    return _TABLE.list_all(db, "model = ?", model)

@@ -16,11 +16,10 @@ _AGED = {
     "device_time": "to_s < ?1",
     "batches": f"created_s < ?1 AND status NOT IN ({_LIVE})",
     "usage": "hour_s < ?1 - 3600",
-    "energy": "hour_s < ?1 - 3600",
     "job_events": _OF_ENDED_JOB,
     "job_metrics": _OF_ENDED_JOB,
 }
-_KEYS = {"energy": "kind, name, hour_s", "job_metrics": "job_id, step"}  # of tables without rowid
+_KEYS = {"job_metrics": "job_id, step"}  # of tables without rowid
 # Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
 # share). What their devices cost stays without them.
 _JOB_GOES = (

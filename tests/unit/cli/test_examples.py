@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from appliance.controller.gates import Gates
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses.completions import completion_row
 from appliance.store.database import Database
@@ -110,7 +111,7 @@ def test_retrain_activates_a_version_of_the_new_files_and_keeps_them_after_a_fai
 
     def sleep(_: float) -> None:
         if all(job.status in ("succeeded", "failed") for job in client.fine_tuning.jobs.list()):
-            asyncio.run_coroutine_threadsafe(box.app.state.gates.look(), box.loop).result(60)
+            asyncio.run_coroutine_threadsafe(Gates(box.context).look(), box.loop).result(60)
         else:
             finish(next(ends))
 

@@ -53,11 +53,3 @@ def test_a_profiler_that_fails_is_said(box: ControlledBox):
     )
     result = box.run("profile", "job", job_id)
     assert result.exit_code == 1 and "could not be profiled" in result.output
-
-
-def test_an_engine_that_is_awake(box: ControlledBox):
-    shown = box.run("profile", "engine", "starter", "--steps", "4")
-    assert shown.exit_code == 0, shown.output
-    for word in ("starter", "compute", "60.0 %", "aten::mm", "r1.trace.json.gz"):
-        assert word in shown.output
-    assert box.run("profile", "engine", "nobody").exit_code == 3

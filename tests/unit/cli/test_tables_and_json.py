@@ -19,7 +19,7 @@ from appliance.controller.interfaces.principal import Identity
 from appliance.store import database
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
-from appliance.store.records import deployments, energy, keys
+from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
 from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
@@ -366,8 +366,7 @@ def test_usage_and_power_show_who_spent_what(box: ControlledBox):
     assert box.json("usage", "--by", "owner")["by"] == "owner"
     assert box.run("usage", "--by", "colour").exit_code == box.run("usage", "--since", "yesterday").exit_code == 2
     row_of_job(box, phase="running")
-    drawn = {("model", "starter"): (7.2e6, 36000.0), ("job", "ftjob-1"): (100.0, 5.0)}
-    box.do(lambda: energy.add(box.context.db, drawn, 1.7e9))
+    box.do(lambda: jobs.add_energy(box.context.db, "ftjob-1", 7.2e6, 36000.0))
     assert "7.2 MJ" in box.run("power", "--since", "36500d").stdout
     assert "joules" in box.run("job", "get", "ftjob-1").stdout
 

@@ -16,10 +16,11 @@ import pytest
 from fastapi import FastAPI
 
 from appliance.controller import app as app_module
+from appliance.controller import data_checks
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks import data_work
 from appliance.controller.http.peers import FromBox
+from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
@@ -121,9 +122,15 @@ def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many this machine has."""
+    monkeypatch.setattr(node_sizes, "host_cores", lambda: 64)
+
+
+@pytest.fixture(autouse=True)
 def no_checks_of_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be a process of a second."""
-    monkeypatch.setattr(data_work, "AT_ONCE", 0)
+    monkeypatch.setattr(data_checks, "AT_ONCE", 0)
 
 
 class Clock:

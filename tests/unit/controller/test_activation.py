@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.interfaces.errors import SwapFailed
-from appliance.controller.models.activation import Activations
+from appliance.controller.models import activation
 from appliance.store.objects import models
 from appliance.store.rows import VersionRow
 
@@ -28,7 +28,7 @@ async def test_a_failed_change_takes_back_the_bytes_too_and_tells_the_scheduler(
     monkeypatch.setattr(two.scheduler, "nudge", lambda why, by="": nudges.append(why))
     two.scheduler.swap_error = "the fingerprint differs"
     with pytest.raises(SwapFailed, match="fingerprint"):
-        await Activations(two.context).switch(before, "v2", "a test")
+        await activation.switch(two.context, before, "v2", "a test")
     assert models.find(two.db, "m") == before
     assert nudges == ["a test", "m stays at v1"]
 
@@ -41,7 +41,7 @@ async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(two
 
     monkeypatch.setattr(two.scheduler, "converge_model", overtaken)
     with pytest.raises(SwapFailed):
-        await Activations(two.context).switch(models.find(two.db, "m"), "v2", "a test")
+        await activation.switch(two.context, models.find(two.db, "m"), "v2", "a test")
     assert models.find(two.db, "m").active_version == "v3"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from appliance.controller.devices import lost_nodes
 from appliance.controller.jobs import devices
+from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.records import keys
 from tests.unit.controller.conftest import SCOPES, Control
@@ -224,3 +225,25 @@ async def test_bounds_for_the_planner_never_contradict_each_other(control: Contr
     assert devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
     jobs.update(control.db, job_id, allowed_sizes=None, min_devices=16, max_devices=None)
     assert devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())
+
+
+@pytest.mark.parametrize(
+    ("wish", "sizes"),
+    [
+        ({}, [1, 2]),
+        ({"max_devices": 4}, [1, 2, 4]),
+        ({"min_devices": 4}, [4]),
+        ({"allowed_sizes": [4, 8]}, [4, 8]),
+    ],
+)
+async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
+    control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
+):
+    monkeypatch.setattr(node_sizes, "host_cores", lambda: 2)
+    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=wish)
+    assert jobs.get(control.db, job_id).allowed_sizes == sizes
+
+
+def test_sizes_of_tensor_parallel_keep_what_was_asked():
+    resolved = {"batch_size": 8, "micro_batch": 1, "tensor_parallel": 4}
+    assert devices.sizes(devices.Wish(), resolved, node_sizes.NodeSizes((8,), cores=2))[1] == [4]

@@ -34,7 +34,6 @@ async def test_change_leaves_one_row(control: Control, checked_here: None):
     form: dict[str, Any] = {"files": {"file": ("a.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
     file_id = (await ask("POST", "/v1/files", "file.create", **form))["id"]
     await ask("POST", f"/v1/files/{file_id}/check", "", json={})
-    await ask("POST", f"/v1/files/{file_id}/prepare", "file.prepare", json={})
     job = (
         await ask("POST", "/v1/fine_tuning/jobs", "job.create", json={"model": "starter", "training_file": file_id})
     )["id"]

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -495,29 +494,6 @@ async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypat
     batch = await control.sdk.batches.retrieve(batch_id)
     assert (batch.status, batch.request_counts.completed, full) == ("completed", 3, [])
     assert len(await content(control, batch.output_file_id)) == 3
-
-
-def test_lines_that_are_appended_while_they_are_written_are_written_once(tmp_path: Path, monkeypatch):
-    """A batch that ended while a thread wrote stored what was ready once more."""
-    store, writing, go_on = Answers(tmp_path, "batch_1"), threading.Event(), threading.Event()
-    response = {"status_code": 200, "request_id": "req_1", "body": {}}
-    lines = [{"id": "batch_req_1", "custom_id": "a", "error": None, "response": response}]
-    real = os.fsync
-
-    def slowly(handle: int) -> None:
-        writing.set()
-        assert go_on.wait(30)
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", slowly)
-    both = [threading.Thread(target=store.append, args=(lines,)) for _ in range(2)]
-    both[0].start()
-    assert writing.wait(30)
-    both[1].start()
-    go_on.set()
-    for thread in both:
-        thread.join()
-    assert store.completed == 1 and store.output_path.read_bytes().count(b"\n") == 1
 
 
 async def test_a_batch_whose_answers_cannot_be_read_fails(control: Control, monkeypatch):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.controller.models.canary_decision import decide, p95_s
-from appliance.gateway.observe.load import bucket
+from appliance.controller.models.canaries import decide, p95_s
+from appliance.gateway.access.load import bucket
 from appliance.store.rows import CanaryRow
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)

@@ -9,8 +9,7 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
-from serve.core.sizing import engine_size
+from serve.core.sizing import ServedShape, engine_size
 from tests.unit.controller.conftest import ADMIN
 from train.plan import estimate
 from train.plan.auto import DatasetStats, ModelStats, resolve
@@ -207,8 +206,8 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
         ({"job": {"model": "nobody"}}, 404, "nobody"),
         ({"job": {"model": "starter", "hyperparameters": {"zero_stage": 7}}}, 400, "zero_stage"),
         ({"serve": {"model": "starter", "replicas": 0}}, 400, "replicas"),
-        ({"job": {"model": "starter", "hyperparameters": {"serve_dtype": "fp8"}}}, 400, "one scale for each tensor"),
-        ({"job": {"model": "starter", "hyperparameters": {"pipeline_parallel": 2}}}, 400, "tensor_parallel"),
+        ({"job": {"model": "starter", "hyperparameters": {"serve_dtype": "fp8"}}}, 400, "bf16, fp32"),
+        ({"job": {"model": "starter", "hyperparameters": {"pipeline_parallel": 2}}}, 400, "a known name"),
         ({"job": {"model": "starter", "hyperparameters": {"tensor_parallel": 16}}}, 400, "from 1 to 8"),
     ],
 )

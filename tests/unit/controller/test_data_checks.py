@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import NotFoundError
 
-from appliance.controller.data_checks import data_work
+from appliance.controller import data_checks
 from appliance.store.objects import files, models, tasks
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control
@@ -30,13 +29,13 @@ async def asked(control: Control, path: str, body: dict | None = None) -> dict:
 
 
 @pytest.fixture
-def checks(control: Control, monkeypatch: pytest.MonkeyPatch) -> data_work.DataWork:
+def checks(control: Control, monkeypatch: pytest.MonkeyPatch) -> data_checks.DataWork:
     """Uploads are checked."""
-    monkeypatch.setattr(data_work, "AT_ONCE", 1)
-    return data_work.DataWork(control.context)
+    monkeypatch.setattr(data_checks, "AT_ONCE", 1)
+    return data_checks.DataWork(control.context)
 
 
-async def test_every_upload_of_training_data_is_checked_after_it(control: Control, checks: data_work.DataWork):
+async def test_every_upload_of_training_data_is_checked_after_it(control: Control, checks: data_checks.DataWork):
     made = await control.upload(TWICE)
     shown = await asked(control, f"/v1/files/{made}")
     assert shown["check"] == {"status": "waiting"}
@@ -75,44 +74,6 @@ async def test_bad_requests_are_refused(control: Control, body: dict):
     assert (await control.http.post(f"/v1/files/{made}/check", json=body)).status_code in (400, 404, 422)
 
 
-async def test_a_prepared_file_is_a_new_one_that_says_what_it_was_made_of(control: Control):
-    content = TWICE + lines(*((f"q {n}", f"a {n}") for n in range(8)))
-    made = await control.upload(content)
-    body = {"drop": ["duplicates"], "mask": True, "split": 0.5}
-    answer = await asked(control, f"/v1/files/{made}/prepare", body)
-    train, valid = (one["id"] for one in answer["made"])
-    text = b"".join([(await control.sdk.files.content(one)).content for one in (train, valid)])
-    assert b"[EMAIL]" in text and b"ann@" not in text and len(text.splitlines()) == 10
-    lineage = await asked(control, f"/v1/files/{valid}/lineage")
-    assert lineage["from"]["file"] == made and lineage["dropped"] == {"duplicates": 1}
-    assert str(control.context.files_dir) not in json.dumps(answer) + json.dumps(lineage)
-    shown = await control.sdk.files.retrieve(train)
-    assert shown.filename == "train.prepared.jsonl" and shown.bytes == answer["made"][0]["bytes"]
-    assert (await control.http.get(f"/v1/files/{made}/lineage")).status_code == 409
-    assert sorted(path.name for path in control.context.files_dir.iterdir()) == sorted([made, train, valid])
-    assert (await control.sdk.files.content(made)).content == content
-
-
-@pytest.mark.usefixtures("checked_here")
-async def test_the_same_preparation_sent_again_makes_nothing_more(control: Control):
-    made = await control.upload(TWICE)
-    keyed = {"idempotency-key": "k"}
-    first = await control.http.post(f"/v1/files/{made}/prepare", json={"drop": ["duplicates"]}, headers=keyed)
-    again = await control.http.post(f"/v1/files/{made}/prepare", json={"drop": ["duplicates"]}, headers=keyed)
-    assert first.json() == again.json() and len((await control.sdk.files.list()).data) == 2
-
-
-@pytest.mark.usefixtures("checked_here")
-async def test_what_comes_to_nothing_leaves_nothing(control: Control):
-    made = await control.upload(lines(("a", "Write to ann@example.org"), ("b", "Write to bob@example.org")))
-    keyed = {"idempotency-key": "k"}
-    answer = await control.http.post(f"/v1/files/{made}/prepare", json={"drop": ["personal_data"]}, headers=keyed)
-    assert answer.status_code == 400 and "no example would be left" in answer.text
-    assert [path.name for path in control.context.files_dir.iterdir()] == [made]
-    with pytest.raises(NotFoundError):
-        await control.sdk.post(f"/files/{made}/check", body={"model": "nobody"}, cast_to=object)
-
-
 def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
     """Processes of checks from now on, which do not end by themselves."""
     begun: list[asyncio.subprocess.Process] = []
@@ -122,14 +83,14 @@ def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
         begun.append(await start(*command, **more))
         return begun[-1]
 
-    monkeypatch.setattr(data_work, "command_of", lambda request: ["sleep", "600"])
+    monkeypatch.setattr(data_checks, "command_of", lambda request: ["sleep", "600"])
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     return begun
 
 
 async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
     begun = began(monkeypatch)
-    waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", "file-1"))
+    waiting = asyncio.create_task(data_checks.DataWork(control.context).run("ann", "file-1", {}))
     while not begun:
         await asyncio.sleep(0)
     waiting.cancel()
@@ -138,12 +99,12 @@ async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch:
     assert begun[0].returncode == -signal.SIGKILL
 
 
-async def test_owners_take_turns(control: Control, checks: data_work.DataWork, monkeypatch: pytest.MonkeyPatch):
+async def test_owners_take_turns(control: Control, checks: data_checks.DataWork, monkeypatch: pytest.MonkeyPatch):
     made, checked, may_go_on = dict[str, str](), list[str](), asyncio.Event()
 
-    async def process(request: dict[str, Any]) -> dict[str, Any]:
+    async def process(file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         await may_go_on.wait()
-        checked.append(made[request["name"]])
+        checked.append(made[file_id])
         return {}
 
     monkeypatch.setattr(checks, "_process", process)
@@ -156,7 +117,7 @@ async def test_owners_take_turns(control: Control, checks: data_work.DataWork, m
     assert checked == ["ann0", "bob0", "ann1", "bob1"]
 
 
-async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_work.DataWork):
+async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_checks.DataWork):
     made = await control.upload(TWICE)
     (control.context.files_dir / made).unlink()
     await control.context.tasks.idle("data_checks")

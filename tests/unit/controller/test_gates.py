@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.gates import not_worse, threshold
+from appliance.controller.gates import Gates, not_worse, threshold
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models, tasks
@@ -73,7 +73,7 @@ async def gated(control: Control, eval_id: str, **fields: Any) -> str:
 async def looked(control: Control, rounds: int = 3) -> None:
     """Looks at all gates, with their evaluations in between."""
     for _ in range(rounds):
-        await control.app.state.gates.look()
+        await Gates(control.context).look()
         await control.context.tasks.idle("eval_runs")
 
 
@@ -136,7 +136,7 @@ async def test_gate_compares_with_the_version_that_answers_when_it_decides(
     v0, v1 = [run(control, events, await control.job(extra_body={"publish_as": "fraud"})) for _ in range(2)]
     job_id = await gated(control, eval_id)
     version = run(control, events, job_id)
-    await control.app.state.gates.look()
+    await Gates(control.context).look()
     await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v0})
     await looked(control)
     assert gate(control, job_id)["runs"].keys() == {version, v1, v0}
@@ -155,16 +155,16 @@ async def test_gate_after_a_restart_asks_nothing_twice_and_finds_what_answers(
     answers.asked.clear()
     job_id = await gated(control, eval_id, pass_rate_at_least=0.5)
     version = run(control, events, job_id)
-    await control.app.state.gates.look()
+    await Gates(control.context).look()
     (run_id,) = gate(control, job_id)["runs"].values()
     await control.context.tasks.stop()
     control.context.tasks.resume()
     await looked(control)
     assert len(answers.asked) == ITEMS and active(control) == version
     # The controller ended between the switch and its record.
-    jobs.update(control.db, job_id, gate={**gate(control, job_id), "activated": None})
+    jobs.update(control.db, job_id, gate={**gate(control, job_id), "verdict": None, "activated": None})
     await looked(control, rounds=1)
-    assert gate(control, job_id)["activated"] is True
+    assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("passed", True)
 
 
 async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
@@ -178,7 +178,7 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     deleted = await gated(control, deleted_eval, pass_rate_at_least=0.5)
     run(control, events, deleted)
     await control.sdk.evals.delete(deleted_eval)
-    await control.app.state.gates.look()
+    await Gates(control.context).look()
     (run_id,) = gate(control, cancelled)["runs"].values()
     await control.sdk.evals.runs.cancel(run_id, eval_id=gate(control, cancelled)["eval_id"])
     await looked(control)

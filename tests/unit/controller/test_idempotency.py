@@ -50,11 +50,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         "/v1/files": ("/v1/files", form("file", b"a", purpose="user_data"), form("file", b"b", purpose="user_data")),
         "/v1/uploads": ("/v1/uploads", {"json": announced}, {"json": announced | {"bytes": 8}}),
         "/v1/uploads/{upload_id}/parts": (f"/v1/uploads/{upload_id}/parts", form("data", b"a"), form("data", b"b")),
-        "/v1/files/{file_id}/prepare": (
-            f"/v1/files/{job['training_file']}/prepare",
-            {"json": {}},
-            {"json": {"mask": True}},
-        ),
         "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
         "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
         "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
@@ -120,7 +115,6 @@ async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
 
 BOUNDS = {
     "/v1/files": "files",
-    "/v1/files/{file_id}/prepare": "files",
     "/v1/uploads": "uploads",
     "/v1/batches": "batches",
     "/v1/fine_tuning/jobs": "jobs",

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
-from appliance.store.records import energy, handovers
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
 from appliance.store.upkeep import retention
 from runtime.devices.kind import Reading
@@ -67,7 +67,7 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
         job_records.upsert_metric(control.db, JobMetricRow(running, step, now_s, grad_norm=norm, learning_rate=rate))
     told = await scrape(control)
     assert (told["appliance_job_gradient_norm", job], told["appliance_job_learning_rate", job]) == (0.7, 1e-4)
-    energy.add(control.db, {("job", running): (250.0, 5.0)}, now_s)
+    jobs.add_energy(control.db, running, 250.0, 5.0)
     assert (await scrape(control))["appliance_job_energy_joules", job] == 250
     assert not any(dict(labels).get("job") == waiting for _, labels in found)
     assert found["appliance_job_queue_length", ()] == 1

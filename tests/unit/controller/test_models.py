@@ -182,7 +182,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), (name, job.id)
             assert job.id in refused.json()["error"]["message"]
         jobs.set_phase(db, job.id, "failed")
-    canaries.end(db, TUNED, "rolled_back", "asked for", now_s=time.time(), compared=None)
+    canaries.update(db, TUNED, state="rolled_back", ended_s=time.time())
     assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
 
 

@@ -69,7 +69,6 @@ KINDS = {
 }
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/files/{file_id}/check"): {},
-    ("POST", "/v1/files/{file_id}/prepare"): {},
     ("POST", "/v1/uploads/{upload_id}/complete"): {"part_ids": ["{part}"]},
     ("POST", "/v1/evals/{eval_id}"): {"name": "n"},
     ("POST", "/v1/evals/{eval_id}/runs"): _RUN,

@@ -13,7 +13,7 @@ from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.records import LineReturned
 from appliance.gateway.core.config import Limits
-from appliance.gateway.routing.router import BATCH_BEHIND
+from appliance.gateway.core.router import BATCH_BEHIND
 from serve.core import sampling
 from tests.unit.gateway.upstreams import DummyUpstream
 

@@ -20,8 +20,8 @@ import pytest
 import uvloop
 
 from appliance.gateway.core.config import GatewayConfig
+from appliance.gateway.core.table import cache_salt
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.routing.table import cache_salt
 from appliance.gateway.server.state import State
 from runtime.network.sockets import private_socket
 from tests.unit.gateway.tables import parse_table
@@ -156,7 +156,7 @@ class Box:
 
     def answered(self) -> float:
         """Number of answers so far."""
-        return sum(sample.value for family in self.state.metrics.requests.collect() for sample in family.samples)
+        return self.state.metrics.counts["requests"].total()
 
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from appliance.gateway.routing.table import Table, read_message
+from appliance.gateway.core.table import Table, read_message
 
 
 def parse_table(data: Mapping[str, Any]) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from appliance.gateway.access.metrics import AccessLog
 from appliance.gateway.access.request import Request
-from appliance.gateway.observe.metrics import AccessLog
 
 
 def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from zlib import crc32
 
 import pytest
 
-from appliance.gateway.routing.router import Router
-from appliance.gateway.routing.table import Canary, Model, Replica
+from appliance.gateway.core.router import Router
+from appliance.gateway.core.table import Canary, Model, Replica
 from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start

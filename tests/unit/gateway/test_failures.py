@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from appliance.gateway.routing.router import ReplicaLoad, Work
+from appliance.gateway.core.router import ReplicaLoad, Work
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events

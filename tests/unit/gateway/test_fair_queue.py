@@ -1,11 +1,11 @@
-"""appliance/gateway/routing/fair_queue.py: the order of several owners' items."""
+"""appliance/gateway/core/fair_queue.py: the order of several owners' items."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway.routing.fair_queue import FairQueue
+from appliance.gateway.core.fair_queue import FairQueue
 
 Item = tuple[str, int]
 

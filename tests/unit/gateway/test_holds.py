@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.routing.router import Choice, Holds, Ticket, Work
+from appliance.gateway.core.router import Choice, Holds, Ticket, Work
 
 MOST = 6
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.routing.router import Router
+from appliance.gateway.core.router import Router
 from appliance.gateway.server.reports import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes

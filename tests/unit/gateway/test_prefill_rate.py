@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appliance.gateway.observe.load import LEAST_SAMPLES, prefill_tokens_per_s
+from appliance.gateway.access.load import LEAST_SAMPLES, prefill_tokens_per_s
 
 
 def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.1) -> list[tuple[int, float]]:

@@ -251,9 +251,10 @@ def test_schema_beside_json_object_is_the_format(more: Body) -> None:
     assert form["format"]["type"] == "json_schema" and form["format"]["schema"] == SHELF and form["verbosity"] == "low"
 
 
-def test_older_names_of_forms_are_understood() -> None:
-    assert read("chat", guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
-    assert read("chat", guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_older_names_of_forms_are_understood(api: str) -> None:
+    assert read(api, guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
+    assert read(api, guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
 
 
 # --- schemas
@@ -297,14 +298,6 @@ def test_result_that_is_data_becomes_its_json(content: Any) -> None:
     assert orjson.loads(body["messages"][1]["content"]) == content
     parts = result | {"content": [{"type": "text", "text": "b"}]}
     assert checked("chat", messages=[parts]).data["messages"] == [parts]
-
-
-def test_calls_and_results_without_ids_belong_together() -> None:
-    calls = [{"id": None, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
-    results = [{"role": "tool", "tool_call_id": None, "content": text} for text in ("1", "2")]
-    body = read("chat", messages=[{"role": "assistant", "content": None, "tool_calls": calls}, *results])
-    ids = [call["id"] for call in body["messages"][0]["tool_calls"]]
-    assert len(set(ids)) == 2 and [message["tool_call_id"] for message in body["messages"][1:]] == ids
 
 
 # --- what a request counts, and whose conversation it is

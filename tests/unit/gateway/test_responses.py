@@ -10,9 +10,9 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
+from appliance.gateway.core.table import cache_salt
 from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.requests.transcript import Transcript
-from appliance.gateway.routing.table import cache_salt
 from appliance.gateway.server import controller
 
 from .conftest import Box, Start, request_bytes

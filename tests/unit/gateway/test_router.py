@@ -1,4 +1,4 @@
-"""appliance/gateway/routing/router.py: placement as a pure function of table and outstanding work."""
+"""appliance/gateway/core/router.py: placement as a pure function of table and outstanding work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.gateway.routing.router import (
+from appliance.gateway.core.router import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
@@ -15,7 +15,7 @@ from appliance.gateway.routing.router import (
     Router,
     Work,
 )
-from appliance.gateway.routing.table import Model, Replica
+from appliance.gateway.core.table import Model, Replica
 
 
 def _model(name: str = "m", **states: str) -> Model:

@@ -11,10 +11,8 @@ import sys
 import pytest
 import yaml
 
-from tests.tools.monitored import MONITORING, monitored_series, panel_expressions, rule_expressions
+from tests.tools.monitored import MONITORING, panel_expressions, rule_expressions
 from tests.unit.cli.test_tree import is_command
-
-OPERATIONS = MONITORING.parents[1] / "docs" / "operations.md"
 
 
 def test_the_dashboard_is_what_its_list_of_panels_says():
@@ -33,14 +31,6 @@ def test_panels_do_not_overlap_and_have_one_id_each():
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len(panels)
-
-
-def test_every_series_is_documented():
-    assert len(monitored_series()) > 25
-    table = OPERATIONS.read_text().split("### Metrics")[1].split("### Logs")[0]
-    documented = {f"appliance_{name}" for name in re.findall(r"`([a-z_]+)`", table)}
-    of_process = {name for name in monitored_series() if name.startswith("appliance_controller_process_")}
-    assert monitored_series() - of_process <= documented
 
 
 def test_every_alert_says_who_gets_up_and_what_to_do():

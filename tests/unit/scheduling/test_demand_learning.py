@@ -11,7 +11,7 @@ import pytest
 from appliance.controller.bus import demand_learning
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
 from appliance.controller.bus.load import Arrivals, Arrived, Report, parse_report
-from appliance.gateway.observe.load import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from scheduler.autoscale.shadow import Seen
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig

@@ -389,14 +389,16 @@ async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs
 
 async def test_what_the_starting_model_said_of_data_is_there_for_the_next_job(runs, db, add_job, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "_parts", lambda row: ({}, []))
-    by_loss = RESOLVED | {"data_order": "loss", "base_version": "v1"}
-    others = {"ftjob-2": {}, "ftjob-3": {"owner": "bob"}, "ftjob-4": {"resolved": by_loss | {"base_version": "v0"}}}
-    add_job("ftjob-1", phase="queued", resolved=by_loss, owner="ann")
+    resolved = RESOLVED | {"base_version": "v1"}
+    others = {"ftjob-2": {}, "ftjob-3": {"owner": "bob"}, "ftjob-4": {"resolved": resolved | {"base_version": "v0"}}}
+    add_job("ftjob-1", phase="queued", resolved=resolved, owner="ann")
     for number, (name, fields) in enumerate(others.items()):
-        add_job(name, **{"phase": "succeeded", "resolved": by_loss, "owner": "ann"} | fields)
+        add_job(name, **{"phase": "succeeded", "resolved": resolved, "owner": "ann"} | fields)
         folder = tmp_path / "data" / "jobs" / name / "reference"
         folder.mkdir(parents=True)
         (folder / f"{number}.npz").write_text(name)
+    for name in ("ftjob-1", *others):
+        jobs.update(db, name, method="dpo")
     await runs.prepare("ftjob-1")
     here = tmp_path / "data" / "jobs" / "ftjob-1" / "reference"
     assert [file.name for file in here.iterdir()] == ["0.npz"], "of the same owner and the same version of the base"
@@ -404,7 +406,3 @@ async def test_what_the_starting_model_said_of_data_is_there_for_the_next_job(ru
     (here / "0.npz").write_text("its own")
     await runs.prepare("ftjob-1")
     assert (here / "0.npz").read_text() == "its own"
-    jobs.update(db, "ftjob-1", resolved=by_loss | {"data_order": "shuffled"})
-    shutil.rmtree(here)
-    await runs.prepare("ftjob-1")
-    assert not here.exists(), "nothing is asked of it"

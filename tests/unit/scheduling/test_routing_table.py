@@ -147,7 +147,7 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     row = bus.table["starter@v2"]
     assert (row["version"], [replica["id"] for replica in row["replicas"]]) == ("v2", ["r2"])
     assert "canary" not in row and "canary" not in bus.table["ft:a"]
-    canaries.end(db, "starter", "rolled_back", "asked for", now_s=9.0, compared=None)
+    canaries.update(db, "starter", state="rolled_back", ended_s=9.0)
     routing.refresh()
     assert "canary" not in bus.table["starter"]
     routing.close("r2")
@@ -170,7 +170,7 @@ async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
     bus.reported = Load(models={"starter@challenger": ModelLoad(2, 1, 9.0, None)})
     assert routing.demand("starter@v2").held == 1, "a challenger that sleeps is woken"
     models.activate(db, "starter", "v2")
-    canaries.end(db, "starter", "promoted", "asked for", now_s=9.0, compared=None)
+    canaries.update(db, "starter", state="promoted", ended_s=9.0)
     routing.refresh()
     assert "starter@challenger" not in bus.table and resolve(db, "starter@challenger") is None
 

@@ -202,7 +202,7 @@ def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     _, canary = states.load(free_devices=0).deployments
     assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
     assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
-    canaries.end(db, "starter", "rolled_back", "", now_s=2.0, compared=None)
+    canaries.update(db, "starter", state="rolled_back", ended_s=2.0)
     assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
 
 

@@ -47,7 +47,7 @@ async def provider(db, store, tiers, flow, add_model):
     write(store, "v1", model="other")
     await flow.run_once("disk")
     store.evict(1 << 40)
-    store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
+    store.budget_bytes = nbytes * 3 // 2
     return VersionProvider(db, store, tiers, Opening(db), None, None, None)
 
 
@@ -114,7 +114,7 @@ async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightS
 
 async def test_version_awaited_by_a_start_outlives_a_newer_one(provider, store: WeightStore):
     write(store, "v2")
-    store.budget_bytes = store._evictor.budget_bytes = 1 << 40
+    store.budget_bytes = 1 << 40
     await provider.in_memory("starter", "v1")
     await provider.in_memory("starter", "v2")
     provider.taken("starter", "v2")

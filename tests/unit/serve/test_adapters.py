@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from serve.adapters.adapters import EngineAdapters
 from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock
-from weights.tiers import copies
+from weights.tiers.directory import seal_dir
 
 RESIDENT = 2
 
@@ -55,7 +55,7 @@ class Engine:
         save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text("{}")
         meta = {"base": "starter", "base_version": base_version}
-        copies.seal_dir(path, kind="adapter", model=model, version="v1", meta=meta)
+        seal_dir(path, kind="adapter", model=model, version="v1", meta=meta)
         return f"{model}@v1"
 
     async def request(self, name: str) -> LoRARequest | None:

@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from serve.api import answer_shapes, answers, application
+from serve.api import answer_shapes, answers
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -144,7 +144,7 @@ async def test_application_answers_an_error_of_reading_as_the_requests_fault(err
 
     app.middleware_stack = app.build_middleware_stack()  # as vLLM's has one when it is built
     init_exception_handler(app)
-    application.set_up(app)
+    answer_shapes.set_up(app)
     transport = httpx.ASGITransport(answers.Answers(app, lambda: "v1"), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         assert (await client.get("/")).status_code == status

@@ -16,7 +16,7 @@ def lora():
     """Imports vLLM, which takes ten seconds: not for every process that collects this file."""
     from vllm.lora.layers import LoRAMapping
 
-    from serve.vllm.cpu_lora import GroupedLoRA, groups
+    from serve.vllm.patches import GroupedLoRA, groups
 
     return SimpleNamespace(LoRAMapping=LoRAMapping, GroupedLoRA=GroupedLoRA, groups=groups)
 

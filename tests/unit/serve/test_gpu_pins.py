@@ -151,7 +151,7 @@ def test_fp8_before_ada_is_refused_in_words(monkeypatch):
         with pytest.raises(ValueError, match="Triton attention") as raised:
             triton_attn.TritonAttentionImpl(8, 128, 1.0, 8, None, None, name)
         words = in_our_words(str(raised.value), "m")
-        assert words is not None and "8.6" in words.text and "`appliance model deploy m --kv-cache-dtype" in words.text
+        assert words is not None and "8.6" in words and "`appliance model deploy m --kv-cache-dtype" in words
 
 
 @pytest.mark.parametrize("told", [False, True])

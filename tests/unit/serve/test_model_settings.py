@@ -7,10 +7,9 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from serve.core.config import EngineConfig
-from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings
+from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings, with_system_prompt
 from serve.core.parsers import CALL_SYNTAX, NEEDED_TOKENS, TOOL_PARSERS
 from serve.core.spec import ReplicaSpec
-from serve.core.system_prompt import with_system_prompt
 from serve.vllm.arguments import engine_arguments
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{# tools #}"

@@ -10,7 +10,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from serve.core import fingerprint
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WithoutNumbers, WrongState
+from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WithoutNumbers
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 
@@ -151,10 +151,3 @@ async def test_failed_sleep_fails_the_engine(control):
     with pytest.raises(EngineFailed, match="did not fall asleep"):
         await made.sleep()
     assert made.state == "failed"
-
-
-async def test_profile_during_another_operation_is_refused(control):
-    made = control(Engine())
-    async with made._lock:
-        with pytest.raises(WrongState, match="profile"):
-            await made.profile(1, 1.0, "/nowhere")

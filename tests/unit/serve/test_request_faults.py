@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError, field_validator
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.api.request_faults import UNREADABLE, of_request
+from serve.api.answers import UNREADABLE, of_request
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), AttributeError("b"), RecursionError(), TypeError("c")])

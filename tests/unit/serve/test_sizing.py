@@ -8,12 +8,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
-from serve.core.shape import ServedShape
 from serve.core.sizing import (
     CPU_KV_BYTES,
     GRAPH_BYTES,
     LEAST_ACTIVATIONS_BYTES,
     NotServable,
+    ServedShape,
     engine_size,
 )
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from serve.core import segments
 from serve.core.parsers import NEEDED_TOKENS, PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
-from serve.core.spec import ReplicaSpec
+from serve.core.spec import ReplicaSpec, remove_segments_below, remove_segments_of, segment_prefix_of
 from serve.vllm.arguments import EXECUTOR, GPU_WORKER, engine_arguments, engine_environment
 
 GOOD = {
@@ -25,26 +24,26 @@ GOOD = {
 
 
 def test_a_spec_survives_the_trip_through_json():
-    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--max-logprobs", "5"], "numa_nodes": [0, None]})
-    assert ReplicaSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    spec = ReplicaSpec(**{**GOOD, "extra_args": ["--max-logprobs", "5"], "numa_nodes": [0, None]})
+    assert ReplicaSpec(**json.loads(json.dumps(spec.to_json()))) == spec
     assert spec.numa_nodes == (0, None)
     assert spec.devices == (3,) and spec.scratch_path == "/dev/shm/appliance-1/run/r/r1.d"
 
 
 def test_every_engine_names_its_segments_its_own_way():
-    one, other = (ReplicaSpec.from_json({**GOOD, "socket_path": f"/dev/shm/x/{name}.sock"}) for name in ("a", "b"))
+    one, other = (ReplicaSpec(**{**GOOD, "socket_path": f"/dev/shm/x/{name}.sock"}) for name in ("a", "b"))
     assert one.segment_prefix != other.segment_prefix and "/" not in one.segment_prefix
 
 
 def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "SEGMENTS", tmp_path)
+    monkeypatch.setattr("serve.core.spec.SEGMENTS", tmp_path)
     mine, second, others = (f"/dev/shm/{name}.sock" for name in ("box/r/a", "box/r/b", "other/r/a"))
     for socket_path in (mine, second, others):
-        (tmp_path / f"{segments.prefix_of(socket_path)}1f").touch()
-    segments.remove_of(mine)
+        (tmp_path / f"{segment_prefix_of(socket_path)}1f").touch()
+    remove_segments_of(mine)
     assert len(list(tmp_path.iterdir())) == 2
-    segments.remove_below(Path("/dev/shm/box/r"))
-    assert [path.name for path in tmp_path.iterdir()] == [f"{segments.prefix_of(others)}1f"]
+    remove_segments_below(Path("/dev/shm/box/r"))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{segment_prefix_of(others)}1f"]
 
 
 @pytest.mark.parametrize(
@@ -59,19 +58,19 @@ def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp
 )
 def test_spec_with_an_invalid_field_is_refused_by_name(field, value):
     with pytest.raises(ValidationError, match=field):
-        ReplicaSpec.from_json({**GOOD, field: value})
+        ReplicaSpec(**{**GOOD, field: value})
 
 
 def test_unknown_and_missing_fields_are_refused():
     with pytest.raises(ValidationError, match="gpu"):
-        ReplicaSpec.from_json({**GOOD, "gpu": 1})
+        ReplicaSpec(**{**GOOD, "gpu": 1})
     with pytest.raises(ValidationError, match="model"):
-        ReplicaSpec.from_json({key: value for key, value in GOOD.items() if key != "model"})
+        ReplicaSpec(**{key: value for key, value in GOOD.items() if key != "model"})
 
 
 def test_more_workers_than_devices_are_refused():
     with pytest.raises(ValidationError, match="at least 2"):
-        ReplicaSpec.from_json({**GOOD, "tensor_parallel": 2})
+        ReplicaSpec(**{**GOOD, "tensor_parallel": 2})
 
 
 def pairs(args):
@@ -79,7 +78,7 @@ def pairs(args):
 
 
 def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
-    flags = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, None))
+    flags = pairs(engine_arguments(ReplicaSpec(**GOOD), {"model_type": "llama"}, None))
     assert flags["--worker-cls"] == "serve.vllm.cpu_worker.ShmCPUWorker"
     assert flags["--kv-cache-memory-bytes"] == str(1 << 20)
     assert flags["--load-format"] == "shm"
@@ -88,7 +87,7 @@ def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
 
 
 def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
-    spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "devices": [2, 5], "tensor_parallel": 2})
+    spec = ReplicaSpec(**{**GOOD, "kind": "cuda", "devices": [2, 5], "tensor_parallel": 2})
     args = engine_arguments(spec, {}, None)
     assert "--enable-sleep-mode" in args and "--enforce-eager" not in args
     assert args[args.index("--worker-cls") + 1] == GPU_WORKER
@@ -99,19 +98,19 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
 
 
 def test_a_gpu_engine_asks_for_no_more_free_memory_than_it_was_sized_for():
-    spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "gpu_memory_fraction": 0.8})
+    spec = ReplicaSpec(**{**GOOD, "kind": "cuda", "gpu_memory_fraction": 0.8})
     assert pairs(engine_arguments(spec, {}, None))["--gpu-memory-utilization"] == "0.8"
 
 
 def test_dev_mode_stays_off_and_n_is_bounded():
-    env = engine_environment(ReplicaSpec.from_json(GOOD), 64)
+    env = engine_environment(ReplicaSpec(**GOOD), 64)
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_MAX_N_SEQUENCES"]) == ("0", "64")
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert env["VLLM_RPC_BASE_PATH"].startswith("/dev/shm/appliance-1/run/")
 
 
 def test_lora_flags_pass_through_and_allow_loading():
-    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--enable-lora", "--max-lora-rank", "32"]})
+    spec = ReplicaSpec(**{**GOOD, "extra_args": ["--enable-lora", "--max-lora-rank", "32"]})
     assert pairs(engine_arguments(spec, {}, None))["--max-lora-rank"] == "32"
     assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
@@ -150,7 +149,7 @@ def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, templat
     assert tool_parser(family, template, needed) == parser and not missing_tokens(parser, needed)
     assert tool_parser(family, template, needed[1:]) is None
     assert missing_tokens(parser, needed[1:]) == needed[:1]
-    spec, config = ReplicaSpec.from_json(GOOD), {"model_type": family}
+    spec, config = ReplicaSpec(**GOOD), {"model_type": family}
     assert pairs(engine_arguments(spec, config, template, needed))["--tool-call-parser"] == parser
     assert "--tool-call-parser" not in engine_arguments(spec, config, template, needed[1:])
 
@@ -161,7 +160,7 @@ def test_tool_parser_that_needs_no_token_is_chosen_without_any():
 
 def test_engine_arguments_keep_a_parser_that_the_settings_name():
     named = {"own_tool_parser": False, "extra_args": ["--tool-call-parser", "mistral"]}
-    args = engine_arguments(ReplicaSpec.from_json({**GOOD, **named}), {"model_type": "llama"}, "{{ tools }}")
+    args = engine_arguments(ReplicaSpec(**{**GOOD, **named}), {"model_type": "llama"}, "{{ tools }}")
     assert args[-2:] == ["--tool-call-parser", "mistral"]
 
 
@@ -193,36 +192,36 @@ STRIPS_OLDER = (
 def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, template, parser):
     """A parser for a model that does not reason takes its whole answer for reasoning."""
     assert reasoning_parser(family, template) == parser
-    args = engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": family}, template)
+    args = engine_arguments(ReplicaSpec(**GOOD), {"model_type": family}, template)
     assert ("--reasoning-parser" in args) is (parser is not None)
     if parser:
         assert args[args.index("--reasoning-parser") + 1] == parser
-    told = ReplicaSpec.from_json({**GOOD, "own_reasoning_parser": False})
+    told = ReplicaSpec(**{**GOOD, "own_reasoning_parser": False})
     assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
 
 
 def test_embedding_engines_run_the_pooling_runner_without_tools():
-    spec = ReplicaSpec.from_json({**GOOD, "task": "embed"})
+    spec = ReplicaSpec(**{**GOOD, "task": "embed"})
     args = engine_arguments(spec, {"model_type": "llama"}, "{{ tools }}")
     assert pairs(args)["--runner"] == "pooling" and "--tool-call-parser" not in args
     assert "--enable-scale-out" not in args
-    assert "--enable-scale-out" in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None), "inputs are rendered there"
+    assert "--enable-scale-out" in engine_arguments(ReplicaSpec(**GOOD), {}, None), "inputs are rendered there"
 
 
 def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
     adapters = {"adapter_slots": 2, "adapter_max_rank": 20, "adapters_resident": 8, "adapter_roots": ["/a", "/b"]}
-    spec = ReplicaSpec.from_json({**GOOD, **adapters})
-    assert ReplicaSpec.from_json(spec.to_json()) == spec and spec.adapter_roots == ("/a", "/b")
+    spec = ReplicaSpec(**{**GOOD, **adapters})
+    assert ReplicaSpec(**spec.to_json()) == spec and spec.adapter_roots == ("/a", "/b")
     args = engine_arguments(spec, {}, None)
     given = pairs(args)
     assert (given["--max-loras"], given["--max-lora-rank"], given["--max-cpu-loras"]) == ("2", "32", "8")
     assert "--enable-lora" in args and "lm_head" not in args
     assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert "--enable-lora" not in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None)
+    assert "--enable-lora" not in engine_arguments(ReplicaSpec(**GOOD), {}, None)
 
 
 def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
-    args = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ messages }}"))
+    args = pairs(engine_arguments(ReplicaSpec(**GOOD), {"model_type": "llama"}, "{{ messages }}"))
     assert args["--tool-call-parser"] == "hermes" and args["--chat-template"].endswith("{{ messages }}")
-    known = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ tools }}", PARSER_TOKENS))
+    known = pairs(engine_arguments(ReplicaSpec(**GOOD), {"model_type": "llama"}, "{{ tools }}", PARSER_TOKENS))
     assert known["--tool-call-parser"] == "llama3_json" and "--chat-template" not in known

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.models.template_trial import _render
-from serve.vllm.turn_ends import end_turns_of
+from serve.vllm.frontend import end_turns_of
 from weights.checkpoint.turns import PROBES
 
 CHATML = (

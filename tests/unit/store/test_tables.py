@@ -11,7 +11,7 @@ import pytest
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
 from appliance.store.objects import idempotency, job_records, jobs, models
-from appliance.store.records import handovers, keys, operations
+from appliance.store.records import handovers, keys
 from appliance.store.rows import (
     CheckpointRow,
     HandoverRow,
@@ -20,7 +20,6 @@ from appliance.store.rows import (
     JobMetricRow,
     JobRow,
     ModelRow,
-    OperationRow,
     VersionRow,
 )
 
@@ -185,13 +184,3 @@ def test_requests_are_found_by_key_and_by_body(db: Database):
     assert idempotency.by_key(db, "k2", "jobs", "idem") is None
     idempotency.delete_before(db, 15.0, 0.0)
     assert db.column("SELECT resource_id FROM idempotency") == ["b", "c"]
-
-
-def test_an_operation_ends_once(db: Database):
-    operations.insert(db, OperationRow("op_1", "verify", "m", "running", 1.0))
-    operations.set_progress(db, "op_1", {"done": 1})
-    operations.succeed(db, "op_1", {"ok": True})
-    found = operations.find(db, "op_1")
-    assert found is not None and found.state == "succeeded" and found.ended_s is not None
-    with pytest.raises(RowNotFound):
-        operations.fail(db, "op_1", {"code": "x"})

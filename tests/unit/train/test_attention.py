@@ -111,12 +111,6 @@ def test_heads_may_have_any_width_and_values_their_own(monkeypatch, one_kernel, 
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_heads_that_fit_are_not_copied():
-    fits = torch.empty((5, 2, 8))
-    assert attention._filled_up(fits, 8) is fits
-    assert attention._filled_up(fits, 16).shape == (5, 2, 16)
-
-
 def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
     meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that belongs to no host
     wide = torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16)
@@ -126,41 +120,3 @@ def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
     assert not attention._one_kernel(wide, wide, 0.0)
     assert not attention._one_kernel(meta, wide, 0.0)
     assert not attention._one_kernel(torch.empty((1, 4, 32, 64), dtype=torch.bfloat16), meta, 0.0)
-
-
-def test_the_backward_pass_fills_no_row_per_example():
-    """Slices made a zeroed tensor of q's size for each of 32 examples."""
-    tokens, count = 512, 32
-    query, key, value = (torch.randn(1, 4, tokens, 16, requires_grad=True) for _ in range(3))
-    segments = tuple((i * tokens // count, (i + 1) * tokens // count) for i in range(count))
-    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=segments)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as told:
-        out.sum().backward()
-    whole = [
-        event for event in told.events() if event.name == "aten::zero_" and event.input_shapes[0] == [1, 4, 512, 16]
-    ]
-    assert not whole
-    assert not any("SliceBackward" in event.name for event in told.events())
-
-
-def test_a_rank_keeps_torchs_attention_off_kernels_that_are_planned_for_every_length():
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    attention.register()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_calls_per_example_on_a_device_have_no_groups_for_which_torch_has_no_kernel_without_a_square(monkeypatch):
-    """Of float32 and of wide heads: its kernel for these takes as many heads of keys as of queries."""
-    seen = []
-
-    def noting(q, k, v, **how):
-        seen.append((q.shape[1], k.shape[1], v.shape[1], how["enable_gqa"]))
-        return scaled_dot_product_attention(q, k, v, **how)
-
-    wanted = outcome(lambda *tensors: packed(*tensors, 4))
-    monkeypatch.setattr(attention, "in_host_memory", lambda device: False)
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", noting)
-    found = outcome(lambda *tensors: packed(*tensors, 4))
-    assert set(seen) == {(4, 4, 4, False)}
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)

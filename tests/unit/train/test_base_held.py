@@ -17,6 +17,7 @@ from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
+from weights.tiers.directory import seal_dir, take_in
 
 
 def spec_of(path, tmp_path) -> TrainSpec:
@@ -38,7 +39,9 @@ def spec_of(path, tmp_path) -> TrainSpec:
 def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
     """Nobody held the base: the store gave its file to the next version, whose bytes a LoRA job then trained on."""
     store = WeightStore(tmp_path / "store", budget_bytes=None)
-    stored = store.import_dir(make_model_dir(tmp_path / "base"), model="base", version="v1")
+    base = make_model_dir(tmp_path / "base")
+    seal_dir(base, kind="version", model="base", version="v1")
+    stored = take_in(store, base)
     spec = spec_of(stored.path, tmp_path)
     held = hold_base(spec)
     model = load_model(spec)

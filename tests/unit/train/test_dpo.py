@@ -1,7 +1,6 @@
 """DPO computes what TRL's DPOTrainer computes, and refuses pairs of which a cut leaves nothing to compare."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from train.plan.spec import TrainSpec
 from train.state import snapshot
 from train.trainer import train as training
 from train.trainer.prepare import prepare
-from train.trainer.reference import Reference
 
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
 TRL = [
@@ -124,19 +122,6 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
     assert 0 <= last["mean_token_accuracy"] <= 1
 
 
-def test_accuracy_is_of_the_preferred_output_alone(tmp_path):
-    objective = DPO.objective(load_model(tiny_spec(tmp_path)), {"beta": 0.1})
-    draw = np.random.default_rng(0)
-    sides = [(draw.integers(3, 250, size).astype(np.int32), np.arange(size) > 3) for size in (20, 30, 12, 40)]
-    batch = to_batch(build_row([sides], 128, 0, packing=True), 1.0, "cpu") | {"reference": torch.zeros(4)}
-    with torch.no_grad():
-        said = objective.logits(batch).argmax(-1)
-        preferred = torch.cat([torch.full((size,), side % 2 == 0) for side, size in enumerate(batch["sequence_sizes"])])
-        batch["labels"] = torch.where(preferred, said, (said + 1) % 250)
-        objective(batch)
-    assert objective.take_metrics()[0][:2] == [preferred.sum(), preferred.sum()]
-
-
 def tiny_spec(tmp_path, **fields):
     base = tmp_path / "base"
     return TrainSpec(
@@ -159,34 +144,6 @@ def tiny_spec(tmp_path, **fields):
 
 def silent(event, **data):
     pass
-
-
-@pytest.mark.parametrize("wish", ["suspend", "cancel"])
-def test_a_reference_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch, wish):
-    signals, rounds, whole = ControlSignals(), [], Reference._one_round
-
-    def one_round(reference, values):
-        whole(reference, values)
-        rounds.append(values.done)
-        if len(rounds) == 2:
-            signals.ask(wish)
-
-    monkeypatch.setattr(Reference, "_one_round", one_round)
-    spec = tiny_spec(tmp_path)
-    run = prepare(spec, silent, signals, Progress())
-    outcome = run.run()
-    run.close()
-    assert (outcome["outcome"], outcome["step"]) == ({"suspend": "suspended", "cancel": "cancelled"}[wish], 0)
-    assert rounds == [1, 2] and run.train.reference is None
-    again = prepare(spec, silent, ControlSignals(), Progress())
-    assert again.run()["outcome"] == "succeeded"
-    again.close()
-    assert rounds == list(range(1, len(again.train.packs) + 1)), "no row twice"
-    fresh = prepare(replace(spec, run_dir=str(tmp_path / "fresh")), silent, ControlSignals(), Progress())
-    while fresh.reference.learn_some():
-        pass
-    assert np.array_equal(fresh.train.reference, again.train.reference)
-    fresh.close()
 
 
 def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, monkeypatch):

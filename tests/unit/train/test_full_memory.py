@@ -93,28 +93,6 @@ def test_version_of_an_epoch_without_room_is_left_out(run, monkeypatch):
         publisher.publish(2, 1.0)
 
 
-def test_snapshot_is_due_by_its_cost_and_the_chosen_interval(run, monkeypatch):
-    checkpointer, *_ = run
-    now_s = [checkpointer._last_s + 4.9]
-    monkeypatch.setattr(checkpointing.time, "monotonic", lambda: now_s[0])
-    assert not checkpointer.due()
-    now_s[0] += 0.2
-    assert checkpointer.due()
-    checkpointer.save(2)
-    assert not checkpointer.due()
-    now_s[0] += 1e9
-    object.__setattr__(checkpointer._spec, "snapshot_every_s", 0.0)
-    assert not checkpointer.due()
-
-
-def test_suspension_reuses_the_snapshot_of_its_step(run):
-    checkpointer, _, store, told = run
-    checkpointer.save(2)
-    (kept,) = store.list("snapshot", "j")
-    assert checkpointer.suspend(2).path == str(kept.path)
-    assert store.list("snapshot", "j") == [kept] and [event for event, _ in told] == ["snapshot"]
-
-
 @pytest.mark.parametrize(("tokens", "step"), [({}, 2), ({"tokens": "other"}, None)], ids=["absent", "other"])
 def test_read_snapshot_compares_tokens_where_it_has_them(run, monkeypatch, tokens, step):
     checkpointer, _, store, _ = run

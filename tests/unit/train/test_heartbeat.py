@@ -15,7 +15,6 @@ from train.control.progress import ControlSignals, Progress
 from train.model.tensor_parallel import Grid
 from train.trainer import train as training
 from train.trainer.metrics import Metrics
-from train.trainer.prepare import moving
 from train.trainer.train import Run
 
 
@@ -34,12 +33,6 @@ class Clocked(Progress):
 @pytest.fixture
 def progress() -> Clocked:
     return Clocked()
-
-
-def test_each_example_that_is_tokenised_moves(progress):
-    encode = moving(lambda encoder, record: [(encoder, record["n"])], progress)
-    assert [encode("e", {"n": n}) for n in range(3)] == [[("e", 0)], [("e", 1)], [("e", 2)]]
-    assert progress.entered == ["tokenising"] * 3
 
 
 @pytest.mark.parametrize(("wanted", "takes_s"), [(False, 60.0), (True, 60.0), (True, 0.0)])
@@ -77,11 +70,3 @@ def test_long_validation_moves_with_each_row_and_is_left(
     found = run._validation(valid)
     assert progress.entered == ["validating"] * (0 if left else 5)
     assert found == (None if left else {"loss": pytest.approx(np.mean(range(5))), "mean_token_accuracy": 0.75})
-
-
-@pytest.mark.parametrize(("spent_s", "left_s"), [(8, 2), (11, 0), (20, np.inf)], ids=["before", "about to end", "long"])
-def test_left_of_step_counts_on_the_time_of_the_last_step(monkeypatch, spent_s, left_s):
-    run = Run.__new__(Run)
-    run.step, run.first_step, run._took_s, run._began_s = 2, 0, 10.0, 0.0
-    monkeypatch.setattr(training.time, "monotonic", lambda: float(spent_s))
-    assert run._left_of_step_s() == left_s

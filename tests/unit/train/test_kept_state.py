@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.train_support.tiny import tokenizer
 from train.model import attention
-from train.model.model import keeps_state, load_model
+from train.model.model import keeps_state
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.trainer.prepare import refuse_shared_rows
@@ -79,13 +78,3 @@ def test_only_one_example_a_row_is_learnt_by_a_model_that_keeps_a_state():
             refuse_shared_rows(keeping, spec_of(**more))
     with pytest.raises(UnsupportedModel, match="'supervised' alone"):
         refuse_shared_rows(keeping, spec_of(packing=False, method="reinforcement"))
-
-
-@pytest.mark.parametrize("width, implementation", [(16, "grouped_mm"), (20, "eager")])
-def test_a_convolution_is_not_taken_for_uneven_experts(tmp_path, width, implementation):
-    """It cost all experts their grouped product: they were computed one after the other."""
-    config = AutoConfig.for_model("qwen3_next", **SHAPE | FAMILIES["qwen3_next"] | {"moe_intermediate_size": width})
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    spec = TrainSpec("j", str(tmp_path), "/t", "/r", "/shm", "ft:x", packing=False, device_kind="cpu")
-    assert load_model(spec).config._experts_implementation == implementation

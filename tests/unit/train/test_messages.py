@@ -104,11 +104,6 @@ def test_tools_in_every_form_are_the_same(tools):
     assert made["tools"] == [{"type": "function", "function": TOOL}]
 
 
-@pytest.mark.parametrize("tools", [[], "[]", "", None])
-def test_no_tools_in_every_form_are_none(tools):
-    assert "tools" not in to_chat({"messages": [ASK, ANSWER], "tools": tools})
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -130,11 +125,6 @@ def test_system_prompt_of_every_shape_is_a_message(record):
     assert to_chat(record, shape_of(record)) == {"messages": [SYSTEM, ASK, ANSWER]}
 
 
-def test_system_prompt_besides_another_is_refused():
-    with pytest.raises(BadRecord, match="'system'"):
-        to_chat({"messages": [SYSTEM, ASK, ANSWER], "system": "Be long."})
-
-
 def test_answers_within_a_prompt_are_not_trained():
     record = {"prompt": [ASK, ANSWER, ASK], "completion": "13"}
     made = to_chat(record, "prompt_completion")["messages"]
@@ -151,12 +141,6 @@ def test_unpaired_preferences_are_refused_by_name(label):
     for record in ({"messages": [ASK, ANSWER]}, {"prompt": "3?", "completion": "12"}):
         with pytest.raises(BadRecord, match="has 'label': a mark of good and bad answers"):
             to_chat(record | {"label": label}, shape_of(record))
-
-
-@pytest.mark.parametrize("label", ["billing", 4, None, ["a"]])
-def test_labels_of_a_class_are_reported(label):
-    record = {"messages": [ASK, ANSWER], "label": label}
-    assert to_chat(record) and left_out(record, "chat") == ({"label"} if label else set())
 
 
 def test_left_out_names_keys_of_turns_parts_and_calls():
@@ -229,23 +213,10 @@ def test_to_chat_reads_messages_as_the_input_of_an_output():
     assert [message["content"] for message in made["messages"]] == ["be kind", "3?", "12"]
 
 
-def test_to_chat_of_a_partial_answer_as_prompt_is_refused():
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]
-    with pytest.raises(BadRecord, match="'assistant'"):
-        to_chat({"prompt": asked, "completion": [{"role": "assistant", "content": " is b"}]}, "prompt_completion")
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
 def test_to_chat_reads_a_thought_beside_its_answer(key):
     made = to_chat({"prompt": "a", "completion": "b", key: "so"}, "prompt_completion")
     assert made["messages"][-1]["reasoning_content"] == "so"
-
-
-def test_to_chat_of_a_channel_refuses_an_analysis_alone():
-    final = {"role": "assistant", "content": "b", "channel": "final"}
-    assert to_chat({"messages": [{"role": "user", "content": "a"}, final]})["messages"][-1]["content"] == "b"
-    with pytest.raises(BadRecord, match="channel"):
-        to_chat({"messages": [{"role": "user", "content": "a"}, {**final, "channel": "analysis"}, final]})
 
 
 def test_to_chat_writes_a_result_that_is_an_object_as_json():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 
-import numpy as np
-import orjson
 import pytest
 import torch
 
@@ -17,18 +14,13 @@ from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
-from tests.train_support.tiny import make_model_dir
-from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord, to_chat
-from train.data.token_set import open_token_set
 from train.methods.method import Method, Option
-from train.methods.methods import DEFAULT, METHODS, convert, method_of, table
+from train.methods.methods import DEFAULT, METHODS, convert, method_of
 from train.methods.packed_objective import LogProbObjective
-from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
-from train.plan.spec import TrainSpec
 
 DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
@@ -137,30 +129,10 @@ def test_commands_have_its_options(echo):
             given(*wrong)
 
 
-def test_two_methods_may_name_an_option_alike(monkeypatch):
-    class Nearer(Echoing):
-        name = "nearer"
-        options = (Option("beta", 0, 5, 3.0, "how near"),)
-
-    monkeypatch.setitem(METHODS, "nearer", Nearer())
-    for method in ("dpo", "nearer"):
-        assert training.hyperparameters(given("--method", method, "--beta", "1")) == {"beta": 1}
-    with pytest.raises(BadUsage, match="--beta belongs to --method dpo and .*nearer; --method is supervised"):
-        training.hyperparameters(given("--beta", "1"))
-    (option,) = (one for one in training.options() if one.flags == ("--beta",))
-    told = r"Of --method dpo: how closely.*0\.1.*; Of --method nearer: how near.*\(3\)"
-    assert re.search(told, option.settings["help"])
-
-
-@pytest.mark.parametrize("name", ["n_epochs", "lora_rank", "publish", "strength"])
-def test_an_option_that_would_hide_another_is_refused_at_import(name):
-    class Hiding(Echoing):
-        options = (*Echoing.options, Option(name, 0, 1, 0.5, "of nothing"))
-
-    with pytest.raises(ValueError, match=f"option '{name}' of method 'echo'"):
-        table(DEFAULT, Hiding())
-    with pytest.raises(ValueError, match="two methods are called 'echo'"):
-        table(Echoing(), Echoing())
+def test_options_of_methods_have_names_of_their_own():
+    for method in METHODS.values():
+        names = [option.name for option in method.options]
+        assert len({*names}) == len(names) and auto.common_names().isdisjoint(names)
 
 
 def test_its_memory_is_planned_with(echo):
@@ -169,63 +141,6 @@ def test_its_memory_is_planned_with(echo):
     plain, double = (capacity.job(shape, fields, (1,), box, method).numbers["device"] for method in (DEFAULT, echo))
     assert double["weights_bytes"] == 2 * plain["weights_bytes"]
     assert double["activations_bytes"] > 1.5 * plain["activations_bytes"], "a row has two sequences"
-
-
-def test_a_small_method_from_its_file_to_its_loss(echo, tmp_path):
-    chats = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
-        for n in range(12)
-    ]
-    source = tmp_path / "chats.jsonl"
-    source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    written = tmp_path / "train.jsonl"
-    report, plain = check_training_file(source, chat_path=written, convert=echo.convert), check_training_file(source)
-    assert report.ok and report.shape == "chat" and echo.refuses(report.shape) is None
-    assert report.n_tokens_estimate == 2 * plain.n_tokens_estimate
-    assert report.longest_example_tokens == plain.longest_example_tokens
-    assert orjson.loads(written.read_bytes().splitlines()[3])["sequences"][1]["messages"][1]["content"] == "It is 3."
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"question": "a", "answer": "b"}\n')
-    assert "question_answer" in check_training_file(other, convert=echo.convert).errors[0][1]
-
-    base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = TrainSpec(
-        job_id="j",
-        base_path=str(base),
-        train_path=str(written),
-        run_dir="",
-        shm_root="",
-        output_model="o",
-        precision="fp32",
-        method="echo",
-        options={"strength": 3.0},
-        device_kind="cpu",
-    )
-    assert TrainSpec.from_json(spec.to_json()) == spec
-    encoder = ChatEncoder(load_tokenizer(str(base)))
-    tokens = open_token_set(
-        written,
-        base,
-        lambda: encoder,
-        tmp_path / "tokens",
-        max_length=64,
-        packing=True,
-        rank=0,
-        world_size=1,
-        barrier=lambda: None,
-        sequences=echo.sequences,
-        encode=echo.encode,
-        cut=echo.cut,
-        lay_out=echo.row,
-    )
-    assert tokens.n_examples == 12 and echo.denominator(tokens, np.arange(len(tokens.packs))) == 12
-    row = tokens.row(np.array([0]))
-    objective = echo.objective(load_model(spec), spec.options)
-    batch = echo.batch(row, 1.0, "cpu")
-    loss = objective(batch)
-    (*_, echoes), _ = objective.take_metrics()
-    assert echoes == len(tokens.packs[0]) and objective.take_metrics() == ([0, 0], [])
-    assert loss.item() == pytest.approx(2 * objective.plain(batch).item()) and loss.dtype == torch.float32
 
 
 def test_a_file_of_no_job_yet_is_checked_by_the_method_that_takes_it(tmp_path):

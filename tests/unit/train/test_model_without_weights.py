@@ -1,18 +1,12 @@
 """A model built for a snapshot to fill is the loaded one in everything but the values of its parameters."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from deepspeed import comm
-from transformers import AutoModelForCausalLM
 
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
-from train.control.progress import ControlSignals, Progress
 from train.model.model import load_model
 from train.state.stored_names import stored_names
-from train.trainer import prepare
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])
@@ -48,44 +42,3 @@ def test_it_is_written_back_under_the_names_of_the_checkpoint(tmp_path, family):
     expected, found = (stored_names(model, shapes, base) for model in (loaded, empty))
     for name in shapes:
         assert found.of(name) == expected.of(name)
-
-
-@pytest.mark.parametrize(
-    "family, tied, reads", [("mixtral", False, False), ("llama", False, False), ("qwen2", True, True)]
-)
-def test_a_rank_whose_weights_are_sent_reads_none(tmp_path, monkeypatch, family, tied, reads):
-    """Loading ties only what the checkpoint does not have twice, so where something may be tied all ranks load."""
-    base = make_model_dir(tmp_path / "base", family=family, tied=tied)
-    spec, was_read = host_spec(base, full=False, lora_targets=("q_proj",), zero_stage=3), []
-    loaded, load = load_model(spec), AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: was_read.append(a) or load(*a, **k))
-    waits = load_model(spec, sent=True)
-    assert bool(was_read) == reads
-    for of_one, of_other in zip(loaded.named_parameters(), waits.named_parameters(), strict=True):
-        (name, ours), (its, other) = of_one, of_other
-        assert (name, ours.shape, ours.dtype, ours.requires_grad) == (
-            its,
-            other.shape,
-            other.dtype,
-            other.requires_grad,
-        )
-
-
-def test_only_the_first_rank_reads_the_weights_under_zero_3(tmp_path, monkeypatch):
-    asked = []
-
-    def load(spec, **how):
-        asked.append((spec.zero_stage, comm.get_rank(), how["sent"]))
-        raise InterruptedError
-
-    monkeypatch.setattr(prepare, "load_model", load)
-    monkeypatch.setattr(prepare, "open_token_set", lambda *args, **more: SimpleNamespace())
-    monkeypatch.setattr(prepare, "_tell_about_data", lambda *args: None)
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    for zero_stage in (1, 3):
-        for rank in (0, 1):
-            monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
-            with pytest.raises(InterruptedError):
-                spec = host_spec(tmp_path, zero_stage=zero_stage, train_path="t", shm_root=str(tmp_path))
-                prepare.prepare(spec, lambda *a, **k: None, ControlSignals(), Progress())
-    assert asked == [(1, 0, False), (1, 1, False), (3, 0, False), (3, 1, True)]

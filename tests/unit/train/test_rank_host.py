@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, ChildTimeout, SupervisorDied
+from runtime.errors import ChildDied, SupervisorDied
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 
@@ -85,18 +85,6 @@ async def test_a_killed_rank_that_lingers_is_waited_for(monkeypatch, tmp_path):
     assert not child.alive and (await one.status())["job_id"] == ""
 
 
-async def test_a_wait_for_the_last_rank_does_not_end_the_next_one(monkeypatch, tmp_path):
-    one, made = await started(monkeypatch, tmp_path)
-    made[0].lingers, made[0].pause = 1, asyncio.Event()
-    ending = asyncio.create_task(one.kill())
-    await asyncio.sleep(0)
-    pause, made[0].pause = made[0].pause, None
-    await one.start({"job_id": "next", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
-    pause.set()
-    await ending
-    assert made[1].alive and (await one.status())["job_id"] == "next"
-
-
 async def started(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
     await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
@@ -131,79 +119,6 @@ async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypat
     assert (outcome.outcome, outcome.step) == ("succeeded", 6)
     assert [(e["event"], e.get("step")) for e in told] == [("metrics", 5), ("metrics", 6), ("finished", 6)]
     assert all("number" not in event for event in told)
-
-
-async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure(monkeypatch, tmp_path):
-    one, (child,) = await started(monkeypatch, tmp_path)
-    child.say("ready", step=0, seconds={"join": 0.0, "prepare": 0.0})
-    await one.next_event(0)
-    told, killed = [], []
-    group = Group(told.append, PingLimits(ping_every_s=60))
-    await group.adopt("j", [one])
-    child.pause = asyncio.Event()
-    monkeypatch.setattr(one, "kill", lambda kill=one.kill: killed.append(1) or kill())
-    child.say("done", outcome="succeeded", step=3)
-    while not killed:
-        await asyncio.sleep(0)
-    group._fail(0, "did not answer", retryable=True, code="rank_hung")  # as its watch does meanwhile
-    for _ in range(3):
-        await asyncio.sleep(0)
-    child.pause.set()
-    assert (await group.wait()).outcome == "succeeded" and killed == [1]
-    assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
-
-
-async def test_a_rank_that_begins_may_be_silent_for_longer_than_one_that_trains(monkeypatch, tmp_path):
-    """torch holds Python's lock while CUDA begins (THCPModule_initExtension): half a second, or seven."""
-    one, (child,) = await started(monkeypatch, tmp_path)
-    asked = asyncio.Event()
-
-    async def ping(method, timeout_s=None, **_):
-        if timeout_s < 10:
-            raise ChildTimeout("silent")
-        asked.set()
-        return {"phase": "joining", "step": 0, "in_phase_s": 7.0}
-
-    child.call = ping
-    group = Group(limits=PingLimits(ping_every_s=0))
-    await group.adopt("j", [one])
-    await asked.wait()
-    child.say("ready", step=0, seconds={"join": 7.0, "prepare": 0.0})
-    async with asyncio.timeout(60):
-        error = (await group.wait()).error
-    assert (error["code"], error["reason"]) == ("rank_hung", "did not answer within 5.0 s (stopped or starved)")
-
-
-async def test_a_rank_whose_profile_ends_may_be_silent_for_longer(monkeypatch, tmp_path):
-    """torch holds Python's lock while its profiler stops (torch.autograd._disable_profiler), whatever it holds."""
-    one, (child,) = await started(monkeypatch, tmp_path)
-    limits, asked = [], asyncio.Event()
-
-    async def call(method, timeout_s=None, **_):
-        if method == "ping":
-            limits.append(timeout_s)
-            asked.set()
-            return {"phase": "profiling", "step": 1, "in_phase_s": 7.0}
-
-    async def next_limit():
-        limits.clear(), asked.clear()
-        await asked.wait()
-        return limits[0]
-
-    child.call = call
-    group = Group(limits=PingLimits(ping_every_s=0))
-    await group.adopt("j", [one])
-    child.say("ready", step=0, seconds={"join": 1.0, "prepare": 0.0})
-    async with asyncio.timeout(60):
-        while await next_limit() != 5.0:
-            pass
-        await group.profile(steps=1)
-        await next_limit()  # of one on its way
-        assert await next_limit() == 60.0
-        child.say("profiled", step=1, steps=1)
-        while await next_limit() != 5.0:
-            pass
-    await group.kill()
 
 
 async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
@@ -252,33 +167,6 @@ async def test_what_is_wrong_with_a_persons_data_is_told_without_the_rank_that_s
     child.say("fatal", type=kind, message="train.jsonl cannot be trained on: line 2: x")
     child.says.put_nowait(None)
     assert (await group.wait()).error["message"] == told
-
-
-@pytest.mark.parametrize(
-    "kind, message, by_device",
-    [
-        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", True),
-        ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", True),
-        ("DistBackendError", "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error", True),
-        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of", False),
-        ("AcceleratorError", "CUDA error: out of memory", False),
-        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
-        ("AcceleratorError", "CUDA error: device-side assert triggered", False),
-        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (4x8 and 16x4)", False),
-        ("TypeError", "forward() got an unexpected keyword argument 'segments'", False),
-        ("StoreFull", "no room", False),
-    ],
-)
-async def test_an_error_that_is_not_of_a_device_is_not_its_fault(monkeypatch, tmp_path, kind, message, by_device):
-    """A job that wanted too much memory would have had the only GPU of a box cordoned at its second try."""
-    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
-    one, (child,) = await started(monkeypatch, tmp_path)
-    group = Group(limits=PingLimits(ping_every_s=60))
-    await group.adopt("j", [one])
-    child.say("fatal", type=kind, message=message)
-    child.says.put_nowait(None)
-    error = (await group.wait()).error
-    assert (error["by_device"], error["retryable"], error["blame"]) == (by_device, True, "own")
 
 
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):

@@ -173,7 +173,7 @@ def test_a_file_of_prompts_is_checked_by_line(tmp_path):
     said["messages"] = [*said["messages"], {"role": "assistant", "content": "4"}]
     source.write_text("".join(json.dumps(one) + "\n" for one in (asked(), said)))
     (line, reason), *_ = check_training_file(source, convert=REINFORCEMENT.convert).errors
-    assert (line, reason) == (2, "has the shape 'chat'; 1 of the file's 2 are 'prompt'")
+    assert (line, reason) == (2, "has the shape 'chat'; most of the file's first examples are 'prompt'")
     assert "ends with a message from the user" in method_of("supervised").refuses("prompt")
     assert "wants pairs" in method_of("dpo").refuses("prompt")
     assert "conversations that end with the user" in REINFORCEMENT.refuses("chat")

@@ -1,17 +1,13 @@
 """Learning rate and the order of data as pure functions of the step."""
 
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, plan_packs
-from train.plan.best_fit import best_fit
 from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
-from train.trainer import prepare
 from train.trainer.feed import DataFeed
 
 SPEC = {
@@ -120,26 +116,6 @@ def test_a_row_restarts_positions_and_learns_nothing_across_examples():
     assert len(build_row([[first]], 8, 0, packing=False).input_ids) == 32
 
 
-def test_a_plan_counts_rows_of_millions_of_tokens_as_quickly_as_short_ones():
-    """A number had a bit for each token of a row, and went through five operations for each example: for 2,000 examples
-    and a model with a context of 1,000,000 the validation of a job held the controller's loop for 0.3 s."""
-    draw = np.random.default_rng(3)
-    for capacity in (300, 1000, 100_000_000):
-        lengths = sorted(draw.integers(1, 301, 300).tolist(), reverse=True)
-        spaces: list[int] = []
-        for length in lengths:
-            fitting = [space for space in spaces if space >= length]
-            if fitting:
-                spaces.remove(min(fitting))
-            spaces.append((min(fitting) if fitting else capacity) - length)
-        tracemalloc.start()
-        packs = best_fit(enumerate(lengths), capacity)
-        taken = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert sorted(capacity - sum(lengths[index] for index in pack) for pack in packs) == sorted(spaces)
-        assert sorted(index for pack in packs for index in pack) == list(range(300)) and taken < 1 << 20
-
-
 @pytest.mark.parametrize(
     ("n_packs", "n_epochs", "batch", "micro"), [(1, 1, 2, 1), (3, 1, 4, 2), (5, 3, 8, 2), (4, 2, 4, 1)]
 )
@@ -169,45 +145,3 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
         assert feed.denominator() == feed.tokens()
         denominators += feed.denominator()
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
-
-
-@pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement", "distillation"])
-def test_a_job_says_how_many_steps_its_examples_make_and_why(method):
-    """People expected examples divided by batch_size, and the steps were a quarter of that."""
-    told = []
-    options = {"group": 8, "rows": 1, "max_completion_tokens": 9, "eval_samples": 1}
-    packs = [None] * (40 if method in ("reinforcement", "distillation") else 10)
-    train = SimpleNamespace(n_examples=40, n_tokens=2457, packs=packs, capacity=256, n_truncated=0, n_dropped=0)
-    train.n_records = 40
-
-    def say(**more):
-        told.clear()
-        spec = host_spec("/b", method=method, options=options, n_epochs=4, batch_size=4, **more)
-        prepare._tell_about_data(lambda event, **data: told.append(data["text"]), spec, train)
-        return told[0]
-
-    if len(packs) == 40:
-        assert say() == (
-            "40 prompts, 2457 tokens; 8 answers to each in a step, which has 4 prompts (batch_size): 4 epochs make 40 "
-            "steps"
-        )
-        return
-    assert say() == (
-        "40 examples, 2457 tokens, packed into 10 sequences of 256 (96% full): a step has 4 sequences (batch_size), "
-        "some 16 examples, so that 4 epochs make 10 steps; with packing=false a sequence is one example, and they "
-        "are 40"
-    )
-    train.packs = [None] * 40
-    assert say(packing=False) == (
-        "40 examples, 2457 tokens: a step has 4 of them (batch_size), and 4 epochs make 40 steps"
-    )
-
-
-def test_a_job_whose_examples_became_more_rows_says_so():
-    told = []
-    train = SimpleNamespace(
-        n_examples=39, n_records=20, n_tokens=2457, packs=[None] * 39, capacity=256, n_truncated=0, n_dropped=1
-    )
-    spec = host_spec("/b", method="supervised", n_epochs=1, batch_size=4, packing=False)
-    prepare._tell_about_data(lambda event, **data: told.append(data["text"]), spec, train)
-    assert told[0].startswith("20 examples became 40 rows: ")

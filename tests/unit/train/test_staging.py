@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from runtime.devices.cpu import Cpu
-from runtime.devices.torch_cuda import MOST_ROUNDED_MB
 from train.state import copies, staging
-from train.state.copies import CopyPlan
 from train.state.staging import StagingRing
 from weights.format.layout import Layout, TensorSpec
 from weights.format.slices import Strided
@@ -89,25 +87,18 @@ def test_a_plan_copies_a_devices_tensors_through_the_ring(tmp_path, monkeypatch)
     monkeypatch.setattr(copies, "in_host_memory", lambda device: not copying)
     monkeypatch.setattr(copies, "of_torch", late)
     monkeypatch.setattr(copies, "_copy", lambda target, source: target.as_subclass(torch.Tensor).copy_(source))
-    monkeypatch.setattr(copies, "_PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(copies, "_PART_ELEMENTS", 1000)
     copying = True
     layout = Layout.plan([TensorSpec("a", "F32", (123, 77))])
     ours = torch.randn(123 * 77)
-    plan = CopyPlan.of(layout, [("a", Strided(0, ours.numel(), ours.numel(), 1), ours)])
+    whole = Strided(0, ours.numel(), ours.numel(), 1)
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
-        plan.write(draft)
+        copies.write(draft, [("a", whole, ours)])
         stored = draft.commit(meta={})
     assert made and made[0].waits >= 9
     was = ours.clone()
     ours.zero_()
-    back = CopyPlan.of(layout, [("a", Strided(0, ours.numel(), ours.numel(), 1), ours.as_subclass(LateBuffer))])
     with store.lease(stored) as lease:
-        back.read(lease)
+        copies.read(lease, [("a", whole, ours.as_subclass(LateBuffer))])
     assert torch.equal(ours, was)
-
-
-def test_a_rank_keeps_its_buffers_locked_from_one_snapshot_to_the_next():
-    """To lock memory holds up kernels of other streams (CUDA programming guide, implicit synchronization), and the step
-    goes on beside the copy."""
-    assert copies.FLOAT_BYTES * copies._PIECE_ELEMENTS <= MOST_ROUNDED_MB << 20

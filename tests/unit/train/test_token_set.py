@@ -156,14 +156,6 @@ def test_each_line_is_in_one_block_whatever_their_sizes(tmp_path, monkeypatch, l
     assert sorted(sum(world.encoded, [])) == lengths
 
 
-def test_ranks_have_equally_much_of_a_file_that_is_sorted_by_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_set, "_BLOCK_BYTES", 1000)
-    world = World(sorted_file(tmp_path, 400, power=1), tmp_path, 4)
-    for rank in range(4):
-        world.rank(rank)
-    assert max(map(sum, world.encoded)) < 1.1 * min(map(sum, world.encoded))
-
-
 def test_a_start_that_was_given_up_goes_on_where_it_was(tmp_path, monkeypatch):
     """The scheduler gives a start up after ten minutes: one GPU needs longer for the tokens of half a gigabyte, and
     whoever began with the first line again would never train."""

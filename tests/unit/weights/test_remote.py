@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 
-import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -17,7 +16,6 @@ from weights.format.errors import ChecksumMismatch, IntegrityError, TierFull, Ti
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import KINDS
 from weights.memory.store import WeightStore
-from weights.tiers import moments
 from weights.tiers.objects import DirectoryObjects, objects_at
 from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.record import Name
@@ -102,7 +100,8 @@ def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("weights.tiers.remote.OBJECT_BYTES", 5000)
+    monkeypatch.setattr("weights.format.source.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("weights.tiers.remote.CHUNK_BYTES", 5000)
     stored = write(store, kind=kind, checksums=kind != "snapshot")
     tier, done = RemoteTier(objects), []
     tier.put(stored.path, done.append)
@@ -177,19 +176,6 @@ def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home
     assert fresh.names() == {}
     fresh.put(stored.path)
     fresh.verify(name_of(stored))
-
-
-def test_copy_in_the_former_format_is_no_version_and_stays(store, home):
-    stored = write(store)
-    record = home / "records" / name_of(stored).key
-    record.parent.mkdir(parents=True)
-    record.write_bytes(stored.manifest.to_bytes())
-    DirectoryObjects(home).put(f"objects/{name_of(stored).key}/0", b"packed")
-    tier = RemoteTier(DirectoryObjects(home))
-    before = files(home)
-    assert tier.names() == {}
-    tier.collect()
-    assert files(home) == before
 
 
 def test_damage_in_the_source_gets_no_record(store, tier, home):
@@ -282,37 +268,6 @@ def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
     (home / "owner").unlink()
     with pytest.raises(TierUnavailable, match="mounted"):
         tier.claim("box-1", first=False)
-
-
-def test_moments_take_8_bits_where_asked_within_their_error(store, home, tier):
-    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
-    squares = values**2
-    specs = [TensorSpec(f"{part}.w", "F32", (3000,)) for part in ("master", "exp_avg", "exp_avg_sq")]
-    arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": squares}
-    with store.reserve(Layout.plan(specs), kind="snapshot", model="job", version="step-1") as draft:
-        for name, array in arrays.items():
-            draft.view(name)[:] = memoryview(array).cast("B")
-        stored = draft.commit(meta={"step": 1})
-    lossy = RemoteTier(DirectoryObjects(home), int8_moments=True)
-    lossy.put(stored.path)
-    assert sum((home / name).stat().st_size for name in files(home) if name.startswith("parts/")) < 0.52 * 36000
-    lossy.verify(name_of(stored))
-    store.remove(stored)
-    again = RemoteTier(DirectoryObjects(home)).restore(store, name_of(stored))
-    with store.lease(again) as lease:
-        found = {name: np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays}
-    assert np.array_equal(found["master.w"], values)
-    assert np.abs(found["exp_avg.w"] - values).max() <= np.abs(values).max() / 254 * 1.001
-    root, exact = np.sqrt(found["exp_avg_sq.w"]), np.sqrt(squares)
-    assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
-    tier.put(again.path)  # exactly, although it came from blocks
-    tier.verify(name_of(stored))
-
-
-@pytest.mark.parametrize("raw", [b"", b"AWO1", b"\0" * 64, moments.encode(b"abcd" * 99, "exp_avg.w")[:-3]])
-def test_decode_of_damaged_blocks_raises_integrity_error(raw):
-    with pytest.raises(IntegrityError):
-        moments.decode(raw, "exp_avg.w", 4 * 99)
 
 
 def test_s3_lists_only_below_its_prefix(server, bucket):

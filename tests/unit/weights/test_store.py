@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import threading
 
@@ -15,7 +14,6 @@ import torch
 
 from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
 from weights.format.errors import (
-    ChecksumMismatch,
     DraftNotFound,
     HandleClosed,
     StoreFull,
@@ -105,18 +103,6 @@ def test_a_draft_is_unusable_after_its_end(store):
     for use in (lambda: draft.view("counter"), lambda: draft.commit(meta={})):
         with pytest.raises(HandleClosed):
             use()
-
-
-def test_expected_checksums_keep_wrong_bytes_out(store):
-    stored = write(store)
-    expected = {name: record.checksum for name, record in stored.manifest.tensors.items()}
-    draft = store.reserve(LAYOUT, kind="version", model="starter", version="2")
-    fill(draft, "1")
-    draft.view("counter")[0] ^= 1
-    with pytest.raises(ChecksumMismatch, match="counter"):
-        draft.commit(meta={}, expected_checksums=expected)
-    draft.view("counter")[0] ^= 1
-    assert draft.commit(meta={}, expected_checksums=expected).manifest.tensors == stored.manifest.tensors
 
 
 # Attaching
@@ -241,8 +227,8 @@ def test_never_the_leased_nor_the_pinned(root):
     assert str(2 * MIB) in str(error) and "budget" in str(error)
     assert staged(store) == []
     unpin(store.find("version", "m", "b"))
-    put(store, "e", 2 * MIB)
-    assert "b" not in names(store)
+    put(store, "e", 3 * MIB)
+    assert names(store) == {"e"}
 
 
 def test_what_can_never_fit_is_refused_before_anything_else_happens(root):
@@ -343,21 +329,6 @@ def test_a_segment_of_another_size_is_cut_or_grown(store, first, second):
     assert store.usage().pool_bytes == 0
     with store.lease(stored) as lease:
         assert bytes(lease.view("w")) == content("w", "b", second - 128)
-
-
-@pytest.mark.parametrize("gone", ["pool", "staging", "snapshots"])
-def test_a_directory_that_somebody_removed_is_made_again(store, gone):
-    """Without the pool a version could not be removed: each look at the canaries failed until the box started again."""
-    stored, _ = put(store, "a"), put(store, "b")
-    shutil.rmtree(store.root / gone)
-    assert store.usage().pool_bytes == 0
-    draft = store.attach(store.reserve(sized(MIB), kind="snapshot", model="m", version="c").path)
-    shutil.rmtree(store.root / "pool")
-    draft.abort()
-    store.sweep()
-    store.remove(stored)
-    assert store.usage().pool_bytes >= MIB and names(store) == {"b"}
-    store.reserve(sized(MIB), kind="snapshot", model="m", version="c").commit(meta={}, pinned=False)
 
 
 def test_the_pool_is_bounded_and_goes_first(root):

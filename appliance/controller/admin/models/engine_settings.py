@@ -21,8 +21,7 @@ from appliance.store.objects import models
 from appliance.store.records import deployments, model_settings
 from appliance.store.rows import ModelRow, VersionRow
 from runtime.pydantic_words import words_of_check
-from serve.core.model_settings import ModelSettings
-from serve.core.system_prompt import with_system_prompt
+from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
 

@@ -22,7 +22,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, SwapFailed
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.models.activation import Activations
+from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries
 from appliance.store.database import Database, Part
 from appliance.store.objects import models
@@ -41,7 +41,7 @@ class Rollback(StrictBody):
     version: Text | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter, compared: Canaries, activations: Activations) -> None:
+def routes(context: ControllerContext, router: APIRouter, compared: Canaries) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -63,11 +63,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
             if (deed := carried.before(lambda: Deed.of(**ended))) is not None:
                 return deed
             try:
-                return await compared.roll_back(name, caller, judged=canary)
+                return await compared.roll_back(name, caller)
             except Conflict:  # it ended meanwhile
                 carried.came_to_nothing()
                 raise
-        async with activations.lock(name):
+        async with activation.lock(name):
             row = stored_model(db, name)
             before = row.active_version
 
@@ -83,7 +83,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
             assert target is not None
             try:
                 why = f"{row.id} rolls back to {target}"
-                measured = await activations.switch(row, target, why, carried.came_to_nothing)
+                measured = await activation.switch(context, row, target, why, carried.came_to_nothing)
             except SwapFailed as error:
                 record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
                 raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error

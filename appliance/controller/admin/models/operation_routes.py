@@ -125,8 +125,7 @@ async def _begin(
     begins_with = await given()
 
     def make() -> OperationRow:
-        twin = operation_rows.find_running(context.db, kind, target)
-        if twin is not None:
+        for twin in operation_rows.list_all(context.db, "state = 'running' AND kind = ? AND target = ?", kind, target):
             raise Conflict(
                 f"{kind} of {shown(target)} is already running as operation {twin.id}.",
                 param=None,

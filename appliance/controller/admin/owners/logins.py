@@ -16,7 +16,7 @@ LONGEST_S = 7 * 86400.0
 MOST_OF_A_KEY = 16
 """Past it, the one that was touched longest ago ends."""
 COOKIE = "x-appliance-cookie"
-"""For the gateway, which makes a cookie of it (`gateway.access.auth`); no client sees it."""
+"""For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
 _AGENT_CHARACTERS = 200
 
 

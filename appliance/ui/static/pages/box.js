@@ -209,15 +209,14 @@ function Memory({ memory }) {
 }
 
 const WEEK_S = 7 * 86400;
-const KINDS = { job: "energy.kind.job", model: "energy.kind.model" };
 
-/** Who has drawn how much. */
+/** How much each job has drawn. */
 function Energy() {
   const drawn = useLive((signal) => get(`/admin/v1/power?since_s=${Math.floor(Date.now() / 1000 - WEEK_S)}`, signal), 60);
   return html`<${Card} title=${t("energy.title")}><${Live} of=${drawn}>${({ data, limits, meters: count }) => html`
     ${limits.set ? html`<${Facts} pairs=${[[t("energy.limit"), limits.limit_w === null ? t("energy.own_limit") : `${number(limits.limit_w)} W`]]} />` : null}
     <${Table} label=${t("energy.title")} rows=${data} empty=${t(count ? "energy.none" : "energy.unknown")} columns=${[
-      [t("energy.by"), (row) => html`${row.name && row.kind === "job" ? html`<a href=${`#/jobs/${row.name}`}>${row.name}</a>` : row.name} <span class="dim">${t(KINDS[row.kind] || "energy.kind.idle")}</span>`],
+      [t("energy.by"), (row) => html`<a href=${`#/jobs/${row.job}`}>${row.job}</a>`],
       [t("energy"), (row) => joules(row.joules), "right"],
       [t("energy.device_hours"), (row) => number(row.metered_s / 3600, 2), "right"],
       [t("energy.watts"), (row) => (row.metered_s ? number(row.joules / row.metered_s) : "–"), "right"],

@@ -3,14 +3,12 @@
 import json
 import subprocess
 
-import numpy as np
 import pytest
 
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, checked, write
-from train.data_checks.options import BadOption
-from train.data_checks.process import CheckFailed, answer_of, command_of
-from train.data_checks.repeats import NearDuplicates, grams, words_of
+from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.data_checks.repeats import grams, words_of
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -118,33 +116,6 @@ def test_check_runs_in_a_process_of_its_own(tmp_path):
     assert apart(gsm8k(tmp_path / "f.jsonl", "train", 20))["examples"] == 20
     with pytest.raises(CheckFailed, match="nowhere"):
         apart(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"x" * (17 << 20),
-        b'{"messages": ' + b"[" * 100_000,
-        b'{"messages": "' + b"\xff" * 1000 + b'"}',
-        json.dumps(chat("q", "a1 " * 2_000_000)).encode(),
-        json.dumps(chat("q", "+1 (" * 1_500_000)).encode(),
-    ],
-    ids=["long", "nested", "not utf-8", "words", "digits"],
-)
-def test_hostile_line_costs_what_it_weighs(tmp_path, line):
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(line + b"\n" + json.dumps(chat("a b", "c d")).encode() + b"\n")
-    report = checked(path)
-    assert report["examples"] == 2 and report["checks"]["bad_lines"]["count"] in (0, 1)
-
-
-def test_texts_of_other_sizes_are_not_compared(monkeypatch):
-    """The permutations are known: short texts can be made that share bands with a long one."""
-    near = NearDuplicates()
-    monkeypatch.setattr("train.data_checks.repeats._bands", lambda grams: [1, 2, 3])
-    monkeypatch.setattr(np, "intersect1d", None)
-    assert near.find(0, words_of(" ".join(f"w{n}" for n in range(3000)))) is None
-    assert near.find(1, words_of("w1 w2 w3")) is None
 
 
 def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):

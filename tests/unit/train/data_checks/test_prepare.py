@@ -104,13 +104,3 @@ def test_empty_or_existing_target_is_refused(tmp_path):
     with pytest.raises(OSError, match="exists"):
         prepared(path, out=path)
     assert len(path.read_text().splitlines()) == 2
-
-
-def test_arguments_of_more_levels_than_can_be_gone_through_are_masked_as_a_text(tmp_path):
-    """They ended the whole preparation with a RecursionError."""
-    deep = "[" * 900 + '"ann@example.org"' + "]" * 900
-    asked = {"messages": [{"role": "user", "content": "pay"}], "arguments": deep}
-    made = prepared(write(tmp_path / "f.jsonl", asked), out=tmp_path / "o.jsonl", mask=True)
-    (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
-    told = json.loads(line)["arguments"]
-    assert told == deep.replace("ann@example.org", "[EMAIL]") and made["masked"] == {"email": 1}

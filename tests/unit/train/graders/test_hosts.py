@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from train.graders import hosts as hosts_module
 from train.graders import worker
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
-from train.graders.hosts import MAX_BUSY, NICENESS, ForkBroke, GraderHosts, WorkerBroke, WorkerEnded
+from train.graders.hosts import MAX_BUSY, ForkBroke, GraderHosts
 from train.graders.templates import Sample
 
 SAME = {"type": "string_check", "name": "c", "input": "{{sample.output_text}}", "reference": "{{item}}"}
@@ -44,16 +42,6 @@ async def test_samples_are_graded_in_order(hosts: GraderHosts) -> None:
     assert [one.reward for one in found] == [1, 0, 1]
 
 
-@needs_confinement
-async def test_what_takes_long_to_import_is_imported_once_and_before_the_fork(hosts: GraderHosts) -> None:
-    source = "import sys\nthere = 'sympy' in sys.modules\nimport sympy\ndef grade(sample, item):\n    return there"
-    others = "import sys\ndef grade(sample, item):\n    return not sys.modules.keys() & {'skl' + 'earn', 'pan' + 'das'}"
-    for text in (source, source, others):
-        grader = parse({"type": "python", "name": "p", "source": text})
-        found = await hosts.grade("ann", grader, [(Sample(""), None)] * 2)
-        assert [one.reward for one in found] == [1, 1]
-
-
 async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
     judge, samples = parse(JUDGE), [(Sample("x"), "one"), (Sample("x"), "two")]
     answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
@@ -68,29 +56,6 @@ async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> No
     hosts._process.kill()
     await hosts._process.wait()
     assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
-
-
-SLOW_TOGETHER = """
-import time
-from train.graders import worker
-grade, graded = worker.grade, []
-def slow(*given):
-    graded.append(given)
-    time.sleep(60 * (len(graded) > 1))
-    return grade(*given)
-worker.grade, worker.OWN_TIME_S = slow, 1.5
-worker.main()
-"""
-
-
-async def test_grade_without_code_has_time_for_each_sample_alone(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts_module, "_BEGIN", SLOW_TOGETHER)
-    await hosts.grade("ann", CHECK, [(Sample("a"), "a")])
-    monkeypatch.setattr(hosts_module, "OWN_TIME_S", 1)
-    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a")] * 4)
-    assert [one.reward for one in found] == [1] * 4
 
 
 FAILS_ONCE = """
@@ -122,34 +87,6 @@ async def test_grade_retries_after_the_process_or_its_fork_fails(
     assert (hosts._process.pid == int(failed.read_text())) == survives
 
 
-@pytest.mark.parametrize(
-    ("begin", "kind"),
-    [
-        ("from train.graders import worker; worker._child = lambda *_: os._exit(7); worker.main()", ForkBroke),
-        ("from train.graders import worker; worker._handle = lambda *_: os._exit(7); worker.main()", WorkerEnded),
-        ("from train.graders import worker; worker.answer = lambda *_: 'x' * (33 << 20); worker.main()", ForkBroke),
-        (
-            "from train.graders import worker\n"
-            "def handle(client):\n"
-            "    list(iter(client.makefile('rb').readline, b'\\n'))\n"
-            "    client.sendall(b'{\"result\": [}')\n"
-            "    os._exit(0)\n"
-            "worker._handle = handle\n"
-            "worker.main()",
-            WorkerEnded,
-        ),
-        ("raise SystemExit", WorkerEnded),
-    ],
-)
-async def test_whether_the_request_or_the_worker_broke_is_told(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, begin: str, kind: type[WorkerBroke]
-) -> None:
-    monkeypatch.setattr(hosts_module, "_BEGIN", f"import os; {begin}")
-    with pytest.raises(WorkerBroke) as caught:
-        await hosts.refused_schema("ann", {})
-    assert type(caught.value) is kind
-
-
 @needs_confinement
 async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
     slow = asyncio.create_task(hosts.grade("ann", python("while True: pass"), [(Sample(""), None)]))
@@ -159,20 +96,6 @@ async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None
         await slow
     assert (await hosts.grade("ann", python("return 3"), [(Sample(""), None)]))[0].reward == 3
     await asyncio.to_thread(child.wait, 10)
-
-
-@needs_confinement
-@pytest.mark.parametrize("waited_for", [False, True])
-async def test_what_a_step_waits_for_has_its_priority(hosts: GraderHosts, waited_for: bool) -> None:
-    """At a lower one, grading was most of a step wherever other processes took the processors."""
-    grading = hosts.grade("ann", python("while True: pass"), [(Sample(""), None)], waited_for=waited_for)
-    going = asyncio.create_task(grading)
-    child = await _child_of(await _handler(hosts))
-    expected = os.getpriority(os.PRIO_PROCESS, 0) + (0 if waited_for else NICENESS)
-    assert os.getpriority(os.PRIO_PROCESS, child) == min(expected, 19)  # what Linux has at most
-    going.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await going
 
 
 async def _handler(hosts: GraderHosts) -> int:
@@ -192,18 +115,6 @@ async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monk
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
     body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
     assert (await hosts.grade("ann", python(body), [(Sample(""), None)]))[0].reward == 1
-
-
-@needs_confinement
-async def test_half_a_sign_of_users_code_is_no_text_that_is_told(hosts: GraderHosts) -> None:
-    (found,) = await hosts.grade("ann", python("raise ValueError('\\ud800')"), [(Sample(""), None)])
-    assert found.messages == ["p: ValueError: ? (line 2)"]
-
-
-async def test_handler_of_a_request_has_limited_memory(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = "worker.answer = lambda *_: [worker.resource.getrlimit(worker.resource.RLIMIT_DATA)]"
-    monkeypatch.setattr(hosts_module, "_BEGIN", f"from train.graders import worker; {limit}; worker.main()")
-    assert await hosts.refused_items("ann", {}, []) == [(worker.HANDLER_BYTES,) * 2]
 
 
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
@@ -242,12 +153,3 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
         end.set()
         await asyncio.gather(*tasks)
     assert begun.count("greedy") == 2 * MAX_BUSY and "late" in begun
-
-
-async def test_long_questions_are_not_written_on_the_loop(hosts: GraderHosts, monkeypatch) -> None:
-    written_on, lines = list[int](), hosts_module._lines
-    monkeypatch.setattr(
-        hosts_module, "_lines", lambda *given: written_on.append(threading.get_ident()) or lines(*given)
-    )
-    graded = await hosts.grade("ann", CHECK, [(Sample("a"), {})])
-    assert graded[0].reward == 0 and written_on and threading.get_ident() not in written_on

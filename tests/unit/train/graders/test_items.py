@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from train.graders import templates
-from train.graders.errors import InvalidGrader
 from train.graders.schemas import refused_items
 
 
@@ -59,12 +57,6 @@ def test_what_is_no_schema_is_told_with_its_place() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "required": True}}}
     ((place, why),) = refused_items(schema, [{}])
     assert (place, why) == (-1, "it is no JSON schema at properties.a.required: True is not of type 'array'")
-
-
-def test_a_variable_has_few_steps() -> None:
-    templates.check("{{ item" + ".a" * (templates.MAX_STEPS - 1) + " }}", "input")
-    with pytest.raises(InvalidGrader, match="steps"):
-        templates.check("{{ item" + ".a" * templates.MAX_STEPS + " }}", "input")
 
 
 @pytest.mark.parametrize(

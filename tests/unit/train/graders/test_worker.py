@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from unittest.mock import ANY
@@ -240,22 +239,6 @@ def test_what_the_code_writes_in_place_of_its_reward_is_an_error_of_its_own(writ
     assert graded.errors.python_grader_runtime_error and "without a result" in graded.messages[0]
 
 
-def test_what_every_fork_needs_is_made_before_it():
-    """A fork that imported numpy.random and made its hundred rules took 22 ms of CPU, for whatever it graded; 9 now."""
-    code = """
-import sys
-from runtime.processes import confinement
-from train.graders import worker
-worker._preload()
-known = set(sys.modules)
-worker.run_python("def grade(sample, item):\\n    return 1\\n", {}, {})
-made = [confinement._allowed_calls.cache_info().currsize, worker._readable.cache_info().currsize]
-print(sorted(set(sys.modules) - known - {"grader"}), *made)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "1", "1"]
-
-
 @pytest.mark.parametrize(
     ("loops", "run", "rewards"),
     [
@@ -304,21 +287,6 @@ def test_samples_without_code_that_break_their_process_are_graded_alone(monkeypa
     samples = [{"sample": {"output_text": text}, "item": None, "answers": {}} for text in ("good", "bad", "good")]
     graded = worker.answer({"kind": "grade", "grader": check}, samples)
     assert [one.reward for one in graded] == [1, 0, 1] and graded[1].errors == GradingErrors(other_error=True)
-
-
-def test_samples_without_code_that_all_time_out_are_not_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = list[int]()
-
-    def in_child(work: partial, *_: object, **__: object) -> list[Graded]:
-        groups.append(len(work.args[1]))
-        raise worker.TookTooLong("it took longer than 60 s")
-
-    monkeypatch.setattr(worker, "_in_child", in_child)
-    check = {"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"}
-    graded = worker.answer(
-        {"kind": "grade", "grader": check}, [{"sample": {"output_text": ""}, "item": None, "answers": {}}] * 5
-    )
-    assert groups == [5, 1, 1] and [one.errors for one in graded] == [GradingErrors(other_error=True)] * 5
 
 
 GRADE = "def grade(sample, item):\n    return 1.0\n"

@@ -23,18 +23,9 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.core.routes import MESSAGES, RESPONSES
 
 EXPORT_TIMEOUT_S = 3.0
 _W3C = TraceContextTextMapPropagator()
-# Operations by the name of a route; the others have no name in the conventions.
-_OPERATIONS = {
-    "chat.completions": "chat",
-    "completions": "text_completion",
-    RESPONSES: "chat",
-    MESSAGES: "chat",
-    "embeddings": "embeddings",
-}
 
 
 class Tracing:
@@ -83,7 +74,7 @@ class Tracing:
 def _attributes(request: Request) -> dict[str, str | int | float]:
     """Attributes of a finished request; `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in
     development."""
-    version, tokens = request.model_version, request.tokens
+    version, tokens, embeds = request.model_version, request.tokens, request.route.task == "embed"
     attributes: dict[str, str | int | float] = {
         "http.response.status_code": request.status,
         "model": request.model,
@@ -91,6 +82,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "key_id": request.caller.id,
         "prompt_tokens": tokens.prompt,
         "completion_tokens": tokens.completion,
+        "gen_ai.operation.name": "chat" if request.route.converses else "embeddings" if embeds else "text_completion",
         "gen_ai.provider.name": "appliance",
         "gen_ai.request.model": request.model,
         "gen_ai.response.model": f"{request.model}@{version}" if version else request.model,
@@ -98,8 +90,6 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "gen_ai.usage.cache_read.input_tokens": tokens.cached,
         "gen_ai.usage.output_tokens": tokens.completion,
     }
-    if request.route.name in _OPERATIONS:
-        attributes["gen_ai.operation.name"] = _OPERATIONS[request.route.name]
     if request.stream_events:
         attributes["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
     if request.status >= 400:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Final
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.routing.table import Model
+from appliance.gateway.core.table import Model
 
 SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4

@@ -1,7 +1,7 @@
 """Keeps a store within its bounds: counts, reserves, evicts, sweeps, trims.
 
-Call everything here except `mutex`, `usage` and `committed` under the store's mutex: then a lock probe never looks like
-a lease to another process, and no space is allocated twice.
+Methods with an underscore are called under the store's mutex: then a lock probe never looks like a lease to another
+process, and no space is allocated twice.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from weights.format.errors import StoreFull
-from weights.format.layout import Layout
 from weights.format.manifest import KINDS
 from weights.format.names import PINNED_FILE, encode_name
 from weights.memory import segment
@@ -46,65 +46,106 @@ class Usage:
         return self.committed_bytes + self.draft_bytes + self.pool_bytes
 
 
-class Evictor:
-    """The bounds of one store root; holds no state of its own beyond them."""
+class Space:
+    """The bounds of the store at `root`, which is there; it holds no state beyond them."""
 
     def __init__(self, root: Path, *, budget_bytes: int | None, pool_bytes: int | None) -> None:
-        self.root = root
-        self.staging = root / "staging"
-        self.pool = Pool(root / "pool")
-        self.budget_bytes = budget_bytes
-        self.pool_bytes = pool_bytes
-
-    def make_directories(self) -> None:
-        """Those of a store whose root is there."""
-        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
+        self.root, self.staging, self.pool = root, root / "staging", Pool(root / "pool")
+        self.budget_bytes, self.pool_bytes = budget_bytes, pool_bytes
+        for directory in (*(root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
             if not directory.is_dir():  # where memory is full, one that is there is enough
                 directory.mkdir(mode=0o700, exist_ok=True)
 
     def mutex(self) -> AbstractContextManager[None]:
-        """Hold this context manager while counting and allocating space. Directories that somebody removed are made
-        again: without the pool nothing could be removed until the box started again."""
-        self.make_directories()
+        """Hold this context manager while counting and allocating space."""
         return store_mutex(self.root / ".mutex")
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
         return Usage(
-            committed_bytes=sum(held.nbytes for held in self.all_committed()),
+            committed_bytes=sum(held.nbytes for held in self._all_committed()),
             draft_bytes=sum(held.nbytes for path in directories(self.staging) if (held := _held_at(path)) is not None),
             pool_bytes=sum(pooled.nbytes for pooled in self.pool.files()),
             budget_bytes=self.budget_bytes,
         )
 
-    def committed(self, kind: str, model: str | None = None) -> list[Path]:
+    def evict(self, bytes_needed: int) -> int:
+        """Frees at least `bytes_needed` bytes if possible: the pool first, then unleased, unpinned versions, least
+        recently used first. Returns the bytes freed."""
+        with self.mutex():
+            before = self.usage()
+            self.pool.trim(max(0, before.pool_bytes - bytes_needed))
+            if before.pool_bytes < bytes_needed:
+                self._evict(bytes_needed - before.pool_bytes)
+                self.pool.trim(0)
+            return before.used_bytes - self.usage().used_bytes
+
+    def evictable_bytes(self) -> int:
+        """Bytes of unleased versions and snapshots that are not pinned, because another tier has them."""
+        with self.mutex():
+            return self._evictable_bytes()
+
+    def trim_pool(self, keep_bytes: int = 0) -> int:
+        """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""
+        with self.mutex():
+            return self.pool.trim(keep_bytes)
+
+    def room_bytes(self, *, enough_bytes: int | None = None) -> int:
+        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones.
+
+        With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
+        """
+        in_memory, in_budget = shutil.disk_usage(self.root).free + self.usage().pool_bytes, self._free_bytes()
+        free = in_memory if in_budget is None else min(in_memory, in_budget)
+        if enough_bytes is not None and free >= enough_bytes:
+            return free
+        return free + self.evictable_bytes()
+
+    def full(self, needed_bytes: int) -> StoreFull:
+        """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
+        with self.mutex():
+            return self._full(needed_bytes)
+
+    def _full(self, needed_bytes: int) -> StoreFull:
+        usage, committed = self.usage(), self._all_committed()
+        return StoreFull(
+            needed_bytes=needed_bytes,
+            used_bytes=usage.used_bytes,
+            budget_bytes=self.budget_bytes,
+            free_bytes=shutil.disk_usage(self.root).free,
+            leased_bytes=sum(held.nbytes for held in committed if _leased(held)),
+            pinned_bytes=sum(held.nbytes for held in committed if held.pinned),
+            draft_bytes=usage.draft_bytes,
+        )
+
+    def _committed(self, kind: str, model: str | None = None) -> list[Path]:
         """Directories of all versions of `kind`, or of those of one model."""
         of_kind = self.root / f"{kind}s"
         models = directories(of_kind) if model is None else [of_kind / encode_name(model)]
         return [path for folder in models for path in directories(folder)]
 
-    def all_committed(self) -> list[Held]:
+    def _all_committed(self) -> list[Held]:
         """Sizes of every version and snapshot, the least recently used first."""
-        found = (_held_at(path) for kind in KINDS for path in self.committed(kind))
+        found = (_held_at(path) for kind in KINDS for path in self._committed(kind))
         return sorted((held for held in found if held is not None), key=lambda held: held.last_used_ns)
 
-    def free_bytes(self) -> int | None:
+    def _free_bytes(self) -> int | None:
         """Budget that versions and drafts leave; the pool counts as free, for it can be freed. None: no budget."""
         usage = self.usage()
         return None if self.budget_bytes is None else self.budget_bytes - usage.committed_bytes - usage.draft_bytes
 
-    def stake(self, layout: Layout, needed_bytes: int, path: Path) -> DirectoryLock:
-        """Makes the draft directory `path`, locked, whose files have their sizes, counted against the budget. Raises
-        StoreFull."""
+    def _stake(self, path: Path, sizes: Mapping[str, int], needed_bytes: int) -> DirectoryLock:
+        """Makes the draft directory `path`, locked, with segments of these sizes by name, counted against the budget.
+        Raises StoreFull."""
         self._make_room(needed_bytes)
         path.mkdir(mode=0o700)
         lock = DirectoryLock.try_shared(path)
         assert lock is not None, "nobody else removes drafts while we hold the mutex"
         try:
-            for file in layout.files:
-                if not self.pool.claim(file.nbytes, path / file.name):
-                    segment.create(lock.fd, file.name, file.nbytes)
-            self.trim(needed_bytes - layout.nbytes)
+            for name, nbytes in sizes.items():
+                if not self.pool.claim(nbytes, path / name):
+                    segment.create(lock.fd, name, nbytes)
+            self._trim(needed_bytes - sum(sizes.values()))
         except BaseException:
             lock.close()
             self.pool.take_unheld(path, keep=False)
@@ -114,23 +155,22 @@ class Evictor:
     def _make_room(self, needed_bytes: int) -> None:
         """Sweeps and evicts until `needed_bytes` fit beside what must stay. Raises StoreFull, without evicting anything
         if eviction would not help."""
-        free_bytes = self.free_bytes()
+        free_bytes = self._free_bytes()
         if free_bytes is not None and free_bytes < needed_bytes:
-            self.sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
-            lacking = needed_bytes - (self.free_bytes() or 0)
-            if lacking <= self.evictable_bytes():
-                self.evict(lacking)
-            if (self.free_bytes() or 0) < needed_bytes:
-                raise self.full(needed_bytes)
+            self._sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
+            lacking = needed_bytes - (self._free_bytes() or 0)
+            if lacking <= self._evictable_bytes():
+                self._evict(lacking)
+            if (self._free_bytes() or 0) < needed_bytes:
+                raise self._full(needed_bytes)
 
-    def evictable_bytes(self) -> int:
-        """Bytes of unleased, unpinned versions."""
-        return sum(held.nbytes for held in self.all_committed() if not held.pinned and not _leased(held))
+    def _evictable_bytes(self) -> int:
+        return sum(held.nbytes for held in self._all_committed() if not held.pinned and not _leased(held))
 
-    def evict(self, lacking_bytes: int) -> None:
+    def _evict(self, lacking_bytes: int) -> None:
         """Removes unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or none is
         left. Their segments go to the pool."""
-        for held in self.all_committed():
+        for held in self._all_committed():
             if lacking_bytes <= 0:
                 return
             if held.pinned or (lock := DirectoryLock.try_exclusive(held.path)) is None:
@@ -138,24 +178,22 @@ class Evictor:
             if (held.path / PINNED_FILE).exists():  # pinned between the scan and the lock
                 lock.close()
                 continue
-            self.take_down(held.path, lock)
+            self._take_down(held.path, lock)
             lacking_bytes -= held.nbytes
 
-    def take_down(self, path: Path, lock: DirectoryLock) -> None:
+    def _take_down(self, path: Path, lock: DirectoryLock) -> None:
         """Removes the version at `path`, whose exclusive lock is `lock`, and closes the lock. One rename hides it; a
         sweep removes leftovers of a crash."""
         hidden = self.staging / f"removed-{uuid.uuid4().hex}"
         try:
             os.rename(path, hidden)
-            try:
+            with suppress(OSError):  # other versions of the model stay, or a commit just came
                 os.rmdir(path.parent)
-            except OSError:  # other versions of the model stay, or a commit just came
-                pass
             dismantle(hidden, self.pool)
         finally:
             lock.close()
 
-    def sweep_drafts(self) -> list[Path]:
+    def _sweep_drafts(self) -> list[Path]:
         """Removes everything unlocked in staging; returns the paths."""
         removed = []
         for entry in list(os.scandir(self.staging)):
@@ -167,27 +205,13 @@ class Evictor:
                 removed.append(path)
         return removed
 
-    def trim(self, upcoming_bytes: int) -> None:
+    def _trim(self, upcoming_bytes: int) -> None:
         """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
         written."""
-        bounds = [self.pool_bytes, self.free_bytes()]
-        if bounds[1] is not None:
-            bounds[1] -= upcoming_bytes
+        free_bytes = self._free_bytes()
+        bounds = (self.pool_bytes, None if free_bytes is None else free_bytes - upcoming_bytes)
         if known := [bound for bound in bounds if bound is not None]:
             self.pool.trim(max(0, min(known)))
-
-    def full(self, needed_bytes: int) -> StoreFull:
-        """The error for a reservation of `needed_bytes`, with the current numbers."""
-        usage, committed = self.usage(), self.all_committed()
-        return StoreFull(
-            needed_bytes=needed_bytes,
-            used_bytes=usage.used_bytes,
-            budget_bytes=self.budget_bytes,
-            free_bytes=shutil.disk_usage(self.root).free,
-            leased_bytes=sum(held.nbytes for held in committed if _leased(held)),
-            pinned_bytes=sum(held.nbytes for held in committed if held.pinned),
-            draft_bytes=usage.draft_bytes,
-        )
 
 
 def directories(parent: Path) -> list[Path]:

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from appliance.gateway.routing.fair_queue import FairQueue
-from appliance.gateway.routing.table import OPEN, Model, Replica
+from appliance.gateway.core.fair_queue import FairQueue
+from appliance.gateway.core.table import OPEN, Model, Replica
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
 
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity

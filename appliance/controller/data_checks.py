@@ -1,0 +1,129 @@
+"""Checks of training data: POST and GET /v1/files/{id}/check, ours beside OpenAI's, and one after every upload.
+
+A request waits for its answer, as an upload does; the work is done in a process of its own, `train.data_checks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+from weakref import WeakValueDictionary
+
+from fastapi import APIRouter
+from pydantic import Field, StringConstraints
+
+from appliance.controller.access.model_access import usable_model
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import Kind, TaskFailed
+from appliance.controller.files.storage import DATA_CHECKS, FILES
+from appliance.controller.http.audited import unaudited
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.jobs import settings
+from appliance.store.objects import files
+from appliance.store.rows import FileRow, TaskRow
+from runtime.processes.ended import heard_out
+from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.methods.methods import METHODS
+
+AT_ONCE = 1
+Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+class CheckRequest(StrictBody):
+    """against: id of a validation file. max_tokens: default: the model's context."""
+
+    model: Name | None = None
+    method: Literal[tuple(METHODS)] | None = None  # type: ignore[valid-type]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    against: Name | None = None
+
+
+class DataWork:
+    """One process at a time for each owner's requests, and one for all uploads."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        context.tasks.add(Kind(DATA_CHECKS, self.check_upload, self.fail, at_once=AT_ONCE, per_owner=1))
+
+    async def run(self, owner: str, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The report on a file; ends its process when it is cancelled. Raises BadOption, CheckFailed.
+
+        options: the "check" of a request of train.data_checks.process."""
+        async with self._turns.setdefault(owner, asyncio.Lock()):
+            return await self._process(file_id, options)
+
+    async def check_upload(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        try:
+            self._end(task, {"data_check": await self._process(task.id, {}), "check_status": "done"})
+        except CheckFailed as error:
+            raise TaskFailed("check_failed", str(error)) from error
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        self._end(task, {"data_check": {"error": str(error)}, "check_status": "failed"})
+
+    def _end(self, task: TaskRow, found: dict[str, Any]) -> None:
+        row = files.find(self._context.db, task.id, viewer=None, now_s=0)
+        if row is not None and row.check_status == "waiting":  # else it was deleted, or checked by request
+            files.update(self._context.db, task.id, **found)
+
+    async def _process(self, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
+        request = {"file": str(self._context.files_dir / file_id), "name": file_id, "check": options}
+        status, out, err = await heard_out(*command_of(request))
+        try:
+            return answer_of(status, out, err)
+        except CheckFailed as error:  # its messages name no path of the box
+            raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
+
+
+def routes(context: ControllerContext, work: DataWork) -> APIRouter:
+    router, db = FILES.router(), context.db
+
+    @router.post("/{file_id}/check")
+    @unaudited  # reads a file; its report alone is kept
+    async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
+        row = FILES.known(context.db, file_id, caller)
+        report = await _run(context, work, row, body, caller)
+        if files.find(db, row.id, viewer=None, now_s=0) is not None:
+            files.update(db, row.id, data_check=report, check_status="done")
+        return report
+
+    @router.get("/{file_id}/check")
+    def checked(file_id: str, caller: Caller) -> dict[str, Any]:
+        """The newest report: of the upload, or of the last requested check."""
+        row = FILES.known(context.db, file_id, caller)
+        if row.data_check is None:
+            waits = "is being checked; ask again" if row.check_status else "has not been checked"
+            raise Conflict(f"The file {row.id} {waits}.", param="id", code="no_check")
+        return row.data_check
+
+    return router
+
+
+async def _run(
+    context: ControllerContext, work: DataWork, row: FileRow, body: CheckRequest, caller: Principal
+) -> dict[str, Any]:
+    """Raises BadRequest, NotFound."""
+    options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
+    if body.model is not None:
+        base = usable_model(context.db, caller, body.model)
+        directory = settings.tokenizer_of(context, base)
+        if directory is None:
+            raise BadRequest(
+                f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is.",
+                param="model",
+                code="model_not_ready",
+            )
+        await settings.refuse_unsafe(context, base)
+        options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
+    if body.against is not None:
+        options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
+    try:
+        return await work.run(row.owner, row.id, options)
+    except BadOption as error:
+        raise BadRequest(f"{error}.", code="invalid_value") from error
+    except CheckFailed as error:
+        raise BadRequest(f"{error}.", code="invalid_training_file") from error
