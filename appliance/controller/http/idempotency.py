@@ -4,8 +4,7 @@ The `openai` client retries POSTs without an Idempotency-Key but marks them in `
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
 
-Every POST that makes something goes through `once`, and so does every POST that would change something a second time
-(a model goes back one version): what the latter makes is a Deed.
+Every POST that makes something goes through `once`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
@@ -23,7 +21,6 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.objects import idempotency
 from appliance.store.records import keys
 from appliance.store.rows import IdempotencyRow
@@ -32,21 +29,6 @@ from appliance.store.rows import IdempotencyRow
 class Kept(Protocol):
     @property
     def id(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Deed:
-    """A change that leaves nothing of its own in the store, kept by what was answered of it. id: that, as JSON."""
-
-    id: str
-
-    @classmethod
-    def of(cls, **told: Any) -> Deed:
-        return cls(orjson.dumps({"deed": new_id("deed_"), "told": told}).decode())
-
-    @property
-    def told(self) -> dict[str, Any]:
-        return dict(orjson.loads(self.id)["told"])
 
 
 Row = TypeVar("Row", bound=Kept)
@@ -125,9 +107,6 @@ class Attempt(Generic[Row]):
             )
         return row, True
 
-    def forget(self, resource_id: str) -> None:
-        idempotency.forget(self._db, self._key_id, self._route, resource_id)
-
 
 def is_retry(request: Request) -> bool:
     """Whether the SDK marks it as one."""
@@ -137,23 +116,3 @@ def is_retry(request: Request) -> bool:
 
 def may_have_come(request: Request) -> bool:
     return is_retry(request) or "idempotency-key" in request.headers
-
-
-class Carried(Attempt[Deed]):
-    """Carries one request out that changes something, unless an earlier attempt of it has."""
-
-    def __init__(self, request: Request, caller: Principal, route: str, body: Any) -> None:
-        super().__init__(request, caller, route, body, Deed)
-        self._deed: Deed | None = None
-
-    def before(self, make: Callable[[], Deed]) -> dict[str, Any] | None:
-        """What an earlier attempt has changed. None: there was none, and this one is to do what `make` says. Ask while
-        nothing else can change the same."""
-        deed, new = self.once(make)
-        self._deed = deed if new else None
-        return None if new else deed.told
-
-    def came_to_nothing(self) -> None:
-        """The next request like it is carried out."""
-        if self._deed is not None:
-            self.forget(self._deed.id)

@@ -8,7 +8,6 @@ failed change takes back its own version only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,23 +24,17 @@ def lock(model: str) -> asyncio.Lock:
     return _LOCKS.setdefault(model, asyncio.Lock())
 
 
-async def switch(
-    context: ControllerContext, row: ModelRow, version: str, why: str, undone: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """The swap's measurements. undone: what the store has to forget with a version that is taken back, in one
-    transaction. Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or go back to
-    it; unless that version, or the model, was deleted meanwhile."""
+async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:
+    """The swap's measurements. Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
+    go back to it; unless that version, or the model, was deleted meanwhile."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:
         return await context.scheduler.converge_model(row.id)
     except SwapFailed:
         try:
-            with context.db.transaction():
-                undone()
-                back = models.reactivate(context.db, row.id, failed=version, previous=row.active_version)
+            back = models.reactivate(context.db, row.id, failed=version, previous=row.active_version)
         except RowNotFound as error:
-            undone()
             raise SwapFailed(row.id, version, "the version it would go back to was deleted meanwhile") from error
         if back:
             context.scheduler.nudge(f"{row.id} stays at {row.active_version}")

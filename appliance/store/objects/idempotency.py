@@ -37,12 +37,6 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
     return newest if newest is not None and newest.created_s >= since_s else None
 
 
-def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:
-    """What these requests made has gone, or came to nothing."""
-    where = "key_id = ? AND route = ? AND resource_id = ?"
-    db.execute(f"DELETE FROM idempotency WHERE {where}", [key_id, route, resource_id])
-
-
 def delete_before(db: Database, before_s: float, keyless_before_s: float) -> None:
     """Delete those made before these moments. keyless: without an Idempotency-Key, found by their body."""
     db.delete("idempotency", "created_s < ?", [before_s])

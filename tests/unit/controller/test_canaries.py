@@ -6,13 +6,11 @@ import asyncio
 import time
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, VersionLoad
-from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries
 from appliance.gateway.access.load import bucket
@@ -118,17 +116,6 @@ async def test_promotion_and_roll_back_by_hand(served: Control):
     assert (await ask(served, "GET"))["state"] == "promoted"
     actions = [row.action for row in audit.page(served.db, after=None, limit=4).data]
     assert actions == ["model.promote", "model.canary", "model.rollback", "model.canary"]
-
-
-async def test_rollback_retried_after_a_conflict_is_carried_out(served: Control, monkeypatch: pytest.MonkeyPatch):
-    await ask(served, "PUT", version="v2")
-    headers = ADMIN | {"Idempotency-Key": "one"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Canaries, "_running", Mock(side_effect=Conflict("it has ended", code="no_canary")))
-        refused = await served.http.post("/admin/v1/models/m/rollback", headers=headers)
-    assert refused.status_code == 409
-    assert (await served.http.post("/admin/v1/models/m/rollback", headers=headers)).status_code == 200
-    assert canaries.list_running(served.db) == []
 
 
 async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Control, monkeypatch):

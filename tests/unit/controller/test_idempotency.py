@@ -9,7 +9,7 @@ import pytest
 
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.objects import models
-from appliance.store.records import audit, canaries, keys, operations
+from appliance.store.records import audit, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
@@ -36,7 +36,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
     one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
     eval_id = (await post("/v1/evals", json=one)).json()["id"]
     announced = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
-    upload_id = (await post("/v1/uploads", json=announced)).json()["id"]
     batch = {
         "input_file_id": await control.upload(json.dumps(LINE).encode(), "lines.jsonl", "batch"),
         "endpoint": "/v1/chat/completions",
@@ -49,7 +48,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
     return {
         "/v1/files": ("/v1/files", form("file", b"a", purpose="user_data"), form("file", b"b", purpose="user_data")),
         "/v1/uploads": ("/v1/uploads", {"json": announced}, {"json": announced | {"bytes": 8}}),
-        "/v1/uploads/{upload_id}/parts": (f"/v1/uploads/{upload_id}/parts", form("data", b"a"), form("data", b"b")),
         "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
         "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
         "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
@@ -180,39 +178,6 @@ async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_it
     assert (await repeated(control, path, body)).json()["operation"]["id"] == first
     retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
     assert retried.status_code == 202 and retried.json()["operation"]["id"] != first
-
-
-async def test_a_roll_back_that_comes_twice_goes_back_one_version(control: Control):
-    insert_model(control.db, "m", versions=("v1", "v2", "v3"))
-    first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")
-    assert first.status_code == again.status_code == 200 and again.json() == first.json() | {"swap": {}}
-    assert models.find(control.db, "m").active_version == "v2"
-    told = [(row.action, row.detail.get("repeated")) for row in audit.page(control.db, after=None, limit=9).data]
-    assert told == [("model.rollback", True), ("model.rollback", None)]
-    # What somebody has changed since stays so.
-    await ask(control, "POST", "/models/m/rollback", json={"version": "v3"})
-    assert (await repeated(control, "/models/m/rollback")).json()["to"] == "v2"
-    assert models.find(control.db, "m").active_version == "v3"
-    refused = await repeated(control, "/models/m/rollback", {"version": "v1"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_reused")
-
-
-async def test_a_roll_back_that_failed_is_carried_out_when_it_comes_again(control: Control):
-    insert_model(control.db, "m", versions=("v1", "v2"))
-    control.scheduler.swap_error = "no memory"
-    assert (await repeated(control, "/models/m/rollback")).status_code == 409
-    control.scheduler.swap_error = None
-    assert (await repeated(control, "/models/m/rollback")).json()["to"] == "v1"
-    assert models.find(control.db, "m").active_version == "v1"
-
-
-async def test_a_roll_back_of_a_canary_that_comes_twice_leaves_the_model_its_version(control: Control):
-    insert_model(control.db, "m", versions=("v1", "v3", "v2"))
-    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
-    await ask(control, "PUT", "/models/m/canary", json={"version": "v3"})
-    first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")
-    assert first.json() == again.json() == {"model": "m", "from": "v3", "to": "v2", "swap": {}}
-    assert models.find(control.db, "m").active_version == "v2" and canaries.list_running(control.db) == []
 
 
 async def test_promotion_repeated_after_it_succeeded_answers_the_same(control: Control, monkeypatch):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.admin import views
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.strict_body import StrictBody
@@ -53,42 +52,22 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         return list_object(page, lambda row: views.model(db, row, now, states, context.tiers, context.sizes))
 
     @router.post("/models/{name:path}/rollback")
-    async def rollback(name: str, request: Request, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        """A request that comes again, while the first is under way or later, is told what that one has changed."""
+    async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
+        """Without a version: to the one before, or to the active one of a model that has a canary."""
         version = body.version if body else None
         stored_model(db, name)
-        carried = Carried(request, caller, "models.rollback", [name, version])
-        if version is None and (canary := canaries.find_running(db, name)) is not None:
-            ended = {"model": name, "from": canary.version, "to": canary.before, "swap": {}}
-            if (deed := carried.before(lambda: Deed.of(**ended))) is not None:
-                return deed
-            try:
-                return await compared.roll_back(name, caller)
-            except Conflict:  # it ended meanwhile
-                carried.came_to_nothing()
-                raise
+        if version is None and canaries.find_running(db, name) is not None:
+            return await compared.roll_back(name, caller)
         async with activation.lock(name):
             row = stored_model(db, name)
-            before = row.active_version
-
-            def make() -> Deed:
-                target = _rollback_target(db, row, version)
-                models.activate(db, row.id, target)  # with the deed, or a restart between the two would repeat it
-                return Deed.of(model=row.id, **{"from": before, "to": target, "swap": {}})
-
-            if (deed := carried.before(make)) is not None:
-                record(context, caller, "model.rollback", name, before=deed["from"], to=deed["to"], repeated=True)
-                return deed
-            target = stored_model(db, name).active_version
-            assert target is not None
+            target = _rollback_target(db, row, version)
             try:
-                why = f"{row.id} rolls back to {target}"
-                measured = await activation.switch(context, row, target, why, carried.came_to_nothing)
+                measured = await activation.switch(context, row, target, f"{row.id} rolls back to {target}")
             except SwapFailed as error:
                 record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
                 raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
-            record(context, caller, "model.rollback", row.id, before=before, to=target)
-            return {"model": row.id, "from": before, "to": target, "swap": measured}
+            record(context, caller, "model.rollback", row.id, before=row.active_version, to=target)
+            return {"model": row.id, "from": row.active_version, "to": target, "swap": measured}
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
