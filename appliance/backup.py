@@ -230,7 +230,7 @@ def _copy_database(database: Path, copy: Path) -> str:
             target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
             with target:
                 target.execute("DELETE FROM page_sessions")
-            row = target.execute("SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1").fetchone()
+            row = target.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
             return row[0] if row else ""
     except sqlite3.Error as error:
         raise BackupError(f"{database} cannot be copied: {error}") from error

@@ -64,6 +64,10 @@ class BoxFile:
             raise Unreachable(self._moving())
         return socket_path
 
+    def asking_socket(self) -> str:
+        """Where the gateway takes what the box itself asks. Raises Unreachable."""
+        return str(Path(self.controller_socket()).with_name("asking.sock"))
+
     def why_silent(self) -> str:
         """Why a box that runs answers nothing at the moment, "" if it should answer."""
         now = BoxFile.read(self.data_dir)

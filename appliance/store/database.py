@@ -7,7 +7,6 @@ Every thread has a connection of its own. WAL with synchronous=FULL syncs the lo
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sqlite3
 import threading
@@ -59,10 +58,9 @@ def sql_list(words: Iterable[str]) -> str:
     return ", ".join(f"'{word}'" for word in words)
 
 
-def json_column(*, of_a_body: bool = False, **kwargs: Any) -> Any:
-    """A dataclass field that is stored as JSON text (NULL stays None). of_a_body: it is of a request's body and may be
-    as long, so that it is stored as it came: with \\u00e9 for é three times as much was written."""
-    return dataclasses.field(metadata={"json": True, "of_a_body": of_a_body}, **kwargs)
+def json_column(**kwargs: Any) -> Any:
+    """A dataclass field that is stored as JSON text (NULL stays None)."""
+    return dataclasses.field(metadata={"json": True}, **kwargs)
 
 
 class _OfThread(threading.local):
@@ -271,9 +269,7 @@ def owned_by(viewer: str | None) -> dict[str, str]:
 def encode(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value as its column has it."""
     if field.metadata.get("json") and value is not None:
-        if field.metadata["of_a_body"]:
-            return orjson.dumps(value).decode()
-        return json.dumps(value, separators=(",", ":"))
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return value
 
 
@@ -282,7 +278,7 @@ def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
     values = list(row) if row.keys() == names else [row[name] for name in names]  # by name takes twice as long
     for at in json_at:
         if values[at] is not None:
-            values[at] = json.loads(values[at])
+            values[at] = orjson.loads(values[at])
     return kind(*values)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from appliance.store.database import json_column
@@ -15,8 +18,14 @@ UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase)
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
-    """These columns of a row, or what another object has under their names. names: separated by spaces."""
-    return {name: getattr(row, name) for name in names.split()}
+    """These columns of a row, or what another object has under their names. names: two or more, separated by spaces."""
+    words, values = _getter(names)
+    return dict(zip(words, values(row), strict=True))
+
+
+@cache
+def _getter(names: str) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    return names.split(), attrgetter(*names.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +34,9 @@ class KeyRow:
 
     owner: whose is what is made with it, and who shares the devices with whom; keys of one owner count as one. models:
     names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
-    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. session: of one
-    command on the box itself. subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by
-    hand. expires_s: Unix time of its end by itself, None: it lasts.
+    max_priority: of its jobs. bounds: of what the owner may keep, where they are not the box's own. subject:
+    SHA-256 of who has it by an OpenID provider, empty for one that was made by hand. expires_s: Unix time of its end
+    by itself, None: it lasts.
     """
 
     id: str
@@ -45,7 +54,6 @@ class KeyRow:
     tokens_per_month: int | None = None
     max_priority: int = 0
     bounds: dict[str, int] | None = json_column(default=None)
-    session: int = 0
     subject: str = ""
     expires_s: float | None = None
 
@@ -484,7 +492,7 @@ class EvalRunRow:
     owner: str = ""
     status: EvalRunStatus = "queued"
     model: str = ""
-    data_source: dict[str, Any] = json_column(of_a_body=True, default_factory=dict)
+    data_source: dict[str, Any] = json_column(default_factory=dict)
     metadata: dict[str, str] | None = json_column(default=None)
     total: int = 0
     results: dict[str, dict[str, float]] = json_column(default_factory=dict)
@@ -599,7 +607,7 @@ class ResponseRow:
     request: str | None = None
     kind: AnswerKind = "response"
     model: str | None = None
-    metadata: dict[str, str] | None = json_column(of_a_body=True, default=None)
+    metadata: dict[str, str] | None = json_column(default=None)
 
     @property
     def finished(self) -> bool:

@@ -7,20 +7,19 @@ CREATE TABLE box (
     name TEXT PRIMARY KEY, value TEXT NOT NULL
 ) WITHOUT ROWID;
 
--- bounds: limits of this key besides the box's, JSON {limit: number}. session: a key of one command on the box.
--- subject: SHA-256 of the person at the login provider. expires_s: NULL is never.
+-- bounds: limits of this key besides the box's, JSON {limit: number}. subject: SHA-256 of the person at the login
+-- provider. expires_s: NULL is never.
 CREATE TABLE keys (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE,
     prefix TEXT NOT NULL, scopes TEXT NOT NULL, created_s REAL NOT NULL, revoked_s REAL, owner TEXT NOT NULL DEFAULT '',
     models TEXT, requests_per_minute INTEGER, tokens_per_minute INTEGER, tokens_per_day INTEGER,
     tokens_per_month INTEGER, max_priority INTEGER NOT NULL DEFAULT 0, bounds TEXT,
-    session INTEGER NOT NULL DEFAULT 0, subject TEXT NOT NULL DEFAULT '', expires_s REAL
+    subject TEXT NOT NULL DEFAULT '', expires_s REAL
 );
 CREATE UNIQUE INDEX keys_live_name ON keys (name) WHERE revoked_s IS NULL;
 CREATE INDEX keys_subject ON keys (subject, seq) WHERE subject != '';
 CREATE INDEX keys_named ON keys (name, seq);
 CREATE INDEX keys_owned ON keys (owner, id);
-CREATE INDEX keys_of_commands ON keys (revoked_s, created_s) WHERE session;
 CREATE INDEX keys_expiring ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NULL;
 CREATE INDEX keys_expired ON keys (expires_s) WHERE expires_s IS NOT NULL AND revoked_s IS NOT NULL;
 

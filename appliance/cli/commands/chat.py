@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
 from appliance.cli.command import Session, command, number, opt, picked
-from appliance.cli.errors import AuthFailed, BadUsage, CliError, NotFound
-from appliance.cli.resources import segment
+from appliance.cli.errors import BadUsage, NotFound
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
 PATH = "/v1/chat/completions"
 # A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
 _TIMEOUT_S = 900.0
-_KEY_ARRIVES_S = 3.0
 
 
 @command(
@@ -46,19 +41,19 @@ def chat(session: Session, args: Namespace) -> None:
     settings = picked(args, "model max_tokens temperature")
     messages: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     try:
-        with _gateway(session) as gateway:
-            if interactive:
-                _converse(gateway, settings, messages)
-                return
-            text = sys.stdin.read() if args.prompt is None else args.prompt
-            if not text.strip():
-                raise BadUsage("the prompt is empty")
-            messages.append({"role": "user", "content": text})
-            if session.as_json:
-                body = settings | {"messages": messages}
-                output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
-            else:
-                _answer(gateway, settings, messages)
+        gateway = _gateway(session)
+        if interactive:
+            _converse(gateway, settings, messages)
+            return
+        text = sys.stdin.read() if args.prompt is None else args.prompt
+        if not text.strip():
+            raise BadUsage("the prompt is empty")
+        messages.append({"role": "user", "content": text})
+        if session.as_json:
+            body = settings | {"messages": messages}
+            output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+        else:
+            _answer(gateway, settings, messages)
     except NotFound as error:
         raise NotFound(f"{error} `appliance model list` shows yours.") from error
 
@@ -98,36 +93,12 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
     return answer
 
 
-@contextlib.contextmanager
-def _gateway(session: Session) -> Iterator[Client]:
-    """The box's endpoint. On the box itself a command without a key gets one, which is revoked after it."""
+def _gateway(session: Session) -> Client:
+    """The box's endpoint. A command on the box itself needs no key: it asks as the box does."""
     from appliance.cli.client import Client  # late, see appliance.cli.command
 
     if session.box_file is None:
-        yield session.client
-        return
-    url = session.box_file.url
+        return session.client
     if session.api_key:
-        yield Client(url, session.api_key, own=True)
-        return
-    made = session.client.post("/admin/v1/session-keys")
-    try:
-        gateway = Client(url, made["key"], own=True)
-        _wait_until_known(gateway)
-        yield gateway
-    finally:
-        with contextlib.suppress(CliError):  # a key of inference scope that nobody knows may stay
-            session.client.delete(f"/admin/v1/session-keys/{segment(made['id'])}")
-
-
-def _wait_until_known(gateway: Client) -> None:
-    """Waits for the gateway, which learns of a new key a moment after it was made."""
-    deadline_s = time.monotonic() + _KEY_ARRIVES_S
-    while True:
-        try:
-            gateway.get("/v1/models")
-            return
-        except AuthFailed:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.02)
+        return Client(session.box_file.url, session.api_key, own=True)
+    return Client(socket_path=session.box_file.asking_socket(), why_silent=session.box_file.why_silent)

@@ -15,7 +15,7 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import job_records, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
-from appliance.store.records import canaries, deployments, model_settings, session_keys
+from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
@@ -155,17 +155,12 @@ class BusRouting:
                     "max_model_len": sizes.get(row.pins or name, _UNKNOWN)[0],
                     "slots": sizes.get(row.pins or name, _UNKNOWN)[2],
                     **({"host": self._host_of[name]} if name in self._host_of else {}),
-                    "owners": self._owners(audiences.get(row.of, [])),
+                    "owners": audiences.get(row.of, []),
                 }
                 | ({"chats": False} if (row.of, row.version) in silent and row.of not in given else {})
                 for name, row in names.items()
             }
         )
-
-    @staticmethod
-    def _owners(audience: list[str] | None) -> list[str] | None:
-        # A command on the box itself uses a key of its own, and its caller may do everything.
-        return None if audience is None else [*audience, session_keys.OWNER]
 
     async def wait_applied(self) -> None:
         """Returns when every gateway routes by the current table."""

@@ -78,12 +78,18 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
     return values
 
 
+_JOB_COLUMNS = (
+    "reason output_model verdict gate devices min_devices max_devices allowed_sizes priority deadline_s step"
+    " total_steps loss valid_loss tokens_per_s eta_s snapshot resolved created_s started_s finished_s"
+)
+
+
 def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
     of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
     said = judge.judge if judge is not None else {}
     taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
-    status, succeeded = job_status(row), row.phase == "succeeded"
+    status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
     return {
         "id": row.id,
         "object": "fine_tuning.job",
@@ -92,21 +98,19 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         "fine_tuned_model": row.output_model if succeeded else None,
         "finished_at": None if row.finished_s is None else int(row.finished_s),
         # OpenAI has them here for its first method alone.
-        "hyperparameters": hyperparameters(row) if row.method == DEFAULT.name else {},
+        "hyperparameters": trained_with if row.method == DEFAULT.name else {},
         "organization_id": f"org-{organization}",
         "status": status,
         "trained_tokens": row.trained_tokens if succeeded else None,
         "user_provided_suffix": row.suffix,
         "estimated_finish": int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
         "integrations": row.integrations or [],
-        "method": {"type": row.method, row.method: said | {"hyperparameters": hyperparameters(row)}},
+        "method": {"type": row.method, row.method: said | {"hyperparameters": trained_with}},
         "phase": job_phase(row),
         "publish_as": row.output_model if row.stable_name else None,
         "owner": row.owner or None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
-        **columns(row, "reason output_model verdict gate devices min_devices max_devices allowed_sizes priority"),
-        **columns(row, "deadline_s step total_steps loss valid_loss tokens_per_s eta_s snapshot resolved"),
-        **columns(row, "created_s started_s finished_s"),
+        **columns(row, _JOB_COLUMNS),
         **taught_by,
     }
 

@@ -124,8 +124,8 @@ def owner_has_left(db: Database, key_id: str) -> bool:
 
 
 def page(db: Database, **part: Unpack[Part]) -> Page[KeyRow]:
-    """Without those of commands on the box itself. Raises UnknownCursor."""
-    return db.page(KeyRow, "keys", where="NOT session", **part)
+    """Raises UnknownCursor."""
+    return db.page(KeyRow, "keys", **part)
 
 
 def list_all(db: Database) -> list[KeyRow]:

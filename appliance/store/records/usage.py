@@ -54,23 +54,9 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
             )
 
 
-def move(db: Database, from_key: str, to_key: str) -> None:
-    """Count what one key spent as another's from now on."""
-    columns = {row["name"]: row["pk"] for row in db.execute("PRAGMA table_info(usage)")}
-    counts = [name for name, key in columns.items() if not key]
-    names = ["hour_s", "key_id", "model", "version", *counts]
-    with db.transaction():
-        db.execute(
-            f"INSERT INTO usage ({', '.join(names)}) SELECT hour_s, ?2, model, version, {', '.join(counts)} FROM usage"
-            f" WHERE key_id = ?1 ON CONFLICT DO UPDATE SET {', '.join(f'{c} = {c} + excluded.{c}' for c in counts)}",
-            [from_key, to_key],
-        )
-        db.execute("DELETE FROM usage WHERE key_id = ?", [from_key])
-
-
 def last_used(db: Database) -> dict[str, float]:
     """By key that has asked a model: when the last hour began in which it did."""
-    newest = "SELECT id, (SELECT max(hour_s) FROM usage WHERE key_id = keys.id) AS hour_s FROM keys WHERE NOT session"
+    newest = "SELECT id, (SELECT max(hour_s) FROM usage WHERE key_id = keys.id) AS hour_s FROM keys"
     return {row["id"]: float(row["hour_s"]) for row in db.execute(newest) if row["hour_s"] is not None}
 
 
@@ -113,7 +99,7 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
-_BOX_ITSELF, _NO_MODEL = "the box itself", "(no model)"
+BOX_ITSELF, _NO_MODEL = "the box itself", "(no model)"
 _COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 _GROUPED: dict[By, str] = {
     "key": "key_id",
@@ -128,8 +114,8 @@ _HELD = "SELECT device_time.devices, from_s, to_s, " + ", ".join(
     f"iif(jobs.id IS NULL, device_time.{name}, jobs.{name}) AS {name}" for name in ("key_id", "owner", "model")
 )
 _JOB_NAME_OF: dict[By, str] = {
-    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = held.key_id), held.key_id, '{_BOX_ITSELF}')",
-    "owner": f"CASE held.owner WHEN '' THEN '{_BOX_ITSELF}' ELSE held.owner END",
+    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = held.key_id), held.key_id, '{BOX_ITSELF}')",
+    "owner": f"CASE held.owner WHEN '' THEN '{BOX_ITSELF}' ELSE held.owner END",
     "model": "held.model",
 }
 _MOST_HOURS = 2400
@@ -173,8 +159,8 @@ def _names(db: Database, by: By) -> Callable[[tuple[Any, ...]], str]:
         return lambda key: key[0] or _NO_MODEL
     if by == "version":
         return lambda key: f"{key[0]}@{key[1]}" if key[1] else key[0] or _NO_MODEL
-    # Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
-    told = {"": _BOX_ITSELF}
+    # What is asked on the box itself needs no key.
+    told = {"": BOX_ITSELF}
     for row in db.execute("SELECT id, name, owner FROM keys"):
-        told[row["id"]] = row["owner"] if by == "owner" or row["owner"] == _BOX_ITSELF else row["name"]
+        told[row["id"]] = row["owner"] if by == "owner" else row["name"]
     return lambda key: told.get(key[0], key[0])

@@ -80,33 +80,19 @@ def test_an_unknown_model(prepared):
     assert prepared.run("chat", "nobody", "Hi").exit_code == 3
 
 
-def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_process):
+def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):
+    (tmp_path / "asking.sock").symlink_to(prepared.socket_path)
     write_box_file(
         tmp_path / "box",
         pid=main_process.pid,
         state="ready",
-        url=prepared.url,
-        controller_socket=str(prepared.socket_path),
+        url="http://127.0.0.1:9",
+        controller_socket=str(tmp_path / "controller.sock"),
     )
-    prepared.prepare("POST", "/admin/v1/session-keys", (200, {"id": "key_1", "key": "sk-fresh"}))
-    prepared.prepare("DELETE", "/admin/v1/session-keys/key_1", (200, {"id": "key_1"}))
-    # The gateway learns of the key a moment later.
-    prepared.prepare("GET", "/v1/models", (401, openai_error("unknown key")), (200, {"data": []}))
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).stdout == "ok\n"
-    assert [(r["method"], r["path"]) for r in prepared.requests] == [
-        ("POST", "/admin/v1/session-keys"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models"),
-        ("POST", CHAT),
-        ("DELETE", "/admin/v1/session-keys/key_1"),
-    ]
-    assert prepared.sent("POST", CHAT)[0]["headers"]["authorization"] == "Bearer sk-fresh"
-
-    prepared.prepare("POST", CHAT, (500, openai_error("boom")))
-    prepared.requests.clear()
-    assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).exit_code == 1
-    assert prepared.sent("DELETE", "/admin/v1/session-keys/key_1"), "also when the answer failed"
+    assert [(r["method"], r["path"]) for r in prepared.requests] == [("POST", CHAT)]
+    assert "authorization" not in prepared.requests[0]["headers"]
 
 
 def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_process):

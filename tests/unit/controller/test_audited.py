@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 from fastapi.routing import APIRoute
 
-from appliance.controller.admin.owners import session_keys
-from appliance.controller.http.peers import FromBox
 from appliance.controller.http.routers import StrictRoute
-from appliance.store.records import audit, keys, usage
+from appliance.store.records import audit
 from appliance.store.rows import AuditRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines
 
@@ -74,42 +71,3 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
         "failed",
         {"error": "OSError: disk"},
     )
-
-
-async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(control: Control):
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(FromBox(control.app)), base_url="http://box") as people:
-        made = (await people.post("/admin/v1/session-keys")).json()
-        assert control.gateway_keys[keys.fingerprint(made["key"])]["scopes"] == ["inference"]
-        assert (await people.get("/admin/v1/keys")).json()["data"] == []
-        left = (await people.post("/admin/v1/session-keys")).json()
-        usage.add(
-            control.db,
-            [
-                {
-                    "key": made["id"],
-                    "model": "starter",
-                    "version": "v1",
-                    "requests": 1,
-                    "errors": 0,
-                    "prompt_tokens": 2,
-                    "completion_tokens": 3,
-                }
-            ],
-            7200.0,
-        )
-        assert (await people.delete(f"/admin/v1/session-keys/{made['id']}")).status_code == 200
-        other = (await people.post("/admin/v1/keys", json={"name": "ann"})).json()["id"]
-        for key in (other, "ann", "key_none"):
-            assert (await people.delete(f"/admin/v1/session-keys/{key}")).status_code == 404
-    refused = await control.http.post("/admin/v1/session-keys", headers=ADMIN)
-    assert refused.status_code == 403  # over the network there is a key already
-    assert [row.action for row in rows(control)] == ["key.create"]
-    assert made["key"] not in control.gateway_keys and len(control.gateway_keys) == 2
-
-    now_s = keys.find(control.db, left["id"]).created_s
-    session_keys.keep_house(control.context, now_s + session_keys.KEPT_S + 60)
-    assert keys.fingerprint(left["key"]) not in control.gateway_keys
-    session_keys.keep_house(control.context, now_s + 3 * session_keys.KEPT_S)
-    assert [row.name for row in keys.list_all(control.db)] == ["ann"]
-    (spent,) = usage.report(control.db, "owner", 0.0, 9000.0)
-    assert (spent.name, spent.requests, spent.completion_tokens) == ("the box itself", 1, 3)

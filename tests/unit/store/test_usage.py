@@ -23,11 +23,9 @@ def db(tmp_path: Path):
         yield opened
 
 
-def test_tokens_since_sums_what_a_key_has_spent_and_moves_with_it(db: Database):
-    ben, ann = (keys.find(db, name).id for name in ("ben", "ann-1"))  # type: ignore[union-attr]
-    assert usage.tokens_since(db, ben, usage.DAY_S) == 5 * (HOURS - 24)
-    usage.move(db, ben, ann)
-    assert (usage.tokens_since(db, ben, 0.0), usage.tokens_since(db, ann, 0.0)) == (0, 10 * HOURS)
+def test_tokens_since_sums_what_a_key_has_spent(db: Database):
+    ben = keys.find(db, "ben")
+    assert ben is not None and usage.tokens_since(db, ben.id, usage.DAY_S) == 5 * (HOURS - 24)
 
 
 @pytest.mark.parametrize("by", ["key", "owner", "model", "version", "hour"])

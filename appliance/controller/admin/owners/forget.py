@@ -23,14 +23,13 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import Conflict, InvalidValue
+from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.store.database import Database
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
-from appliance.store.records.session_keys import OWNER as BOX_ITSELF
 from appliance.store.upkeep import forgotten, retention
 
 ENDS_WITHIN_S = 20.0
@@ -58,8 +57,6 @@ def routes(context: ControllerContext, router: APIRouter, evaluations: EvalRunne
     @router.post("/forget")
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
-        if body.owner == BOX_ITSELF:
-            raise InvalidValue("The box itself cannot be forgotten.", "owner")
         return await _forget(context, evaluations, body, caller)
 
 

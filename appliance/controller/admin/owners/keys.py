@@ -33,15 +33,15 @@ from appliance.controller.jobs.requests import Priority
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
-from appliance.store.records import keys, session_keys, usage
+from appliance.store.records import keys, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
 
-# `model share --with all` means everyone; commands on the box itself have keys of their own (`session_keys`).
-RESERVED_OWNERS = ("all", session_keys.OWNER)
+# `model share --with all` means everyone, and usage has what commands on the box itself spent.
+RESERVED_OWNERS = ("all", usage.BOX_ITSELF)
 EXPIRED_EVERY_S = 2.0
 """Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
 Limit = Annotated[int, Field(ge=1, le=10**15)]
@@ -162,7 +162,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return (
             views.key(row)
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
-            | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
+            | {"admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db))}
         )
 
 
