@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.controller.engines.routing_table import BusRouting
@@ -15,6 +17,22 @@ from serve.core import sampling
 from train.graders.calls import calls_in
 
 
+@dataclass(slots=True, eq=False)
+class _Unjudged:
+    """Samples, as a judge is asked about them."""
+
+    samples: list[dict[str, Any]]
+    verdict: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Judging:
+    """A job's samples that wait for its judge. turn: held while the judge is asked."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: list[_Unjudged] = field(default_factory=list)
+
+
 class RolloutSampling:
     """judges: by the kind of question that ranks ask about their own samples."""
 
@@ -22,6 +40,7 @@ class RolloutSampling:
         self, db: Database, routing: BusRouting, answers: ModelAnswers, saying: Saying, judges: Mapping[str, Answering]
     ):
         self._db, self._routing, self._answers, self._saying, self._judges = db, routing, answers, saying, judges
+        self._judging: defaultdict[str, _Judging] = defaultdict(_Judging)  # by job
 
     async def sample(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"ids", "log_probs", "verdict"} of the answers to one prompt, a question of train.rollouts.engine_samples;
@@ -39,10 +58,31 @@ class RolloutSampling:
         if failed := next((part for part in parts if isinstance(part, str)), None):
             return {"failed": f"no engine of {base['model']} samples answers: {failed}"}
         made = [one for part in parts if not isinstance(part, str) for one in part]
-        verdict = await self._judges[question["judge"]](job_id, {"samples": _to_judge(question, made)})
+        verdict = await self._judged(job_id, question["judge"], _to_judge(question, made))
         if "failed" in verdict:
             return verdict
         return {"ids": [one.ids for one in made], "log_probs": [one.log_probs for one in made], "verdict": verdict}
+
+    async def _judged(self, job_id: str, kind: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The judge's answer about these samples. It is asked about all that wait for it at once: grading has a process
+        for each call."""
+        judging, mine = self._judging[job_id], _Unjudged(samples)
+        judging.waiting.append(mine)
+        async with judging.turn:
+            if mine.verdict is None:
+                together = list(judging.waiting)
+                asked = [sample for one in together for sample in one.samples]
+                found = await self._judges[kind](job_id, {"samples": asked})
+                start = 0
+                for one in together:
+                    part = slice(start, start + len(one.samples))
+                    one.verdict = found if "failed" in found else {name: of[part] for name, of in found.items()}
+                    start = part.stop
+                    judging.waiting.remove(one)
+            assert mine.verdict is not None
+        if not judging.waiting:
+            self._judging.pop(job_id, None)
+        return mine.verdict
 
     async def _asked(
         self, key_id: str | None, question: dict[str, Any], first: int, n: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -52,7 +53,8 @@ def sampling(control: Control) -> RolloutSampling:
 
     async def judge(job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         judged.append(question["samples"])
-        return {"rewards": [len(one.get("text", "")) for one in question["samples"]], "errors": [""] * 9}
+        await asyncio.sleep(0.01)
+        return {"rewards": [len(one.get("text", "")) for one in question["samples"]]}
 
     judges = {"grade": judge, "teach": judge}
     answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)
@@ -81,6 +83,16 @@ async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_a
         assert found["verdict"]["rewards"] == list(range(9))
     else:
         assert samples == [{"tokens": [1, 2, 10 + number], "answer": 1} for number in range(9)]
+
+
+async def test_prompts_that_wait_for_their_judge_are_judged_together_each_by_its_own(control, sampling):
+    job_id = await control.job()
+    engines(control).rule = written
+    numbers = range(1, 6)
+    asked = [sampling.sample(job_id, QUESTION | {"judge": "grade", "n": number}) for number in numbers]
+    found = await asyncio.gather(*asked)
+    assert [one["verdict"]["rewards"] for one in found] == [list(range(number)) for number in numbers]
+    assert len(sampling.judged) < 5 and sum(map(len, sampling.judged)) == sum(numbers) and not sampling._judging
 
 
 async def test_calls_of_tools_are_what_a_grader_reads(control, sampling):
