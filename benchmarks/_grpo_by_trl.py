@@ -21,8 +21,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     found = []
     for completion, right in zip(completions, answer, strict=True):
         text = completion[0]["content"]
-        digits = sum(character.isdigit() for character in text)
-        found.append(0.8 * digits / max(1, len(text)) + 0.2 * (right in text))
+        found.append(0.8 * max(0.0, 1 - len(text) / 48) + 0.2 * (right in text))
     return found
 
 

@@ -51,12 +51,11 @@ from appliance.controller.devices.power import PowerKeeper
 from appliance.controller.engines.adapter_source import AdapterSource
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
-from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.sampling import RolloutSampling
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
@@ -143,7 +142,6 @@ class Parts:
     effects: RayEffects
     states: SqliteStateStore
     runs: JobRuns
-    rollouts: RolloutSampling
     memory: BoxMemory
     flow: TierFlow
     adapters: AdapterSource
@@ -173,7 +171,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
     bus.on_table.append(asking.table_changed)
-    sampling_engines = SocketEngines(bus, config.gateway.limits, inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
@@ -186,12 +183,11 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Jobs: their events, and what is answered to their ranks.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders, answers, saying = GraderHosts(), ModelAnswers(db, asking), Saying(db, asking)
-    rollouts = RolloutSampling(db, sampling_engines, spending)
-    questions = {
+    judges = {
         "grade": RolloutGrading(db, graders, answers, saying).grade,
         "teach": Teaching(db, answers, saying).teach,
-        "sample": rollouts.sample,
     }
+    questions = {**judges, "sample": RolloutSampling(db, routing, answers, saying, judges).sample}
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, opening, routing, inbox, answers=questions)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
@@ -212,7 +208,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         events,
         BoxSize(floor, len(home), config.serve.max_replicas),
         routing,
-        Wishes(db, bus, routing, asking, sampling_engines, floor),
+        Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         job_memory,
@@ -255,7 +251,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         sizes=sizes,
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
-        sampling_engines=sampling_engines,
         graders=graders,
         model_ops=LibraryOps(library, weights, tiers, flow, opening, versions.let_go, nodes.forget),
         opening=opening,
@@ -270,7 +265,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
-    return Parts(context, loop, effects, states, runs, rollouts, memory, flow, adapters, energy)
+    return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
 
 
 def _report_death(
@@ -352,7 +347,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await context.asking.close()
-    await context.sampling_engines.close()
     await parts.adapters.stop()
     await context.bus.stop()
     ray.shutdown()
@@ -372,7 +366,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    keep_every("rollouts", parts.rollouts.look, WANTS_EVERY_S, at_once=True)
     tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)

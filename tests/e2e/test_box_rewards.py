@@ -1,7 +1,7 @@
-"""Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants digits above all,
-or a teacher that has learnt to answer them. The answers are sampled by the job's ranks, or by an engine of the box,
-where users are answered by the base alone; whatever moves the job or ends the engine or the controller, each step
-counts once."""
+"""Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants short answers above
+all (a starter knows hardly a digit), or a teacher that has learnt to answer them. The answers are sampled by the job's
+ranks, or by an engine of the box, where users are answered by the base alone; whatever moves the job or ends the engine
+or the controller, each step counts once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from tests.e2e.box_support import wait_for, whole_box
 from weights.format.names import decode_name, policy_name
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
-DIGITS = """
+SHORT = """
 def grade(sample, item):
-    text = sample["output_text"]
-    digits = sum(character.isdigit() for character in text)
-    return digits / max(1, len(text))
+    return max(0.0, 1 - len(sample["output_text"]) / 48)
 """
 GRADER = {
     "type": "multi",
-    "name": "a number, if possible the right one",
+    "name": "a short answer, if possible the right one",
     "calculate_output": "0.8 * form + 0.2 * right",
     "graders": {
-        "form": {"type": "python", "name": "form", "source": DIGITS},
+        "form": {"type": "python", "name": "form", "source": SHORT},
         "right": {
             "type": "string_check",
             "name": "right",
@@ -172,24 +170,12 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     assert answer.usage.completion_tokens >= 1
 
 
-@pytest.mark.parametrize(
-    ("staleness", "in_flight"),
-    [
-        pytest.param(0, False, id="synchronous"),
-        pytest.param(1, False, id="one step off"),
-        pytest.param(2, True, id="in flight"),
-    ],
-)
-def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness, in_flight):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness):
     client = box.client(max_retries=5)
     box.run("mode", "set", "split", "--train", "1", "--wait")
-    ways = {"rollouts": "engine", "staleness": staleness, "in_flight": in_flight}
-    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, **ways)
-
-    def by_engine() -> list[int]:
-        return [step for step, data in steps_of(client, job.id).items() if data["engine_samples"] == 1]
-
-    wait_for(lambda: len(by_engine()) >= 3, "three steps by an engine", 400)
+    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, rollouts="engine", staleness=staleness)
+    wait_for(lambda: len(steps_of(client, job.id)) >= 3, "three steps by an engine", 400)
 
     (version, *_) = wait_for(lambda: policies(box, job.id), "the model in training", 60)
     for name in (f"{policy_name(job.id)}@{version}", policy_name(job.id)):
@@ -206,10 +192,6 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
     for pid in box.pids_logging_to("engine-*.log"):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps after the death of the engine", 300)
-    box.run("mode", "set", "train", "--wait")
-    done = len(steps_of(client, job.id))
-    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps without an engine", 300)
-    box.run("mode", "set", "split", "--train", "1", "--wait")
     box.kill_controller()
     done = len(steps_of(client, job.id))
     wait_for(lambda: len(steps_of(client, job.id)) > done, "a step after the death of the controller", 300)
@@ -219,10 +201,10 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
 
     # What dead ranks had learnt since their snapshot has died with them.
     steps = learned(client, job.id, again=STEPS)
-    told = ("engine_samples", "mismatch_mean", "staleness_max")
+    told = ("mismatch_mean", "staleness")
     print(json.dumps({step: [data[name] for name in told] for step, data in steps.items()}))
     # What is stale differs by what the updates between have moved, the first ones most.
-    assert all(data["mismatch_mean"] < (3.0 if data["staleness_max"] else 0.1) for data in steps.values())
-    stalest = [data["staleness_max"] for data in steps.values()]
-    assert max(stalest) <= staleness and sum(map(bool, stalest)) > (STEPS // 3 if staleness else -1)
+    assert all(data["mismatch_mean"] < (3.0 if data["staleness"] else 0.1) for data in steps.values())
+    stale = [data["staleness"] for data in steps.values()]
+    assert max(stale) <= staleness and sum(map(bool, stale)) > (STEPS // 3 if staleness else -1)
     wait_for(lambda: not policies(box, job.id), "its last model in training to be gone", 60)

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from appliance.controller.engines import sampling
-from appliance.controller.grading.spans import Line, written
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name
@@ -209,64 +208,6 @@ async def test_policy_in_training_samples_with_its_log_probabilities(box, base):
             logits = whole(input_ids=torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
         assert one.log_probs == pytest.approx(expected.tolist(), abs=ROUNDED), "of the policy, with the end token"
-
-
-async def test_an_answer_that_is_interrupted_goes_on_by_other_weights(box, base):
-    """As the box has it while a job moves on: what is returned is what was written, the rest is of the newer ones."""
-    names = [policy_name(f"ftjob-{number}") for number in (5, 6)]
-    merged = [box.root / "versions" / f"merged-{number}" for number in (5, 6)]
-    models = [
-        save_adapter(box.root / "adapters", base, name, seed=5 + number, merged=merged[number])
-        for number, name in enumerate(names)
-    ]
-    engine, prompt, room = Replica(str(box.warm_socket), str(box.logs)), list(range(5, 15)), 64
-    spec = spec_of(box, base, "interrupted")
-    await engine.start(spec)
-    try:
-        async with (
-            httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=spec.socket_path),
-                base_url="http://engine",
-                timeout=60,
-            ) as http,
-            asyncio.timeout(240),
-        ):
-            line = await interrupted(http, models[0], Line(3, 1, 11, prompt), room)
-            answer = await http.post(sampling.URL, json=line.request(models[1], room, [7]))
-    finally:
-        await engine.stop()
-    ((part,), on) = written(line, models[1], sampling.read(answer.json(), 1))
-    ((ids,), (log_probs,), (spans,)) = part["ids"], part["log_probs"], part["spans"]
-    assert not on and [name for name, _ in spans] == models and sum(count for _, count in spans) == len(ids)
-    begun = spans[0][1]
-    for whole, of in ((merged[0], slice(0, begun)), (merged[1], slice(begun, None))):
-        assert log_probs[of] == pytest.approx(log_probs_of(whole, prompt, ids)[of], abs=ROUNDED)
-
-
-async def interrupted(http: httpx.AsyncClient, model: str, line: Line, room: int) -> Line:
-    """What is left of a line that was interrupted while it was being written."""
-    for turn in range(60):
-        asking = asyncio.create_task(
-            http.post(sampling.URL, json=line.request(model, room, [7]), headers={"x-request-id": f"req_{turn}"})
-        )
-        for _ in range(turn):  # a little later each time, measured in answers of the same server
-            await http.get("/health")
-        await http.post(sampling.INTERRUPT_URL, json=sampling.interrupt([f"req_{turn}"]))
-        _, left = written(line, model, sampling.read((await asking).json(), line.n))
-        if left and left[0].ids:
-            assert len(left[0].ids) < room
-            return left[0]
-    raise AssertionError("no answer was caught while it was being written")
-
-
-def log_probs_of(path: Path, prompt: list[int], ids: list[int]) -> list[float]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = whole(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def assert_same_model(answer: tuple[list[str], list[float]], expected: tuple[list[str], list[float]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +30,7 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import (
     AdapterBase,
     AdapterFound,
-    BatchCapacity,
     EngineAnswer,
-    LineReturned,
     Mode,
     ModelStats,
     Progress,
@@ -249,27 +247,28 @@ class _Rows(dict[str, Any]):
         return {"replicas": [{"state": "open"}] if self.places else [], "slots": 2 * self.places}
 
 
-class SimulatedEngines:
-    """The gateway, which answers every request at once with its body; `rule` may do otherwise. Also the engines of
-    rollouts. asked_by: the key of each request."""
+class LineReturned(Exception):
+    """A request got no answer: its engine was wanted for something else (`yielded`), or died."""
+
+    def __init__(self, reason: str, *, yielded: bool):
+        super().__init__(reason)
+        self.yielded = yielded
+
+
+class SimulatedEngines(Asking):
+    """Asks a gateway that answers every request at once with its body; `rule` may do otherwise. asked_by: the key of
+    each request."""
 
     def __init__(self) -> None:
         self.rows = _Rows()
-        self.asking = Asking(httpx.MockTransport(self._posted), lambda: self.rows, self._host, lambda: None)
-        self.why = "no engine of the model is awake"
+        self.hosts: dict[str, str] = {}
+        transport = httpx.MockTransport(self._posted)
+        super().__init__(transport, lambda: self.rows, lambda model: self.hosts.get(model, model), lambda: None)
         self.sent: list[dict[str, Any]] = []
         self.asked_by: list[str] = []
-        self.interrupted: list[str] = []
-        self.on_interrupt: Callable[[Collection[str]], None] = self.interrupted.extend
-        self.sampled: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
-        self.hosts: dict[str, str] = {}
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
-
-    @property
-    def wanted(self) -> list[str]:
-        return list(self.asking.models)
 
     @property
     def lines(self) -> int:
@@ -278,13 +277,10 @@ class SimulatedEngines:
     @lines.setter
     def lines(self, places: int) -> None:
         self.rows.places = places
-        self.asking.table_changed()
+        self.table_changed()
 
     def awake(self) -> None:
         self.lines = 4
-
-    def _host(self, model: str) -> str:
-        return self.hosts.get(model, model)
 
     async def _posted(self, request: httpx.Request) -> httpx.Response:
         assert request.headers["x-appliance-class"] == "batch"
@@ -310,21 +306,6 @@ class SimulatedEngines:
             self._at_once -= 1
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
-
-    def room(self, model: str, version: str) -> BatchCapacity:
-        return BatchCapacity(self.lines, "" if self.lines else self.why)
-
-    async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        return await self._answer(body | {"request_id": request_id})
-
-    async def interrupt(self, request_ids: Collection[str]) -> None:
-        self.on_interrupt(request_ids)
-
-    def wants(self, models: list[str]) -> None:
-        self.sampled = models
-
-    async def changed(self, timeout_s: float) -> None:
-        await asyncio.sleep(min(timeout_s, 0.005))
 
 
 class AcceptingCheck:
@@ -368,8 +349,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         "routing": SimpleNamespace(open_engines=dict, models_changed=lambda: None),
         "sizes": EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         "settings_check": AcceptingCheck(),
-        "asking": engines.asking,
-        "sampling_engines": engines,
+        "asking": engines,
         "model_ops": SimulatedModelOps(),
         "tiers": SimulatedTiers(),
         "nodes": SimulatedNodes(),

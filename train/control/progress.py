@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +25,6 @@ class ControlSignals:
 
     def __post_init__(self) -> None:
         self._answers: dict[str, Any] = {}
-        self._then: dict[str, Callable[[Any], None]] = {}
         self._profile = 0
 
     def ask(self, name: str) -> None:
@@ -36,15 +34,8 @@ class ControlSignals:
         setattr(self, name, True)
 
     def answer(self, question: str, value: Any) -> None:
-        """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts: what follows
-        from it may be under way."""
+        """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts."""
         self._answers.setdefault(question, value)
-        if (then := self._then.pop(question, None)) is not None:
-            then(value)
-
-    def once_answered(self, question: str, then: Callable[[Any], None]) -> None:
-        """`then` takes the answer beside whoever takes it by `take_answer`, on the thread that brings it."""
-        self._then[question] = then
 
     def take_answer(self, question: str) -> Any:
         """None until there is one."""

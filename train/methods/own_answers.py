@@ -80,7 +80,6 @@ class OwnAnswers(Method, ABC):
             options[name] = int(options[name])
         options["rollouts"] = _rollouts(given, fields, model)
         options["staleness"] = _staleness(given, options["rollouts"])
-        options["in_flight"] = _in_flight(given, options["staleness"])
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
         options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
@@ -180,14 +179,6 @@ def _staleness(given: Given, rollouts: str) -> int:
             chosen,
             "0 or 'auto' unless rollouts is 'engine': ranks sample from the weights of the very step",
         )
-    return chosen
-
-
-def _in_flight(given: Given, staleness: int) -> bool:
-    """Whether an answer that is being written goes on with newer weights."""
-    chosen = given.flag("in_flight", auto=False)
-    if chosen and not staleness:
-        raise InvalidHyperparameter("in_flight", chosen, "false or 'auto' without staleness")
     return chosen
 
 

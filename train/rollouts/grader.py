@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from train.data.token_set import TokenSet
+from train.graders.calls import calls_in
 from train.rollouts.judge import Judge, Verdict
 
 REQUEST_BYTES = 4 << 20
 """The size of the items and answers of one question, unless one alone is larger: a question is one line of JSON."""
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
@@ -33,19 +32,26 @@ class Grader(Judge):
     def samples(
         self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
     ) -> list[dict[str, Any]]:
-        if path not in self._lines:
-            self._lines[path] = Path(path).read_bytes().splitlines()
-        lines, samples, room = self._lines[path], list[dict[str, Any]](), REQUEST_BYTES
+        lines, samples, room = self._lines_of(path), list[dict[str, Any]](), REQUEST_BYTES
         tokenizer, ends = self._tokenizer(), self._ends()
         for pack, ids in zip(packs, answers, strict=False):
             text = tokenizer.decode(ids[:-1] if ids[-1] in ends else ids, skip_special_tokens=True)
             room -= len(lines[pack]) + len(text.encode())
             if samples and room < 0:
                 break
-            record = json.loads(lines[pack])
-            said = calls_in(text) if record.get("tools") else {"text": text}
-            samples.append({**said, "item": {**record["item"], "messages": record["messages"]}})
+            about = self.about(path, pack)
+            said = calls_in(text) if about["tools"] else {"text": text}
+            samples.append({**said, "item": about["item"]})
         return samples
+
+    def about(self, path: str, pack: int) -> dict[str, Any]:
+        record = json.loads(self._lines_of(path)[pack])
+        return {"item": {**record["item"], "messages": record["messages"]}, "tools": bool(record.get("tools"))}
+
+    def _lines_of(self, path: str) -> list[bytes]:
+        if path not in self._lines:
+            self._lines[path] = Path(path).read_bytes().splitlines()
+        return self._lines[path]
 
     def why_nothing(self, verdict: Verdict) -> str:
         rewards, errors = verdict["rewards"], verdict["errors"]
@@ -74,34 +80,6 @@ class Grader(Judge):
     def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         rewards = verdict["rewards"]
         return {"mean_reward": _mean(rewards), **standard_error(rewards, group)}
-
-
-def calls_in(text: str) -> dict[str, Any]:
-    """{"text": what an answer says before it calls a tool, "tools": its calls, as chat completions have them}, of an
-    answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and SmolLM have too, or, as
-    Llama's, the whole answer. Everything else is text."""
-    begin = _CALL.search(text)
-    found = _CALL.findall(text) if begin else [text]
-    calls = [call for one in found if (call := _call(one))]
-    if not calls or len(calls) < len(found):
-        return {"text": text}
-    return {
-        "text": text[: begin.start()].strip() if begin else "",
-        "tools": [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)],
-    }
-
-
-def _call(text: str) -> dict[str, str] | None:
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(read, dict) or not isinstance(name := read.get("name"), str):
-        return None
-    arguments = read.get("arguments", read.get("parameters"))
-    if not isinstance(arguments, dict):
-        return None
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 import torch
@@ -24,31 +25,30 @@ class Hearing:
         self._emit, self._signals, self._progress = emit, signals, progress
         self._asked_s: dict[str, float] = {}  # time.monotonic() by question, of those that wait for their answers
 
-    def ask(self, question: str, asked: dict[str, Any], then: Callable[[Any], None] | None = None) -> None:
-        """On rank 0: asks without waiting for the answer. then: is called with it as soon as it arrives, on the thread
-        that brings it, in addition to `heard`."""
-        if then is not None:
-            self._signals.once_answered(question, then)
-        self._asked_s[question] = time.monotonic()
-        self._emit("ask", question=question, **asked)
+    def ask(self, questions: Mapping[str, dict[str, Any]]) -> None:
+        """On rank 0: asks without waiting for the answers. questions: what is asked, by the question's name."""
+        for name, asked in questions.items():
+            self._asked_s[name] = time.monotonic()
+            self._emit("ask", question=name, **asked)
 
-    def heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
-        """Collective: whether rank 0 was answered, and on rank 0 the answer; not answered if the devices are wanted
-        first. asked: rank 0 asks this unless it already has, and again after a while: the controller may have been
-        replaced by another one."""
-        answer = None
+    def heard(self, questions: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+        """Collective: the answers to rank 0's questions, there alone; None if the devices are wanted first. Rank 0 asks
+        those that it has not asked yet, and all again after a while: the controller may have been replaced by another
+        one."""
+        answers: dict[str, Any] = {}
         while True:
-            if self._grid.rank == 0:
-                answer = self._signals.take_answer(question)
-                if answer is None and time.monotonic() - self._asked_s.get(question, -ASK_AGAIN_S) > ASK_AGAIN_S:
-                    self.ask(question, asked)
-                    answer = self._signals.take_answer(question)
-            wanted, waiting = self.agreed(self._grid.rank == 0 and answer is None)
+            missing = {name: asked for name, asked in questions.items() if name not in answers}
+            since_s = time.monotonic() - ASK_AGAIN_S
+            self.ask({name: asked for name, asked in missing.items() if self._asked_s.get(name, -inf) < since_s})
+            for name in missing:
+                if (answer := self._signals.take_answer(name)) is not None:
+                    answers[name] = answer
+                    del self._asked_s[name]
+            wanted, waiting = self.agreed(len(answers) < len(questions))
             if not waiting:
-                self._asked_s.pop(question, None)
-                return True, answer
+                return {name: answers[name] for name in questions}
             if wanted:
-                return False, None
+                return None
             time.sleep(_LOOK_EVERY_S)
 
     def agreed(self, going: bool) -> tuple[bool, bool]:

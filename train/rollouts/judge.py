@@ -30,6 +30,10 @@ class Judge(ABC):
         Called on rank 0."""
 
     @abstractmethod
+    def about(self, path: str, pack: int) -> dict[str, Any]:
+        """What a question to engines has for it beside the tokens of this prompt of a file. Called on rank 0."""
+
+    @abstractmethod
     def why_nothing(self, verdict: Verdict) -> str:
         """Why nothing can be learnt from it, "" if something can."""
 

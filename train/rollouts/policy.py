@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed import comm
 
@@ -23,7 +22,7 @@ from train.rollouts.sampler import Answers
 from train.state.fragments import Grid
 from train.state.publish import publish
 from weights.format.errors import VersionLeased, VersionNotFound
-from weights.format.names import policy_name, step_of, version_name
+from weights.format.names import policy_name, version_name
 from weights.memory.store import WeightStore
 
 
@@ -34,8 +33,7 @@ def steps_to_request(step: int, staleness: int, total: int, asked: Collection[in
 
 
 class Policy:
-    """The policy of one rank. `questions`: what is made of it for whoever runs the job. staleness: for so many updates,
-    older weights may still answer."""
+    """The policy of one rank. staleness: for so many updates, older weights may still answer."""
 
     def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore, staleness: int = 0):
         self._engine, self._grid, self._store, self._staleness = engine, grid, store, staleness
@@ -69,18 +67,14 @@ class Policy:
         took_s, self._took_s = self._took_s, 0.0
         return took_s
 
-    def question(self, version: str, prompts: Sequence[dict[str, Any]], room: int, ends: Sequence[int]) -> dict:
-        """The question. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}. "in_flight": whether
-        newer versions continue an answer, once they are asked about."""
-        return {
-            "kind": "sample",
-            "policy": {"name": self._spec.output_model, "version": version},
-            "base": {"model": self._spec.base_model, "version": self._spec.base_version},
-            "prompts": prompts,
-            "room": room,
-            "ends": list(ends),
-            "in_flight": bool(self._spec.options.get("in_flight")),
-        }
+    @property
+    def name(self) -> str:
+        """Under which engines know its versions."""
+        return self._spec.output_model
+
+    @property
+    def base(self) -> dict[str, str]:
+        return {"model": self._spec.base_model, "version": self._spec.base_version}
 
     def _forget_before(self, step: int) -> None:
         """Removes versions that this step no longer samples from, and those that other worlds left. A version that an
@@ -94,45 +88,9 @@ class Policy:
                     continue
 
 
-def take_answers(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step: int, version: str) -> Answers:
-    """Copies an engine's answer into `made`, on the host: {"place": of the first, "ids": [[...]], "log_probs": [[...]],
-    "spans": [[[version, tokens], ...]]}; without spans, `version` wrote all of it. Leaves out answers to anything that
-    was not asked for this step, and second answers of a place."""
-    n, room = made.ids.shape
-    for part in samples:
-        spans_of = part.get("spans") or [[[version, len(ids)]] for ids in part["ids"]]
-        answers = zip(part["ids"], part["log_probs"], spans_of, strict=True)
-        for place, (ids, log_probs, spans) in enumerate(answers, part["place"]):
-            older = _older(spans, len(ids), step, version, made.older.shape[1])
-            fits = 0 < len(ids) == len(log_probs) <= room and all(0 <= one < vocabulary for one in ids)
-            if not 0 <= place < n or not fits or made.sizes[place] or not np.isfinite(log_probs).all() or older is None:
-                continue
-            made.ids[place, : len(ids)] = torch.tensor(ids)
-            made.log_probs[place, : len(ids)] = torch.tensor(log_probs)
-            made.sizes[place] = len(ids)
-            made.older[place] = torch.tensor(older)
-    return made
-
-
-def _older(spans: Sequence[Sequence[Any]], size: int, step: int, version: str, staleness: int) -> list[int] | None:
-    """How many tokens of an answer the weights of 1, 2, … updates before this step wrote; None if older weights wrote
-    some, or those of another world than `version`'s."""
-    _, _, world = version.partition(".")
-    found = [0] * staleness
-    for one, tokens in spans:
-        name, _, of = one.partition(".")
-        behind = step - step_of(name)
-        if of != world or not 0 <= behind <= staleness:
-            return None
-        if behind:
-            found[behind - 1] += tokens
-    return found if sum(tokens for _, tokens in spans) == size else None
-
-
 def shared(made: Answers, device: torch.device) -> Answers:
     """Collective: the answers of rank 0, on every rank's device."""
-    parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes, made.older)]
+    parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes)]
     for part in parts:
-        if part.numel():
-            comm.broadcast(part, src=0)
+        comm.broadcast(part, src=0)
     return Answers(*parts)

@@ -1,16 +1,16 @@
 """The samples of a step of a method that learns from the model's own answers: answers to the step's prompts, what a
 judge says of them, and the rows that are learnt from.
 
-    sampled by an engine of the box, or by all ranks, each its share -> judged by whoever runs the job -> advantages
+    sampled by engines of the box, or by all ranks, each its share -> judged by whoever runs the job -> advantages
     -> rows, the same on every rank
 
-Where samples may be stale, engines are asked for the next steps' samples before this step's are waited for, judged and
-learnt from; they write them meanwhile, and the judge is asked as soon as they are there.
+Engines' answers come judged (engine_samples.py). Where they may be stale, the next steps' are asked for before this
+step's are waited for and learnt from.
 
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
-run. The ranks sample what an engine was asked for and did not answer. Samples and judgements are kept beside the run
-until the next step, so that a step that was interrupted before its update continues with the same samples.
+run. Samples and judgements are kept beside the run until the next step, so that a step that was interrupted before its
+update continues with the same samples.
 """
 
 from __future__ import annotations
@@ -80,27 +80,24 @@ class Rollouts:
         )
         self._file = Path(spec.run_dir) / FILE
         self._hearing = Hearing(grid, engine.device, emit, signals, progress)
-        self._staleness = spec.options.get("staleness", 0)
         self._engines: EngineSamples | None = None
         if spec.options.get("rollouts") == "engine":
+            staleness = spec.options.get("staleness", 0)
             self._engines = EngineSamples(
-                Policy(spec, engine, grid, store, self._staleness),
+                Policy(spec, engine, grid, store, staleness),
                 self._hearing,
+                self._judge,
                 grid,
-                emit,
                 room=self._samples.room,
-                staleness=self._staleness,
+                staleness=staleness,
                 ends=lambda: self._ends,
-                vocabulary=engine.module.model.config.get_text_config().vocab_size,
                 device=engine.device,
             )
         # Of the step that is ready, with the names of `Answers`, on the host: each read from a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: Verdict = {}
-        self._older = np.zeros((0, 0), np.int64)
-        self._by_engine = 0  # of what was sampled last
-        self._engine_share = 0.0  # of the step's samples
+        self._behind = 0  # updates between the weights that wrote the answers and those that learn from them
         self._advantages: list[np.ndarray | None] = []
         self._seconds: dict[str, float] = {}
 
@@ -114,29 +111,27 @@ class Rollouts:
         began_s = time.perf_counter()
         if engines is not None:
             engines.policy.take_seconds()  # of a validation
-        made, verdict = self._taken_up(step, len(wanted))
-        judging = f"train-{step}"
-        if engines is not None and self._staleness:
-            total, taken_up = self._plan.total_steps, made is not None
-            engines.ask_ahead(step, total, self._wanted, taken_up, self._judge_ahead)
-            if (version := engines.version_ahead(step)) is not None:
-                judging = _judging(step, version)
+        made, verdict, behind = self._taken_up(step, len(wanted))
+        if engines is not None:
+            engines.ask(step, self._plan.total_steps, self._wanted, taken_up=made is not None)
         if made is None:
-            made = self._sampled(wanted, step)
-            if made is None:
+            self._progress.enter("sampling")
+            found = self._sampled(wanted) if engines is None else engines.answers(wanted, step)
+            if found is None:
                 return False
-            self._keep(step, made, None)
+            made, verdict, behind = found
+            self._keep(step, made, None, behind)
         sampled_s = time.perf_counter()
         if verdict is None:
-            verdict = self._judged(judging, self._spec.train_path, wanted, made)
+            verdict = self._judged(f"train-{step}", wanted, made)
             if verdict is None:
                 return False
-            self._judge.check(verdict)
-            self._keep(step, made, verdict)
-        self._ids, self._log_probs, self._sizes, self._older = (
-            part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes, made.older)
+        self._judge.check(verdict)
+        self._keep(step, made, verdict, behind)
+        self._ids, self._log_probs, self._sizes = (
+            part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
         )
-        self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(wanted)
+        self._step, self._verdict, self._behind = step, verdict, behind
         self._advantages = self._judge.advantages(verdict, self._sampled_of(range(len(wanted))), self._samples.group)
         judged_s = time.perf_counter()
         self._seconds = {"sampling": sampled_s - began_s, "grading": judged_s - sampled_s}
@@ -148,13 +143,7 @@ class Rollouts:
     def _wanted(self, step: int) -> Wanted:
         group = self._samples.group
         packs = self._plan.packs_of_step(step).repeat(group)
-        return Wanted(self._train, packs, group, self._spec.seed, TRAINING, step)
-
-    def _judge_ahead(self, wanted: Wanted, version: str, made: Answers) -> None:
-        """On rank 0, on another thread: asks the judge about the first answers of a step whose turn has not come;
-        `_judged` then finds the verdict."""
-        question = f"{_judging(wanted.step, version)}-0"
-        self._hearing.ask(question, self._to_judge(self._spec.train_path, wanted, made, 0))
+        return Wanted(self._spec.train_path, self._train, packs, group, self._spec.seed, TRAINING, step)
 
     def seconds(self) -> dict[str, float]:
         return self._seconds
@@ -187,15 +176,7 @@ class Rollouts:
             **self._judge.step_metrics(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            **(self._engine_metrics() if self._engines is not None else {}),
-        }
-
-    def _engine_metrics(self) -> dict[str, float]:
-        behind = 1 + np.arange(self._older.shape[1])
-        return {
-            "engine_samples": self._engine_share,
-            "staleness_mean": float((self._older * behind).sum() / self._sizes.sum()),
-            "staleness_max": int(behind[self._older.any(axis=0)].max(initial=0)),
+            **({"staleness": self._behind} if self._engines is not None else {}),
         }
 
     def _sampled_of(self, members: Iterable[int]) -> list[np.ndarray]:
@@ -229,52 +210,39 @@ class Rollouts:
         """Collective: the verdicts on the answers to the validation prompts; None if the devices were wanted."""
         assert self._valid is not None
         packs = np.arange(len(self._valid.packs))
-        path, each, sampled = self._spec.valid_path, self._samples.valid, list[np.ndarray]()
+        path, each, sampled_of = self._spec.valid_path, self._samples.valid, list[np.ndarray]()
         assert path is not None
         together, tokens = self._samples.validated_together(self._spec.batch_size), 0
         verdict = self._judge.empty()
         for first in range(0, len(packs), together):
             prompts = packs[first : first + together].repeat(each)
             # The numbers are the same each time.
-            wanted = Wanted(self._valid, prompts, each, self._spec.seed, VALIDATION, 0, first * each)
-            made = self._sampled(wanted, step)
-            if made is None:
+            wanted = Wanted(path, self._valid, prompts, each, self._spec.seed, VALIDATION, 0, first * each)
+            self._progress.enter("sampling")
+            found = self._sampled(wanted) if self._engines is None else self._engines.answers(wanted, step)
+            if found is None:
                 return None
-            judged = self._judged(f"valid-{step}", path, wanted, made)
+            made, judged, _ = found
+            judged = judged or self._judged(f"valid-{step}", wanted, made)
             if judged is None:
                 return None
             log_probs, sizes = made.log_probs.cpu().numpy(), made.sizes.cpu().numpy()
-            sampled += [row[:size] for row, size in zip(log_probs, sizes, strict=True)]
+            sampled_of += [row[:size] for row, size in zip(log_probs, sizes, strict=True)]
             tokens += int(sizes.sum())
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         self._judge.check(verdict)
-        metrics = self._judge.validated(verdict, sampled, each)
+        metrics = self._judge.validated(verdict, sampled_of, each)
         return {**metrics, "completion_tokens_mean": tokens / len(verdict["errors"])}
 
     # --- how
 
-    def _sampled(self, wanted: Wanted, step: int) -> Answers | None:
-        """Collective: the answers, on every rank; None if the devices were wanted. step: of the model as it is."""
-        self._progress.enter("sampling")
-        made = Answers.empty(len(wanted), self._samples.room, self._engine.device, self._staleness)
-        self._by_engine = 0
-        if self._engines is not None:
-            found = self._engines.answers(wanted, step)
-            if found is None:
-                return None
-            made = found
-            self._by_engine = int((made.sizes > 0).sum())
-        missing = torch.nonzero(made.sizes == 0)[:, 0].cpu().numpy()
-        if len(missing) and not self._sampled_here(wanted, missing, made):
-            return None
-        return made
-
-    def _sampled_here(self, wanted: Wanted, places: np.ndarray, made: Answers) -> bool:
-        """Collective: the answers of these places into `made`, on every rank; False if the devices were wanted."""
-        grid, room, device = self._grid, self._samples.room, self._engine.device
-        share = -(-len(places) // grid.data_size)
-        first = min(grid.data_rank * share, len(places) - 1)
-        mine = places[np.minimum(np.arange(first, first + share), len(places) - 1)]  # equally many everywhere
+    def _sampled(self, wanted: Wanted) -> tuple[Answers, None, int] | None:
+        """Collective: the ranks' own answers, on every rank, without a verdict, of weights that are 0 updates behind;
+        None if the devices were wanted."""
+        grid, room, device, n = self._grid, self._samples.room, self._engine.device, len(wanted)
+        share = -(-n // grid.data_size)
+        first = min(grid.data_rank * share, n - 1)
+        mine = np.minimum(np.arange(first, first + share), n - 1)  # equally many everywhere
         chances = np.stack([wanted.numbers(int(place)).random(room) for place in mine])
         found = sample(
             self._engine.module.model,
@@ -287,40 +255,38 @@ class Rollouts:
             self._form,
         )
         if found is None:
-            return False
-        own = max(0, min(share, len(places) - grid.data_rank * share))
+            return None
+        own = max(0, min(share, n - grid.data_rank * share))
         into = torch.from_numpy(mine[:own]).to(device)
-        here = Answers.empty(len(wanted), room, device)
-        if grid.tensor_rank == 0:
-            for all_, part in ((here.ids, found.ids), (here.log_probs, found.log_probs), (here.sizes, found.sizes)):
+        made = Answers.empty(n, room, device)
+        for all_, part in ((made.ids, found.ids), (made.log_probs, found.log_probs), (made.sizes, found.sizes)):
+            if grid.tensor_rank == 0:
                 all_[into] = part[:own]
-        for all_, part in ((made.ids, here.ids), (made.log_probs, here.log_probs), (made.sizes, here.sizes)):
-            comm.all_reduce(part)
-            all_ += part
-        return True
+            comm.all_reduce(all_)
+        return made, None, 0
 
-    def _judged(self, name: str, path: str, wanted: Wanted, made: Answers) -> Verdict | None:
-        """Collective: the verdicts on the answers, None if the devices were wanted. path: the file of their prompts.
-        Raises NothingGraded, on every rank."""
+    def _judged(self, name: str, wanted: Wanted, made: Answers) -> Verdict | None:
+        """Collective: the verdicts on the answers, None if the devices were wanted. Raises NothingGraded, on every
+        rank."""
         self._progress.enter("grading")
-        verdict, question = self._judge.empty(), dict[str, Any]()
+        verdict, question = self._judge.empty(), dict[str, dict[str, Any]]()
         while (start := len(verdict["errors"])) < len(wanted):
             if self._grid.rank == 0:
-                question = self._to_judge(path, wanted, made, start)
-            answered, answer = self._hearing.heard(f"{name}-{wanted.before + start}", question)
-            if not answered:
+                question = {f"{name}-{wanted.before + start}": self._to_judge(wanted, made, start)}
+            heard = self._hearing.heard(question)
+            if heard is None:
                 return None
-            judged = broadcast_json(answer)
+            judged = broadcast_json(next(iter(heard.values()), None))
             if judged.get("failed"):
                 raise NothingGraded(judged["failed"])
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         return verdict
 
-    def _to_judge(self, path: str, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
+    def _to_judge(self, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
         """The question about the answers from the place `start` on, as many as it has room for."""
         part = range(start, min(start + REQUESTS_AT_ONCE, len(wanted)))
         answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
-        samples = self._judge.samples(path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
+        samples = self._judge.samples(wanted.path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
         return {"kind": self._judge.kind, "samples": samples}
 
     @cached_property
@@ -345,7 +311,7 @@ class Rollouts:
 
     # --- what is kept of the step under way
 
-    def _keep(self, step: int, made: Answers, verdict: Verdict | None) -> None:
+    def _keep(self, step: int, made: Answers, verdict: Verdict | None, behind: int) -> None:
         if self._grid.rank != 0:
             return
         partial = self._file.with_suffix(".partial")
@@ -356,33 +322,25 @@ class Rollouts:
                 ids=made.ids.cpu().numpy().astype(np.int32),
                 log_probs=made.log_probs.cpu().numpy(),
                 sizes=made.sizes.cpu().numpy(),
-                older=made.older.cpu().numpy(),
-                engine=self._by_engine,
+                behind=behind,
                 verdict=np.frombuffer(json.dumps(verdict).encode(), np.uint8),
             )
         os.rename(partial, self._file)
 
-    def _taken_up(self, step: int, n: int) -> tuple[Answers | None, Verdict | None]:
-        """Collective: what an earlier world has sampled and had judged for this step."""
+    def _taken_up(self, step: int, n: int) -> tuple[Answers | None, Verdict | None, int]:
+        """Collective: what an earlier world has sampled and had judged for this step, and how stale that is."""
         shape = n, self._samples.room
-        kept = _read(self._file, step, shape, self._staleness) if self._grid.rank == 0 else None
-        there = broadcast_json(kept is not None)
-        if not there:
-            return None, None
-        made = Answers.empty(*shape, staleness=self._staleness)
+        kept = _read(self._file, step, shape) if self._grid.rank == 0 else None
+        told = broadcast_json(kept and [kept["verdict"], int(kept["behind"])])
+        if told is None:
+            return None, None, 0
+        made = Answers.empty(*shape)
         if kept is not None:
-            made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes", "older")))
-        self._by_engine, verdict = broadcast_json(kept and [int(kept.get("engine", 0)), kept["verdict"]])
-        return shared(made, self._engine.device), verdict
+            made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
+        return shared(made, self._engine.device), *told
 
 
-def _judging(step: int, version: str) -> str:
-    """The name of the question about samples that this version was asked for ahead of their step's turn: another world
-    may have other samples, and must not take this question's answer for its own."""
-    return f"train-{step}-{version}"
-
-
-def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict[str, Any] | None:
+def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
@@ -390,8 +348,7 @@ def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict
             kept = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile):
         return None  # a crash of the machine: it is sampled again
-    kept = {"older": np.zeros((shape[0], 0), np.int64), **kept}  # of a run that began before samples could be stale
-    if int(kept["step"]) != step or kept["ids"].shape != shape or kept["older"].shape[1] != staleness:
+    if int(kept["step"]) != step or kept["ids"].shape != shape:
         return None
     verdict = json.loads(kept["verdict"].tobytes())
     return {**kept, "ids": kept["ids"].astype(np.int64), "verdict": verdict}

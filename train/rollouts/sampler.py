@@ -32,23 +32,20 @@ _CHOICE_BYTES = 2 * 4 + 2 * 8
 
 @dataclass(frozen=True)
 class Answers:
-    """ids (n, room) int64, 0 after the end; log_probs (n, room) float32; sizes (n,) int64, with the token that ends;
-    older (n, staleness) int64, how many of its tokens the weights of 1, 2, … updates ago wrote. Those that the oldest
-    weights wrote come first."""
+    """ids (n, room) int64, 0 after the end; log_probs (n, room) float32; sizes (n,) int64, with the token that
+    ends."""
 
     ids: torch.Tensor
     log_probs: torch.Tensor
     sizes: torch.Tensor
-    older: torch.Tensor
 
     @classmethod
-    def empty(cls, n: int, room: int, device: torch.device | None = None, staleness: int = 0) -> Answers:
+    def empty(cls, n: int, room: int, device: torch.device | None = None) -> Answers:
         """On the host without a device."""
         return cls(
             torch.zeros(n, room, dtype=torch.int64, device=device),
             torch.zeros(n, room, dtype=torch.float32, device=device),
             torch.zeros(n, dtype=torch.int64, device=device),
-            torch.zeros(n, staleness, dtype=torch.int64, device=device),
         )
 
 
@@ -76,7 +73,7 @@ def sample(
         wave = _together(model, longest)
         for start in range(0, n, wave):
             part = slice(start, min(n, start + wave))
-            into = Answers(made.ids[part], made.log_probs[part], made.sizes[part], made.older[part])
+            into = Answers(made.ids[part], made.log_probs[part], made.sizes[part])
             if not _wave(model, prompts[part], chances[part], ends, device, agreed, into, form):
                 return None
     return made

@@ -34,6 +34,9 @@ class Teacher(Judge):
             samples.append({"tokens": [*prompt, *ids], "answer": len(ids)})
         return samples
 
+    def about(self, path: str, pack: int) -> dict[str, Any]:
+        return {}
+
     def why_nothing(self, verdict: Verdict) -> str:
         if any(one is not None for one in verdict["log_probs"]):
             return ""

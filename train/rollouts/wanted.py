@@ -13,10 +13,11 @@ TRAINING, VALIDATION = 0, 1
 
 @dataclass(frozen=True)
 class Wanted:
-    """packs: of the prompt of each answer, (answers,); the `each` answers of a prompt follow each other. purpose and
-    step: by which, with the seed of the job and the place of an answer, its random numbers are drawn. before: answers
-    of the same purpose and step that were made before."""
+    """path: of the file of the prompts. packs: of the prompt of each answer, (answers,); the `each` answers of a prompt
+    follow each other. purpose and step: by which, with the seed of the job and the place of an answer, its random
+    numbers are drawn. before: answers of the same purpose and step that were made before."""
 
+    path: str
     tokens: TokenSet
     packs: np.ndarray
     each: int

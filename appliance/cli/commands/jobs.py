@@ -69,7 +69,7 @@ def submit(session: Session, args: Namespace) -> None:
     data_order (shuffled, given), gradient_accumulation,
     micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing, offload,
     snapshot_every_s, step_patience_s; for methods that learn from the model's own answers also rollouts (engine,
-    ranks), staleness (0 to 4), in_flight.
+    ranks), staleness (0 to 4).
 
     Examples:
       appliance job submit --model starter --file train.jsonl --wait

@@ -1,5 +1,5 @@
 """Asks models through the box's own gateway, for work without a client: batches, background responses, graders,
-evaluations, teachers.
+evaluations, teachers, rollouts.
 
 The gateway's private socket takes the id of a key, so keys, limits, retries and accounting are the gateway's alone. It
 never holds a request of its class `batch`: here one waits until an engine of its model is awake and has a place, owners
@@ -45,6 +45,7 @@ class Asker(NamedTuple):
 class _Waiting:
     asker: Asker
     model: str
+    sequences: int
     place: asyncio.Future[None]
 
 
@@ -53,7 +54,7 @@ class _KeyEnded(Exception):
 
 
 class Asking:
-    """Invariant: a request is in its host's queue or counts in `_taken`.
+    """Invariant: a request is in its host's queue or its sequences count in `_taken`.
 
     Args:
         transport: to the gateway's private socket.
@@ -109,14 +110,15 @@ class Asking:
         url: str,
         body: Callable[[], Awaitable[dict[str, Any]]],
         request_id: str,
+        sequences: int = 1,
     ) -> EngineAnswer:
         """The gateway's answer, but for those that say to come again; 401 where the key has ended. body: called when
-        there is a place, again for each attempt; its exceptions are raised."""
+        there is a place, again for each attempt; its exceptions are raised. sequences: places that it takes."""
         named, died = (asker.key_id, model), False
         with self.wanted(model):
             try:
                 while True:
-                    async with self._place(asker, model):
+                    async with self._place(asker, model, sequences):
                         answer, retry_s = await self._post(asker, url, orjson.dumps(await body()), request_id)
                         if _code(answer) == ENGINE_FAILED:
                             if died:
@@ -150,10 +152,10 @@ class Asking:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def _place(self, asker: Asker, model: str) -> AsyncIterator[None]:
+    async def _place(self, asker: Asker, model: str, sequences: int) -> AsyncIterator[None]:
         """Raises _KeyEnded."""
         host = self._host(model)
-        waiting = _Waiting(asker, model, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(asker, model, sequences, asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(host, FairQueue())
         queue.add(asker.owner, waiting, 1)
         self._grant(host)
@@ -162,7 +164,7 @@ class Asking:
             yield
         finally:
             if not queue.discard(asker.owner, waiting):  # it had a place
-                self._taken[host] -= 1
+                self._taken[host] -= sequences
             if not queue and self._queues.get(host) is queue:
                 del self._queues[host]
             self._grant(host)
@@ -170,7 +172,7 @@ class Asking:
     def _grant(self, host: str) -> None:
         while (waiting := self._next(host)) is not None:
             self._queues[host].take(waiting.asker.owner, waiting)
-            self._taken[host] += 1
+            self._taken[host] += waiting.sequences
             waiting.place.set_result(None)
 
     def _next(self, host: str) -> _Waiting | None:
@@ -225,6 +227,6 @@ def _code(answer: EngineAnswer) -> str | None:
 
 
 def _places(row: Mapping[str, Any]) -> int:
-    """How many requests of class batch a model's engines take at once: half of their slots."""
+    """How many sequences of class batch a model's engines take at once: half of their slots."""
     engines = sum(replica["state"] == OPEN for replica in row.get("replicas", ()))
     return engines * max(1, (row.get("slots") or UNKNOWN_SLOTS) // 2)

@@ -22,7 +22,6 @@ from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.power import PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.last_backup import LastBackup
@@ -63,7 +62,6 @@ class ControllerContext:
     sizes: EngineSizes
     settings_check: SettingsCheck
     asking: Asking
-    sampling_engines: SocketEngines
     graders: GraderHosts
     model_ops: LibraryOps
     opening: Opening

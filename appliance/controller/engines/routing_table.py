@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +72,7 @@ class BusRouting:
         self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
         self._host_of: dict[str, str] = {}  # adapter name -> host name
+        self._policies: dict[str, tuple[str, str]] = {}  # models in training -> their base and its version
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
@@ -145,6 +146,7 @@ class BusRouting:
         self._kv_tokens = {name: cache for name, (_, cache, _) in sizes.items()}
         sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in job_records.checkpoint_names(self._db)}
         sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in canaries.list_running(self._db)}
+        sizes |= {name: sizes.get(base, _UNKNOWN) for name, (base, _) in self._policies.items()}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
         given = model_settings.with_chat_template(self._db) if silent else set()
@@ -161,6 +163,19 @@ class BusRouting:
                 for name, row in names.items()
             }
         )
+
+    async def offer_policy(self, name: str, base: str, base_version: str) -> None:
+        """Have gateways serve a model in training, to the box alone, on engines with this version of its base."""
+        if self._policies.get(name) != (base, base_version):
+            self._policies[name] = base, base_version
+            await self.wait_applied()
+
+    def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
+        """Withdraw the other models in training."""
+        kept = {name: base for name, base in self._policies.items() if is_kept(name)}
+        if kept != self._policies:
+            self._policies = kept
+            self.refresh()
 
     async def wait_applied(self) -> None:
         """Returns when every gateway routes by the current table."""
@@ -225,6 +240,10 @@ class BusRouting:
             row = replace(found[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
+        for name, (base, version) in self._policies.items():
+            if base in rows:
+                adapter = AdapterRow(name, name, "", base, version, rows[base].active_version)
+                found[name] = _Callable("", version, "generate", adapter)
         return found
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
@@ -247,7 +266,7 @@ class BusRouting:
                 "next_try_s": trouble.not_before_s,
                 "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
             }
-        if row.adapter:
+        if row.adapter and name not in self._policies:  # of a model in training each request names its version
             table_row["adapter"] = row.adapter.engine_name
         elif row.pins:
             table_row["pins"] = row.pins

@@ -11,6 +11,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import keys
 from train.graders.grading import ModelAnswer
+from weights.format.names import policy_of
 
 URL = "/v1/chat/completions"
 
@@ -26,9 +27,13 @@ class ModelAnswers:
         answer = await self.answer(key_id, URL, body, within_s)
         return ModelAnswer(model=model, error=answer) if isinstance(answer, str) else _read(model, answer)
 
-    async def answer(self, key_id: str | None, url: str, body: dict[str, Any], within_s: float) -> EngineAnswer | str:
-        """Like `ask`, for any route: what an engine answers, or why none does."""
+    async def answer(
+        self, key_id: str | None, url: str, body: dict[str, Any], within_s: float, *, sequences: int = 1
+    ) -> EngineAnswer | str:
+        """Like `ask`, for any route: what an engine answers, or why none does. sequences: that are asked for."""
         model, asking = str(body["model"]), self._asking
+        if policy_of(model) is not None:
+            model = model.partition("@")[0]
         asker = Asker(key_id, keys.owner_of(self._db, key_id) if key_id is not None else "")
 
         async def given() -> dict[str, Any]:
@@ -36,7 +41,7 @@ class ModelAnswers:
 
         try:
             async with asyncio.timeout(within_s):
-                answer = await asking.ask(asker, model, url, given, new_id("req_"))
+                answer = await asking.ask(asker, model, url, given, new_id("req_"), sequences)
         except TimeoutError:
             return f"no answer within {within_s:.0f} s: {asking.why(key_id, model) or 'its engines are busy'}"
         if answer.status == 401 and (how := keys.how_ended(self._db, key_id)):

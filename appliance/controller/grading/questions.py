@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -27,9 +27,12 @@ from train.graders.grading import Graded, ModelAnswer
 from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 
+Answering = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""The answer to a job's question, given the job's id and the question."""
+
 ANSWER_WITHIN_S = 3600.0
-"""How long a model that judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a person
-may want exactly that for a while."""
+"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
+person may want exactly that for a while."""
 SAY_AFTER_S = 30.0
 """After this long without an answer the job says that it waits."""
 SAY_AGAIN_S = 600.0
@@ -46,9 +49,12 @@ class Saying:
         self._failed: dict[str, Hashable] = {}
 
     @contextmanager
-    def waiting(self, job_id: str, key_id: str | None, whom: str, model: str) -> Iterator[None]:
-        """Says that the job waits, and why, if this takes long. whom: what the model is to it."""
-        timer = asyncio.get_running_loop().call_later(self._after_s, self._waits, job_id, key_id, whom, model)
+    def waiting(
+        self, job_id: str, key_id: str | None, whom: str, model: str, busy: str = "its engines are busy"
+    ) -> Iterator[None]:
+        """Says that the job waits, and why, if this takes long. whom: the model in words. busy: why, where nothing
+        keeps its requests from engines; empty: that is not worth a word."""
+        timer = asyncio.get_running_loop().call_later(self._after_s, self._waits, job_id, key_id, whom, model, busy)
         try:
             yield
         finally:
@@ -64,9 +70,10 @@ class Saying:
     def nothing_failed(self, job_id: str) -> None:
         self._failed.pop(job_id, None)
 
-    def _waits(self, job_id: str, key_id: str | None, whom: str, model: str) -> None:
-        why = self._asking.why(key_id, model) or "its engines are busy"
-        text = f"the job waits for its {whom} {model}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}"
+    def _waits(self, job_id: str, key_id: str | None, whom: str, model: str, busy: str) -> None:
+        if not (why := self._asking.why(key_id, model) or busy):
+            return
+        text = f"the job waits for its {whom}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}"
         said, at_s = self._waited.get(job_id, ("", 0.0))
         if said != text or time.monotonic() - at_s > SAY_AGAIN_S:
             self._waited[job_id] = text, time.monotonic()
@@ -96,7 +103,7 @@ class RolloutGrading:
         pairs = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
 
         async def ask(body: dict[str, Any]) -> ModelAnswer:
-            with self._saying.waiting(job_id, row.key_id, "judge", body["model"]):
+            with self._saying.waiting(job_id, row.key_id, f"judge {body['model']}", body["model"]):
                 return await self._answers.ask(row.key_id, body, ANSWER_WITHIN_S)
 
         try:
@@ -157,7 +164,7 @@ class Teaching:
             return {"failed": f"the API key of the job {how}, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
         versions = set[str]()
-        with self._saying.waiting(job_id, row.key_id, "teacher", teacher):
+        with self._saying.waiting(job_id, row.key_id, f"teacher {teacher}", teacher):
             asking = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
             answers = await asyncio.gather(*asking)
         if versions.difference(found.taught_by):

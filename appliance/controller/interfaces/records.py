@@ -132,27 +132,9 @@ class VersionPaths(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCapacity:
-    """How many requests of rollouts a model's engines may process now. why: what keeps them few, or none."""
-
-    lines: int
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the answer's JSON. version: of the replica that gave it, empty if none did. silent: it did not answer in
-    time, and was left."""
+    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
 
     status: int
     body: Any
     version: str = ""
-    silent: bool = False
-
-
-class LineReturned(Exception):
-    """A request got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
-
-    def __init__(self, reason: str, *, yielded: bool):
-        super().__init__(reason)
-        self.yielded = yielded

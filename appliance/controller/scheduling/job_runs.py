@@ -13,6 +13,7 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.grading.questions import Answering
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
@@ -28,13 +29,11 @@ from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.directory import verify
 
 log = logging.getLogger(__name__)
-
-Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""What is answered to a job's question of one kind, given the job's id and the question."""
 
 Remove = Callable[[VersionRow], Awaitable[None]]
 
@@ -60,7 +59,7 @@ class JobRuns:
         opening: Opening,
         routing: BusRouting,
         inbox: Inbox,
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, Answering],
     ):
         """answers: by kind of question."""
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
@@ -277,6 +276,7 @@ class JobRuns:
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
+        self._routing.keep_policies(lambda name: self._is_running(policy_of(name) or ""))
         await self.policies.tidy(unload)
         while self._gone:
             version = self._gone.pop()

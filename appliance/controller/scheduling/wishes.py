@@ -21,10 +21,9 @@ from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.sampling_engines import SocketEngines
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
-from appliance.store.objects import jobs
+from appliance.store.objects import job_records, jobs
 from scheduler.core.workload import Demand
 
 
@@ -55,11 +54,8 @@ def may_wake_to_sample(now: Circumstances, others_have_requests: bool) -> bool:
 class Wishes:
     """box_floor: devices that serving keeps in every mode."""
 
-    def __init__(
-        self, db: Database, bus: Bus, routing: BusRouting, asking: Asking, sampling: SocketEngines, box_floor: int
-    ):
-        self._db, self._bus, self._routing, self._box_floor = db, bus, routing, box_floor
-        self._asking, self._sampling = asking, sampling
+    def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking, box_floor: int):
+        self._db, self._bus, self._routing, self._asking, self._box_floor = db, bus, routing, asking, box_floor
 
     def demands(self, free_devices: int) -> Callable[[str], Demand]:
         """Return, for one round of the scheduler, the demand of each model: what gateways report, and this work where
@@ -68,7 +64,8 @@ class Wishes:
         routing, lines = self._routing, dict[str, str]()
         for name in self._asking.models:
             lines.setdefault(routing.host(name), name)
-        sampled = {routing.host(name) for name in self._sampling.wanted}
+        wanted = [*jobs.models_sampled(self._db), *job_records.teachers_of_running(self._db)]
+        sampled = {routing.host(name) for name in wanted}
         asked = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
 
         @cache

@@ -35,6 +35,7 @@ from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
+from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
@@ -191,9 +192,13 @@ class App:
         body = await exchange.body(state.limits.inference_body_bytes)
         state.spending.admit(exchange)
         data = parsed_body(body)
-        state.callable_model(data["model"], exchange.caller)
-        exchange.refused_model = data["model"].partition("@")[0]
+        name, private = data["model"], exchange.connection.private
+        if private and policy_of(name) is not None:
+            name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
+        state.callable_model(name, exchange.caller, private)
+        exchange.refused_model = name.partition("@")[0]
         checked = check_object(route, data, len(body), state.limits)
+        checked.model = name
         self._check_model(exchange, checked)
         transcript = checked.transcript
         if transcript is not None:
@@ -210,7 +215,8 @@ class App:
                 checked = await self._controller.with_previous(exchange, data, checked)
                 self._check_model(exchange, checked)
         state.spending.opened(exchange, checked, state.limits)
-        exchange.model, exchange.routed_model = checked.model.partition("@")[0], checked.model
+        counted_as = checked.model if policy_of(checked.model) is None else state.router.models[checked.model].host
+        exchange.model, exchange.routed_model = counted_as.partition("@")[0], checked.model
         if state.tracing is not None:
             state.tracing.begin(exchange)
         return Inference(state, self._controller.copies, exchange, checked)
@@ -222,7 +228,7 @@ class App:
             exchange.ignored = checked.ignored
             names = "; ".join(value.decode() for _, value in checked.ignored)
             log.info("left out of the request, as no engine has it: %s", names, extra=exchange.ids)
-        model, message = self._state.callable_model(checked.model, exchange.caller), ""
+        model, message = self._state.callable_model(checked.model, exchange.caller, exchange.connection.private), ""
         if model.task != route.task:
             message = f"The model `{checked.model}` does not support {route.name}."
         elif route.converses and not model.chats:

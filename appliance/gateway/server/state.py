@@ -29,6 +29,7 @@ from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
 from runtime.network.mutual_tls import mutual_tls, watched_socket
+from weights.format.names import policy_of
 
 if TYPE_CHECKING:
     from appliance.gateway.access.tracing import Tracing
@@ -103,11 +104,16 @@ class State:
 
     # -- models, and who waits for them
 
-    def callable_model(self, name: str, caller: Caller) -> Model:
-        """The model of this name, which this key may call. Raises the same HttpError for a forbidden as for a
-        nonexistent model, so callers must send nothing that depends on the model before."""
+    def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
+        """The model of this name, which this key may call; private: for the box itself, which alone may call models in
+        training. Raises the same HttpError for a forbidden as for a nonexistent model, so callers must send nothing
+        that depends on the model before."""
         model = self.router.models.get(name)
-        if model is None or not caller.sees(model) or not caller.may_use(name):
+        if model is None:
+            raise self.unknown_model(name, caller)
+        is_policy = policy_of(name) is not None
+        may_call = private and caller.may_use(model.host) if is_policy else caller.sees(model) and caller.may_use(name)
+        if not may_call:
             raise self.unknown_model(name, caller)
         return model
 

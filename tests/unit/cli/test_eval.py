@@ -33,7 +33,7 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
         choice = {"index": 0, "message": {"role": "assistant", "content": "4"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
 
-    box.context.sampling_engines.rule = four
+    box.context.asking.rule = four
     made = box.json("eval", "run", "starter", *written(tmp_path, "4", "4", "5", "4"), "--wait")
     (run,) = made["runs"]
     assert run["status"] == "completed" and run["model"] == "starter"
@@ -58,7 +58,7 @@ def test_a_run_where_an_evaluation_belongs_is_told_apart(box: ControlledBox):
 
 
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
-    box.context.sampling_engines.rows.places = 0
+    box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
     evals_shown = ("eval", "show", made["id"])
     found = next(run for run in (box.json(*evals_shown)["runs"][0] for _ in range(3000)) if run["status"] != "queued")

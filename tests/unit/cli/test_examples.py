@@ -173,7 +173,7 @@ def test_answers_of_a_teacher_become_training_rows_and_the_rest_is_counted(
         ]
         return EngineAnswer(200, {"choices": choices, "usage": {}}, "v1")
 
-    box.context.sampling_engines.rule = rule  # type: ignore[attr-defined]
+    box.context.asking.rule = rule  # type: ignore[attr-defined]
     answered = {"messages": [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "old"}]}
     called = {"messages": [{"role": "user", "content": "d?"}], "tools": [TOOL]}
     lines = [json.dumps(row).encode() for row in ({"prompt": "a?"}, answered, {"prompt": "c?"}, called)]

@@ -78,7 +78,7 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return EngineAnswer(200, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, "v1")
 
     box.do(insert)
-    engines = box.context.sampling_engines
+    engines = box.context.asking
     assert isinstance(engines, SimulatedEngines)
     engines.rule = rule
     return box

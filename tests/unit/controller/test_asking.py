@@ -43,11 +43,12 @@ class Gateway:
         await self.end.wait()
         return httpx.Response(200, json={"ok": True})
 
-    def ask(self, text: str, owner: str = "ann", model: str = "m") -> asyncio.Task[EngineAnswer]:
+    def ask(self, text: str, owner: str = "ann", model: str = "m", sequences: int = 1) -> asyncio.Task[EngineAnswer]:
         async def body() -> dict[str, Any]:
             return {"model": model, "text": text}
 
-        return asyncio.create_task(self.asking.ask(Asker(f"key_{owner}", owner), model, URL, body, "req_1"))
+        asker = Asker(f"key_{owner}", owner)
+        return asyncio.create_task(self.asking.ask(asker, model, URL, body, "req_1", sequences))
 
 
 async def turns() -> None:
@@ -63,6 +64,16 @@ async def test_requests_take_half_of_the_slots_of_engines_that_are_awake():
     gateway.end.set()
     assert {(await task).status for task in tasks} == {200} and gateway.most == 6
     assert not gateway.asking._taken.total() and not gateway.asking._queues and not gateway.asking.models
+
+
+async def test_request_for_several_sequences_takes_as_many_places():
+    gateway = Gateway(slots=16)
+    tasks = [gateway.ask(str(number), sequences=8) for number in range(3)]
+    await turns()
+    assert gateway.running == 1
+    gateway.end.set()
+    assert {(await task).status for task in tasks} == {200} and gateway.most == 1
+    assert not gateway.asking._taken.total()
 
 
 async def test_owner_with_one_request_is_next_however_many_another_has():

@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from appliance.controller.batches import background_responses
-from appliance.controller.interfaces.records import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
-from tests.simulator.control_plane import SimulatedEngines
+from tests.simulator.control_plane import LineReturned, SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_responses import answer, copy, name, send
 
@@ -21,8 +21,8 @@ WHO = "key_test"
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
-    return control.context.sampling_engines
+    assert isinstance(control.context.asking, SimulatedEngines)
+    return control.context.asking
 
 
 def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
@@ -57,9 +57,9 @@ async def test_it_is_queued_at_once_and_answered_later(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
-    while not engines(control).wanted:
+    while not engines(control).models:
         await asyncio.sleep(0)
-    assert engines(control).wanted == ["starter"]
+    assert list(engines(control).models) == ["starter"]
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
     assert caught.value.code == "previous_response_not_ready"
@@ -70,7 +70,7 @@ async def test_it_is_queued_at_once_and_answered_later(control: Control):
     body = engines(control).sent[0]
     assert body["store"] is False and not {"background", "stream", "previous_response_id"} & set(body)
     row = responses.find(control.db, made.id)
-    assert row is not None and row.request is None and engines(control).wanted == []
+    assert row is not None and row.request is None and list(engines(control).models) == []
 
 
 async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: Control):
@@ -218,7 +218,7 @@ async def test_background_response_that_waits_for_a_day_fails(control: Control, 
     engines(control).lines = 0
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert engines(control).wanted == [] == engines(control).sent
+    assert list(engines(control).models) == [] == engines(control).sent
 
 
 async def test_background_response_ends_with_its_key(control: Control):
@@ -229,7 +229,7 @@ async def test_background_response_ends_with_its_key(control: Control):
     await control.context.tasks.idle("responses")
     row = responses.find(control.db, made.id)
     assert row is not None and row.status == "failed" and "was revoked" in row.response
-    assert engines(control).wanted == [] == engines(control).sent
+    assert list(engines(control).models) == [] == engines(control).sent
 
 
 async def test_what_is_not_for_here(control: Control):

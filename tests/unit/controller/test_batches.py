@@ -43,8 +43,8 @@ def jsonl(rows: list[Any]) -> bytes:
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
-    return control.context.sampling_engines
+    assert isinstance(control.context.asking, SimulatedEngines)
+    return control.context.asking
 
 
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
@@ -95,7 +95,7 @@ async def test_a_batch_answers_every_line_once(control: Control):
     assert file.purpose == "batch_output" and file.filename == f"{batch_id}_output.jsonl"
     assert list(control.context.batches_dir.iterdir()) == []
     assert [b.id for b in (await control.sdk.batches.list()).data] == [batch_id]
-    assert engines(control).wanted == []
+    assert list(engines(control).models) == []
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ async def test_a_batch_waits_for_room_and_says_why(control: Control):
     batch = await until(control, batch_id, lambda b: b.waiting_for)
     assert batch.status == "in_progress"
     assert batch.waiting_for == "no engine of the model is awake" and engines(control).sent == []
-    assert engines(control).wanted == ["starter"]
+    assert list(engines(control).models) == ["starter"]
     engines(control).lines = 2
     assert (await ended(control, batch_id)).request_counts.completed == 3
     assert engines(control).most_at_once <= 2

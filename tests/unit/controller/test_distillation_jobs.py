@@ -16,12 +16,11 @@ import pytest
 from appliance.controller.grading import scoring
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import Saying, Teaching
-from appliance.controller.grading.sampling import RolloutSampling
-from appliance.controller.interfaces.records import EngineAnswer, LineReturned
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import SimulatedEngines, teaching_of
+from tests.simulator.control_plane import LineReturned, SimulatedEngines, teaching_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
@@ -57,8 +56,8 @@ def taught(control: Control, tmp_path: Path) -> Control:
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
-    return control.context.sampling_engines
+    assert isinstance(control.context.asking, SimulatedEngines)
+    return control.context.asking
 
 
 def method(teacher: Any = "teacher", **hyperparameters: Any) -> Any:
@@ -222,15 +221,6 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
     assert said.endswith("waits for its teacher teacher, up to 60 minutes: no engine of the model is awake")
     engines(taught).lines = 4
     assert (await asking)["log_probs"] == [[-0.3]]
-
-
-async def test_a_teacher_is_kept_awake_while_its_job_runs(taught: Control):
-    job_id = await made(taught)
-    sampling = RolloutSampling(taught.db, taught.context.sampling_engines, taught.context.spending)
-    for phase, expected in (("running", ["teacher"]), ("suspended", [])):
-        jobs.set_phase(taught.db, job_id, phase)
-        await sampling.look()
-        assert engines(taught).sampled == expected
 
 
 def test_an_answer_has_a_number_for_each_of_its_tokens():

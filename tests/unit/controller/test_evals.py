@@ -138,7 +138,7 @@ async def ended(control: Control, eval_id: str, source: Any) -> Any:
 
 
 def answers(control: Control, text: str) -> list[dict[str, Any]]:
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    assert isinstance(control.context.asking, SimulatedEngines)
     sent: list[dict[str, Any]] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -147,7 +147,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
         used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
         return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
 
-    control.context.sampling_engines.rule = rule
+    control.context.asking.rule = rule
     return sent
 
 
@@ -328,8 +328,8 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
 
 async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     control.as_key("carol")
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
-    control.context.sampling_engines.lines = 0
+    assert isinstance(control.context.asking, SimulatedEngines)
+    control.context.asking.lines = 0
     eval_id = await made(control)
     run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
     while len(evals.queued_items(control.db, run.id, 9)) != 2:
@@ -337,14 +337,14 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
     await control.context.tasks.idle("eval_runs")
-    assert control.context.sampling_engines.wanted == []
+    assert not control.context.asking.models
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
 async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 2)
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    assert isinstance(control.context.asking, SimulatedEngines)
     slow, said = asyncio.Event(), list[str]()
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -354,7 +354,7 @@ async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monk
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
 
-    control.context.sampling_engines.rule = rule
+    control.context.asking.rule = rule
     items = {"type": "file_content", "content": [{"item": {"answer": str(n)}} for n in range(6)]}
     run = await control.sdk.evals.runs.create(await made(control), data_source=asked(source=items))
     async with asyncio.timeout(60):
@@ -430,7 +430,7 @@ async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
 
 async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_judged(control: Control):
     key_id = control.as_key("carol")
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    assert isinstance(control.context.asking, SimulatedEngines)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         keys.revoke(control.db, key_id)
@@ -438,7 +438,7 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
 
-    control.context.sampling_engines.rule = rule
+    control.context.asking.rule = rule
     run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
     await control.context.tasks.idle("eval_runs")
     found = evals.find_run(control.db, run.id)

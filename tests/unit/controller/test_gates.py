@@ -32,7 +32,7 @@ class Answers:
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
         self.asked: list[str] = []
-        control.context.sampling_engines.rule = self._rule  # type: ignore[attr-defined]
+        control.context.asking.rule = self._rule  # type: ignore[attr-defined]
 
     async def _rule(self, body: dict[str, Any]) -> EngineAnswer:
         self.asked.append(body["model"])

@@ -16,8 +16,8 @@ from appliance.controller.grading import judged as judged_module
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import RolloutGrading, Saying
 from appliance.controller.http.peers import FromBox
-from appliance.controller.interfaces.records import EngineAnswer, LineReturned
-from tests.simulator.control_plane import SimulatedEngines, grading_of
+from appliance.controller.interfaces.records import EngineAnswer
+from tests.simulator.control_plane import LineReturned, SimulatedEngines, grading_of
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
@@ -34,8 +34,8 @@ JUDGE: Any = {
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.sampling_engines, SimulatedEngines)
-    return control.context.sampling_engines
+    assert isinstance(control.context.asking, SimulatedEngines)
+    return control.context.asking
 
 
 def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Contr
     assert found.metadata.execution_time > 1, "with the time of the judge"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
-    assert engines(control).wanted == [] and engines(control).asked_by == [key_id]
+    assert list(engines(control).models) == [] and engines(control).asked_by == [key_id]
 
 
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
@@ -180,7 +180,7 @@ async def test_judge_of_a_key_that_ends_says_so(control: Control):
     engines(control).lines = 0
     asking = asyncio.create_task(control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 60.0))
     async with asyncio.timeout(60):
-        while not engines(control).wanted:
+        while not engines(control).models:
             await asyncio.sleep(0)
     (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
     assert (await asking).error == "the key that asks was revoked" and not engines(control).sent

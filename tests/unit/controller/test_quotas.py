@@ -80,7 +80,7 @@ async def test_bytes_are_bounded_for_all_keys_of_an_owner_and_for_no_admin(contr
 
 async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ended(control: Control):
     given = (await file(control, ADMIN, LINE, "batch")).json()["id"]
-    control.context.sampling_engines.lines = 0  # type: ignore[attr-defined]
+    control.context.asking.lines = 0  # type: ignore[attr-defined]
     body = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
     batch = (await control.http.post("/v1/batches", headers=ADMIN, json=body)).json()["id"]
     later_s = time.time() + 31 * 86400
@@ -277,7 +277,7 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
 
 async def batch_of(control: Control, who: dict[str, str], lines: int, answer: int) -> dict[str, Any]:
     """One whose every line is answered with so many bytes, four at once."""
-    engines = control.context.sampling_engines
+    engines = control.context.asking
     assert isinstance(engines, SimulatedEngines)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -305,7 +305,7 @@ async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Dat
     ann = caller(db, "ann")
     free = [100 * GIB]
     control.context.quotas.disk = Disk(Path("/"), None, lambda _: volume(100 * GIB, free[0])(Path("/")))
-    engines = control.context.sampling_engines
+    engines = control.context.asking
     assert isinstance(engines, SimulatedEngines)
     engines.lines = 0
     made = await batch_of(control, ann, 3, 10)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from weights.format.names import policy_name
+
 from .conftest import Box, Response, Start, Wire, chat, request_bytes, salted
 from .upstreams import Reply, UpstreamRequest, answer_chat
 
@@ -15,10 +17,10 @@ URL = "/v1/chat/completions"
 BATCH = "X-Appliance-Class: batch\r\n"
 
 
-async def ask_privately(box: Box, listener: socket.socket, headers: str) -> Response:
+async def ask_privately(box: Box, listener: socket.socket, headers: str, **fields: str) -> Response:
     wire = Wire(*await asyncio.open_unix_connection(listener.getsockname()))
     box.wires.append(wire)
-    await wire.send(request_bytes("POST", URL, chat(), key=None, headers=headers))
+    await wire.send(request_bytes("POST", URL, chat(**fields), key=None, headers=headers))
     return await wire.response()
 
 
@@ -103,3 +105,39 @@ async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: 
         for value in ("key_all", ""):
             answer = await box.ask("POST", URL, chat(), key=key, headers=f"{name}: {value}\r\n{BATCH}")
             assert answer.status == (401 if key is None else 403)
+
+
+@pytest.fixture
+def policy(box: Box) -> str:
+    """A model in training on the engines of `m`."""
+    name = policy_name("ftjob-1")
+    box.models[name] = {**box.models["m"], "host": "m", "owners": []}
+    box.apply()
+    return name
+
+
+async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(
+    box: Box, listener: socket.socket, policy: str
+) -> None:
+    seen: list[UpstreamRequest] = []
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        seen.append(request)
+        await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    headers = f"X-Appliance-Key-Id: key_inference\r\n{BATCH}"
+    answer = await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")
+    assert answer.status == 200 and seen[0].json["model"] == f"{policy}@step-3.ab"
+    (row,) = box.state.spending.take_sums()
+    assert (row["key"], row["model"], row["requests"]) == ("key_inference", "m", 1)
+    digest = next(one for one, row in box.keys.items() if row["id"] == "key_inference")
+    box.keys[digest]["models"] = ["other"]
+    box.apply()
+    assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
+
+
+@pytest.mark.parametrize("version", ["", "@step-3.ab"])
+@pytest.mark.parametrize("key", ["sk-test-admin", "sk-test-all"])
+async def test_client_meets_no_model_in_training(box: Box, policy: str, key: str, version: str) -> None:
+    assert (await box.ask("POST", URL, chat(model=policy + version), key=key)).status == 404

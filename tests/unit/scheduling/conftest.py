@@ -106,12 +106,12 @@ def add_adapter(db):
 def add_job(db):
     def add(job_id="ftjob-1", **columns):
         given = {"phase": "queued", "resolved": {"publish": "end"}, "allowed_sizes": [1, 2, 4, 8], **columns}
+        given.setdefault("method", "supervised")
         jobs.insert(
             db,
             JobRow(
                 id=job_id,
                 model="starter",
-                method="supervised",
                 training_file="file-1",
                 seed=1,
                 output_model=f"ft:starter:local::{job_id}",

@@ -11,6 +11,8 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.scheduling.wishes import Circumstances, Wishes, may_wake, may_wake_to_sample
 from appliance.store.database import Database
+from appliance.store.objects import job_records, jobs
+from appliance.store.rows import JobJudgeRow
 from scheduler.core.workload import Demand
 
 OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
@@ -19,12 +21,11 @@ OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 class Asked(Wishes):
     """Wishes of a box whose gateways report nothing."""
 
-    def __init__(self, db: Database, folder: Path, lines: tuple[str, ...] = (), sampled: tuple[str, ...] = ()) -> None:
+    def __init__(self, db: Database, folder: Path, lines: tuple[str, ...] = ()) -> None:
         self.bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=1)
         hosts, self.reported = {"adapter": "starter"}, Demand()
         routing = SimpleNamespace(host=lambda name: hosts.get(name, name), demand=lambda model: self.reported)
-        asking, sampling = SimpleNamespace(models=lines), SimpleNamespace(wanted=sampled)
-        super().__init__(db, self.bus, routing, asking, sampling, 0)  # type: ignore[arg-type]
+        super().__init__(db, self.bus, routing, SimpleNamespace(models=lines), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,21 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
     assert awake.requests == 0 and awake.last_request_s is not None
 
 
-async def test_rollouts_keep_an_awake_model_awake_whoever_wants_devices(db, tmp_path, add_model, add_job):
+@pytest.mark.parametrize(
+    "columns",
+    [{"method": "reinforcement", "resolved": {"options": {"rollouts": "engine"}}}, {"method": "distillation"}],
+    ids=["samples", "teaches"],
+)
+async def test_running_job_keeps_the_model_it_asks_awake_whoever_wants_devices(
+    db, tmp_path, add_model, add_job, columns
+):
     add_model()
-    add_job()
-    asked = Asked(db, tmp_path, sampled=("starter",))
+    job = add_job(phase="running", **columns)
+    job_records.insert_judge(db, JobJudgeRow(job.id, {"teacher": "starter"}))
+    asked = Asked(db, tmp_path)
     assert asked.demands(0)("starter") == Demand()
     asked.bus.set_models(OPEN)
     awake = asked.demands(0)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
+    jobs.set_phase(db, job.id, "suspended")
+    assert asked.demands(0)("starter") == Demand()

@@ -21,6 +21,7 @@ from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import RolloutRow, build_row
+from train.graders.calls import calls_in
 from train.methods.methods import convert, method_of
 from train.methods.packed_objective import PackedObjective
 from train.methods.reinforcement import GROUP
@@ -30,9 +31,9 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts import engine_samples, grader, sampler
+from train.rollouts import grader, sampler
 from train.rollouts.form import Form
-from train.rollouts.grader import advantages, calls_in, standard_error
+from train.rollouts.grader import advantages, standard_error
 from train.rollouts.rollouts import FILE, REQUESTS_AT_ONCE, Rollouts
 from train.rollouts.sampler import Answers, sample
 from train.trainer.prepare import prepare
@@ -506,8 +507,8 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events, and grades. `grade`: text and item to (reward, error). `sampled`: what it
-    answers to a question for samples."""
+    """Whoever runs the job: hears its events, and grades. `grade`: text and item to (reward, error). `sampled`: the
+    answers' tokens, log-probabilities and texts to a question for samples; None: nothing yet."""
 
     def __init__(self, grade, sampled=None):
         self.told, self.questions, self.grade, self.sampled = [], [], grade, sampled
@@ -520,9 +521,8 @@ class Box:
             return
         if data["kind"] == "sample":
             self.asked.append(data)
-            answer = self.sampled(data)
-            if answer is not None:
-                self.signals.answer(data["question"], answer)
+            if (made := self.sampled(data)) is not None:
+                self.give(data, made)
             return
         self.questions.append((data["question"], [sample["text"] for sample in data["samples"]]))
         self.answer(data)
@@ -531,6 +531,12 @@ class Box:
         told = [self.grade(sample["text"], sample["item"]) for sample in data["samples"]]
         rewards, errors = ([one[part] for one in told] for part in (0, 1))
         self.signals.answer(data["question"], {"rewards": rewards, "errors": errors})
+
+    def give(self, data, made):
+        ids, log_probs, texts = zip(*made, strict=True)
+        told = [self.grade(text, data["item"]) for text in texts]
+        verdict = {"rewards": [one[0] for one in told], "errors": [one[1] for one in told]}
+        self.signals.answer(data["question"], {"ids": ids, "log_probs": log_probs, "verdict": verdict})
 
     def of(self, kind):
         return [event for event in self.told if event["event"] == kind]
@@ -657,26 +663,21 @@ LETTER_A = 67
 
 class Engines:
     """An engine that answers with the letter a, or b at every second place, as many times as the sample's own number
-    says; `silent`: places that it does not answer. It looks for the weights that the question names."""
+    says. It looks for the weights that the question names."""
 
-    def __init__(self, store, silent=()):
-        self.store, self.silent, self.seen = store, silent, []
+    def __init__(self, store):
+        self.store, self.seen = store, []
 
     def __call__(self, asked):
         policy = asked["policy"]
         stored = self.store.find("adapter", policy["name"], policy["version"])
-        self.seen.append((policy["version"], stored.manifest.meta["step"], [one.version for one in self.listed()]))
-        places = [(one, place) for one in asked["prompts"] for place in range(one["place"], one["place"] + one["n"])]
-        samples = [self.answer(*one) for one in places]
-        why = "the engine was wanted" if self.silent else ""
-        return {"samples": [one for one in samples if one["place"] not in self.silent], "why": why}
+        there = [one.version for one in self.store.list("adapter") if one.model.startswith(".policy/")]
+        self.seen.append((policy["version"], stored.manifest.meta["step"], there))
+        return [self.answer(asked["seed"] + number) for number in range(asked["n"])]
 
-    def answer(self, prompt, place):
-        size = 1 + (prompt["seed"] + place) % 5
-        return {"place": place, "ids": [[LETTER_A + place % 2] * size], "log_probs": [[-6.0 - place / 100] * size]}
-
-    def listed(self):
-        return [stored for stored in self.store.list("adapter") if stored.model.startswith(".policy/")]
+    def answer(self, seed):
+        size = 1 + seed % 5
+        return [LETTER_A + seed % 2] * size, [-6.0 - seed % 32 / 100] * size, "ab"[seed % 2] * size
 
 
 def warned(box):
@@ -687,65 +688,41 @@ def lora_spec(tmp_path, **fields):
     return run_spec(tmp_path, **{**LORA, "options": BY_ENGINE, **fields})
 
 
-def test_an_engine_samples_from_the_weights_of_the_very_step(tmp_path):
+def test_engine_samples_come_from_the_weights_of_the_very_step(tmp_path):
     spec = lora_spec(tmp_path, valid_path=str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)))
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
     box = Box(letters, engines)
     assert box.run(spec)["outcome"] == "succeeded"
     steps = box.of("metrics")
-    assert [step["engine_samples"] for step in steps] == [1.0] * 6 and not warned(box)
-    # One state of the model, one version, whose predecessor is gone; the next step's is asked for by its own name.
-    assert [step for _, step, _ in engines.seen] == [0, 0, 1, 2, 3, 4, 5, 6], "validations before and after"
-    assert all(there == [version] for version, _, there in engines.seen)
-    assert len({asked["question"] for asked in box.asked}) == len(box.asked)
-    assert box.asked[0]["base"] == {"model": "base", "version": "v1"}
+    assert [step["staleness"] for step in steps] == [0] * 6 and not warned(box)
+    # One state of the model, one version, whose predecessor is gone; a question is one prompt.
     of_steps = [asked for asked in box.asked if asked["question"].startswith("sample-train")]
-    assert len({one["seed"] for asked in of_steps for one in asked["prompts"]}) == 24
+    assert [(one["policy"]["version"].partition(".")[0], one["n"]) for one in of_steps] == [
+        (f"step-{step}", 8) for step in range(6) for _ in range(4)
+    ]
+    assert all(there == [version] for version, _, there in engines.seen)
+    assert [step for _, step, _ in engines.seen[-6:]] == [6] * 6, "the validation after the last step"
+    assert len({asked["question"] for asked in box.asked}) == len(box.asked)
+    assert len({asked["seed"] for asked in of_steps}) == 24
+    assert box.asked[0]["base"] == {"model": "base", "version": "v1"} and not box.questions
     # It says other numbers than the trainer would: the event says how far they are apart.
     assert all(step["mismatch_max"] >= step["mismatch_mean"] > 0.01 for step in steps)
     assert [event["version"] for event in box.of("published")] == ["step-6"]
 
 
-def test_what_no_engine_answers_the_ranks_sample_and_no_sample_counts_twice(tmp_path):
+def test_job_that_no_engine_answers_ends_in_words(tmp_path):
+    refusal = {"failed": "no engine of base samples"}
+    box = Box(letters, lambda asked: box.signals.answer(asked["question"], refusal))
+    with pytest.raises(NothingGraded, match="no engine of base samples"):
+        box.run(lora_spec(tmp_path))
+
+
+def test_job_that_waits_for_an_engine_gives_its_devices_back(tmp_path):
     spec = lora_spec(tmp_path)
-    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None), silent={1, 8, 9, 31})
-
-    def twice(asked):
-        told = engines(asked)
-        other = [{**one, "ids": [[5]], "log_probs": [[-1.0]]} for one in told["samples"]]
-        wrong = [
-            {"place": 1, "ids": [[]], "log_probs": [[]]},
-            {"place": 8, "ids": [[10**6]], "log_probs": [[-1.0]]},
-            {"place": 9, "ids": [[5, 6]], "log_probs": [[-1.0]]},
-            {"place": 99, "ids": [[5]], "log_probs": [[-1.0]]},
-            {"place": 31, "ids": [[5] * 17], "log_probs": [[-1.0] * 17]},
-        ]
-        return {**told, "samples": [*told["samples"], *other, *wrong]}
-
-    box = Box(letters, twice)
-    assert box.run(spec)["outcome"] == "succeeded"
-    assert [step["engine_samples"] for step in box.of("metrics")] == [28 / 32] * 6
-    for _, texts in box.questions:
-        assert len(texts) == 32
-        by_engine = [(place, text) for place, text in enumerate(texts) if place not in engines.silent]
-        assert all(set(text) == {"ab"[place % 2]} for place, text in by_engine)
-    ranks = Box(letters)
-    ranks.run(replace(spec, options=SAMPLES, run_dir=str(tmp_path / "ranks"), job_id="r"))
-    first, of_ranks = box.questions[0][1], ranks.questions[0][1]
-    assert [first[place] for place in engines.silent] == [of_ranks[place] for place in engines.silent], (
-        "by the numbers that the ranks would have had"
-    )
-    (said,) = warned(box)
-    assert "the ranks sample what no engine answers: the engine was wanted" in said["text"]
-
-
-def test_a_job_that_waits_for_an_engine_gives_its_devices_back(tmp_path):
-    spec = lora_spec(tmp_path)
-    store = WeightStore(spec.shm_root, budget_bytes=None)
-    engines = Engines(store)
+    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
 
     def silent_in_step_three(asked):
-        if engines.seen and engines.seen[-1][1] == 2:
+        if asked["policy"]["version"].startswith("step-3."):
             first.signals.ask("suspend")
             return None
         return engines(asked)
@@ -758,47 +735,9 @@ def test_a_job_that_waits_for_an_engine_gives_its_devices_back(tmp_path):
     assert [step["step"] for box in (first, second) for step in box.of("metrics")] == list(range(1, 7))
     # Another world has names of its own: no late answer to the first one's question is taken for its own.
     assert len({version.partition(".")[2] for version, _, _ in engines.seen}) == 2
-    assert all(step["engine_samples"] == 1 for box in (first, second) for step in box.of("metrics"))
 
 
-def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
-    spec = lora_spec(tmp_path)
-    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
-    first, second = Impatient(letters, engines), Box(letters, engines)
-    outcome = first.run(spec)
-    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
-    assert first.questions[-1] == second.questions[0]
-    asked = [step for _, step, _ in engines.seen]
-    assert asked == [0, 1, 2, 3, 4, 5], "none is asked for again"
-    assert all(step["engine_samples"] == 1 for step in second.of("metrics"))
-
-
-def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeypatch):
-    def numbers(run, most):
-        monkeypatch.setattr(engine_samples, "REQUEST_TOKENS", most)
-        spec = lora_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"))
-        box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
-        assert box.run(spec)["outcome"] == "succeeded"
-        assert [step["engine_samples"] for step in box.of("metrics")] == [1.0] * 6
-        asked = [one for one in box.asked if ".".join(one["policy"]["version"].split(".")[:1]) == "step-0"]
-        found = {
-            line["place"] + place: (line["seed"] + place, line["tokens"])
-            for one in asked
-            for line in one["prompts"]
-            for place in range(line["n"])
-        }
-        assert len(found) == sum(line["n"] for one in asked for line in one["prompts"]) == 32, "each is asked once"
-        return found, asked
-
-    whole, (question,) = numbers("whole", 1 << 19)
-    parts, questions = numbers("parts", 100)
-    assert parts == whole, "by the same numbers, however they are asked for"
-    assert len({one["question"] for one in questions}) == len(questions) > 4
-    assert all(sum(line["n"] for line in one["prompts"]) * one["room"] <= 100 for one in questions)
-
-
-@pytest.mark.parametrize("by_engine", [False, True])
-def test_a_validation_holds_no_more_answers_than_a_step_and_finds_the_same(tmp_path, monkeypatch, by_engine):
+def test_a_validation_holds_no_more_answers_than_a_step_and_finds_the_same(tmp_path, monkeypatch):
     valid, made = str(write_prompt_file(tmp_path / "valid.jsonl", 30, seed=1)), []
     empty = Answers.empty.__func__
     count = classmethod(lambda cls, n, *more, **named: made.append(n) or empty(cls, n, *more, **named))
@@ -807,23 +746,22 @@ def test_a_validation_holds_no_more_answers_than_a_step_and_finds_the_same(tmp_p
     def validated(run, most):
         monkeypatch.setattr("train.methods.method.VALIDATED_TOKENS", most)
         made.clear()
-        options = {**(BY_ENGINE if by_engine else SAMPLES), "eval_samples": 3}
+        options = {**SAMPLES, "eval_samples": 3}
         of = {"valid_path": valid, "run_dir": str(tmp_path / run), "shm_root": str(tmp_path / run / "store")}
-        spec = (lora_spec if by_engine else run_spec)(tmp_path, **{**of, "options": options})
-        box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+        spec = run_spec(tmp_path, **{**of, "options": options})
+        box = Box(letters)
         assert box.run(spec)["outcome"] == "succeeded"
         names = [name for name, _ in box.questions if name.startswith("valid-0-")]
         texts = [text for name, parts in box.questions if name.startswith("valid-0-") for text in parts]
-        assert len(set(names)) == len(names) and len({one["question"] for one in box.asked}) == len(box.asked)
+        assert len(set(names)) == len(names)
         return texts, box.of("validation")[0], max(made)
 
     whole, told, most = validated("whole", 1 << 19)
     assert (len(whole), most) == (90, 90)
     parts, told_of_parts, most = validated("parts", 1)
     assert most == 32, "as a step has"
-    if not by_engine:  # whose answers here go by their place in a question
-        assert parts == whole and told_of_parts["mean_reward"] == pytest.approx(told["mean_reward"])
-        assert told_of_parts["completion_tokens_mean"] == pytest.approx(told["completion_tokens_mean"])
+    assert parts == whole and told_of_parts["mean_reward"] == pytest.approx(told["mean_reward"])
+    assert told_of_parts["completion_tokens_mean"] == pytest.approx(told["completion_tokens_mean"])
 
 
 class PlainEngine:
@@ -831,26 +769,20 @@ class PlainEngine:
 
     def __init__(self, spec):
         self.base, self.store = spec.base_path, WeightStore(spec.shm_root, budget_bytes=None)
-        self.draw = np.random.default_rng(1)
+        self.draw, self.tokenizer = np.random.default_rng(1), load_tokenizer(spec.base_path)
 
     def __call__(self, asked):
         stored = self.store.find("adapter", asked["policy"]["name"], asked["policy"]["version"])
         base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, str(stored.path)).merge_and_unload()
-        prompts = [np.array(one["tokens"]) for one in asked["prompts"] for _ in range(one["n"])]
+        prompts = [np.array(asked["tokens"])] * asked["n"]
         chances = self.draw.random((len(prompts), asked["room"]))
         made = sample(model, prompts, chances, asked["ends"], 96, torch.device("cpu"), lambda going: (False, going))
-        told, place = [], 0
-        for one in asked["prompts"]:
-            parts = [
-                (made.ids[n, : made.sizes[n]].tolist(), made.log_probs[n, : made.sizes[n]].tolist())
-                for n in range(place, place + one["n"])
-            ]
-            told.append(
-                {"place": one["place"], "ids": [p[0] for p in parts], "log_probs": [p[1] for p in parts]},
-            )
-            place += one["n"]
-        return {"samples": told, "why": ""}
+        found = []
+        for ids, log_probs, size in zip(made.ids.tolist(), made.log_probs.tolist(), made.sizes.tolist(), strict=True):
+            text = self.tokenizer.decode(ids[:size], skip_special_tokens=True)
+            found.append((ids[:size], log_probs[:size], text))
+        return found
 
 
 def test_a_run_learns_from_what_is_sampled_from_its_adapter(tmp_path):
@@ -862,4 +794,4 @@ def test_a_run_learns_from_what_is_sampled_from_its_adapter(tmp_path):
     assert np.mean(rewards[-4:]) > 2 * np.mean(rewards[:4]), rewards
     # The weights of the very step: what lies in shared memory is rounded to bfloat16, and that is all.
     assert max(step["mismatch_mean"] for step in steps) < 0.01 and max(step["mismatch_max"] for step in steps) < 0.2
-    assert all(step["engine_samples"] == 1 and step["clipped"] == 0 for step in steps)
+    assert all(step["clipped"] == 0 for step in steps)

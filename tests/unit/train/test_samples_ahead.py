@@ -24,9 +24,9 @@ from tests.unit.train.test_reinforcement import (
 from train.control.progress import ControlSignals
 from train.plan.errors import InvalidHyperparameter
 from train.rollouts import hearing
-from train.rollouts.policy import Policy, steps_to_request, take_answers
-from train.rollouts.sampler import Answers
-from weights.format.errors import StoreFull
+from train.rollouts.policy import steps_to_request
+from train.rollouts.rollouts import Rollouts
+from train.trainer.train import Run
 from weights.memory.store import WeightStore
 
 
@@ -34,9 +34,17 @@ def stale(tmp_path, staleness, **fields):
     return lora_spec(tmp_path, options={**BY_ENGINE, "staleness": staleness}, **fields)
 
 
-def staleness_of(steps):
-    assert all(step["staleness_mean"] <= step["staleness_max"] for step in steps)
-    return [step["staleness_max"] for step in steps]
+def staleness_of(box):
+    return [step["staleness"] for step in box.of("metrics")]
+
+
+def of_training(asked):
+    """(step, version) of each question for a step's samples."""
+    return [
+        (int(one["question"].split("-")[2]), one["policy"]["version"])
+        for one in asked
+        if one["question"].startswith("sample-train")
+    ]
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
@@ -44,18 +52,13 @@ def test_engines_write_the_next_steps_while_one_is_learnt_from(tmp_path, stalene
     spec = stale(tmp_path, staleness, valid_path=str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)))
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
     box = Box(letters, engines)
-    assert box.run(spec)["outcome"] == "succeeded"
-    steps = box.of("metrics")
-    assert [step["engine_samples"] for step in steps] == [1.0] * 6 and not warned(box)
-    assert staleness_of(steps) == [min(step, staleness) for step in range(6)]
-    assert steps[0]["staleness_mean"] == 0 and steps[-1]["staleness_mean"] == staleness
-    # Each step's is asked for once, as soon as it may be, and of what was asked nothing is gone yet.
-    asked = [one["question"].split("-")[1:3] for one in box.asked]
-    assert [int(step) for purpose, step in asked if purpose == "train"] == list(range(6))
-    weights = [step for (purpose, _), (_, step, _) in zip(asked, engines.seen, strict=True) if purpose == "train"]
-    assert weights == [max(0, step - staleness) for step in range(6)]
+    assert box.run(spec)["outcome"] == "succeeded" and not warned(box)
+    assert staleness_of(box) == [min(step, staleness) for step in range(6)]
+    # Each prompt is asked for once, as soon as it may be, and of what was asked nothing is gone yet.
+    asked = of_training(box.asked)
+    assert [step for step, _ in asked] == [step for step in range(6) for _ in range(4)]
+    assert all(version.startswith(f"step-{max(0, step - staleness)}.") for step, version in asked)
     assert all(version in there and len(there) <= 1 + staleness for version, _, there in engines.seen)
-    assert len({one["seed"] for one in box.asked if "train" in one["question"] for one in one["prompts"]}) == 24
 
 
 def test_what_is_asked_ahead_of_its_turn():
@@ -72,62 +75,19 @@ class Slow(Box):
         super().__init__(*given)
         self.waiting = []
 
+    def give(self, data, made):
+        # An engine has each answer while it may: what it names must be there all the time.
+        if not self.of("metrics") and of_training([data])[0][0] == min(step for step, _ in of_training(self.asked)):
+            super().give(data, made)
+        else:
+            self.waiting.append((data, made))
+
     def __call__(self, event, **data):
-        if event == "ask" and data["kind"] == "sample":
-            self.asked.append(data)
-            # An engine has each answer while it may: what it names must be there all the time.
-            self.waiting.append((data, self.sampled(data)))
-            if len(self.waiting) == 1 and len(self.asked) == 1:
-                self.deliver()
-            return
         super().__call__(event, **data)
         if event == "metrics":
-            self.deliver()
-
-    def deliver(self):
-        waiting, self.waiting = self.waiting, []
-        for data, answer in waiting:
-            self.signals.answer(data["question"], answer)
-
-
-def step_of_question(data):
-    return int(data["question"].split("-")[1])
-
-
-def judged(box):
-    """The texts of each step that were judged, by the step."""
-    found = {}
-    for name, texts in box.questions:
-        step = step_of_question({"question": name})
-        assert step not in found, "each once"
-        found[step] = texts
-    return found
-
-
-def test_what_engines_have_written_ahead_is_judged_ahead(tmp_path):
-    """Whoever judges has each step's samples before the ranks have learnt from the one before."""
-    spec = stale(tmp_path, 1)
-    order = []
-
-    class Telling(Slow):
-        def __call__(self, event, **data):
-            if event == "ask" and data["kind"] == "grade":
-                order.append(("asked", 1 + step_of_question(data)))
-            super().__call__(event, **data)
-            if event == "metrics":
-                order.append(("learnt", data["step"]))
-
-    box = Telling(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
-    assert box.run(spec)["outcome"] == "succeeded"
-    assert judged(box).keys() == set(range(6))
-    assert all(order.index(("asked", step + 1)) < order.index(("learnt", step)) for step in range(1, 6))
-
-
-def test_samples_that_the_ranks_have_to_complete_are_judged_in_their_turn(tmp_path):
-    spec = stale(tmp_path, 1)
-    box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None), silent={3}))
-    assert box.run(spec)["outcome"] == "succeeded"
-    assert judged(box).keys() == set(range(6)) and all(len(texts) == 32 for texts in judged(box).values())
+            waiting, self.waiting = self.waiting, []
+            for asked, made in waiting:
+                super().give(asked, made)
 
 
 @pytest.mark.parametrize("box", [Box, Slow])
@@ -136,38 +96,56 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
 
     class Wanting(box):
-        """Its devices are wanted once two steps are done, and it says nothing of the third one's samples."""
+        """Its devices are wanted once two steps are done, and it says nothing of the samples of the third."""
+
+        def give(self, data, made):
+            if of_training([data])[0][0] != 2:
+                super().give(data, made)
 
         def __call__(self, event, **data):
             super().__call__(event, **data)
             if event == "metrics" and data["step"] == 2:
                 self.signals.ask("suspend")
 
-        def answer(self, data):
-            if step_of_question(data) != 2:
-                super().answer(data)
-
     first, second = Wanting(letters, engines), box(letters, engines)
     outcome = first.run(spec)
     assert outcome["outcome"] == "suspended" and outcome["step"] == 2
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
-    steps = [step for one in (first, second) for step in one.of("metrics")]
-    assert [step["step"] for step in steps] == list(range(1, 7))
-    # A step that had not begun is sampled by the weights as they are, and so is what was asked ahead.
-    assert judged(first)[2] == judged(second)[2]
-    assert staleness_of(steps) == [0, 1, 0, 1, 1, 1]
-    assert [int(one["question"].split("-")[2]) for one in second.asked] == [2, 3, 4, 5]
+    assert [step["step"] for one in (first, second) for step in one.of("metrics")] == list(range(1, 7))
+    # What was asked ahead is sampled anew, by the weights that the job goes on with, under new names.
+    assert staleness_of(first) + staleness_of(second) == [0, 1, 0, 1, 1, 1]
     assert not {one["question"] for one in first.asked} & {one["question"] for one in second.asked}
 
 
-def test_a_question_ahead_that_nobody_heard_is_asked_again_in_its_turn(tmp_path, monkeypatch):
+def test_step_that_is_broken_off_goes_on_with_the_same_samples_as_stale_as_they_were(tmp_path, monkeypatch):
+    spec = stale(tmp_path, 1)
+    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
+    first, second = Box(letters, engines), Box(letters, engines)
+    kept = Rollouts._keep
+
+    def suspended_once_kept(self, step, made, verdict, behind):
+        kept(self, step, made, verdict, behind)
+        if step == 2:
+            first.signals.ask("suspend")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rollouts, "_keep", suspended_once_kept)
+        patch.setattr(Run, "_leaves", lambda self, left_s, patience_s: self.signals.suspend)
+        outcome = first.run(spec)
+    assert outcome["outcome"] == "suspended" and outcome["step"] == 2
+    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
+    assert staleness_of(first) + staleness_of(second) == [0, 1, 1, 1, 1, 1]
+    assert 2 not in {step for step, _ in of_training(second.asked)}
+
+
+def test_question_that_nobody_heard_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(hearing, "ASK_AGAIN_S", 0.05)
     spec = stale(tmp_path, 1)
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
     lost = []
 
     def forgetful(asked):
-        if asked["question"].startswith("sample-train-3-") and not lost:
+        if of_training([asked])[0][0] == 3 and not lost:
             lost.append(asked)
             return None
         return engines(asked)
@@ -175,95 +153,7 @@ def test_a_question_ahead_that_nobody_heard_is_asked_again_in_its_turn(tmp_path,
     box = Box(letters, forgetful)
     assert box.run(spec)["outcome"] == "succeeded"
     again = [one for one in box.asked if one["question"] == lost[0]["question"]]
-    assert again == [lost[0]] * 2 and staleness_of(box.of("metrics")) == [0, 1, 1, 1, 1, 1]
-
-
-def test_what_an_engine_leaves_of_a_step_ahead_the_ranks_sample_from_the_weights_of_the_step(tmp_path):
-    spec = stale(tmp_path, 1)
-    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None), silent=set(range(16)))
-    box = Box(letters, engines)
-    assert box.run(spec)["outcome"] == "succeeded"
-    *_, last = box.of("metrics")
-    assert last["engine_samples"] == 0.5 and last["staleness_max"] == 1
-    assert 0 < last["staleness_mean"] < 1
-
-
-def test_a_store_without_room_for_the_model_is_said_and_no_step_waits(tmp_path, monkeypatch):
-    spec = stale(tmp_path, 1)
-    engines, version, calls = Engines(WeightStore(spec.shm_root, budget_bytes=None)), Policy.version, []
-
-    def full(self, step):
-        calls.append(step)
-        if step == 3:
-            raise StoreFull(needed_bytes=2, used_bytes=0, budget_bytes=1, free_bytes=0)
-        return version(self, step)
-
-    monkeypatch.setattr(Policy, "version", full)
-    box = Box(letters, engines)
-    assert box.run(spec)["outcome"] == "succeeded"
-    steps = box.of("metrics")
-    assert [step["engine_samples"] for step in steps] == [1.0] * 6
-    # Step 4 could not be asked for ahead: it was in its turn.
-    assert staleness_of(steps) == [0, 1, 1, 1, 0, 1]
-
-
-class Swapping(Engines):
-    """Writes the first token of an answer by the version that the question names, and the rest, if there is one, by the
-    one that has followed it."""
-
-    def answer(self, prompt, place):
-        told = super().answer(prompt, place)
-        (ids,) = told["ids"]
-        name, _, world = self.seen[-1][0].partition(".")
-        later = f"step-{1 + int(name.removeprefix('step-'))}.{world}"
-        spans = [[self.seen[-1][0], 1], [later, len(ids) - 1]][: len(ids)]
-        return {**told, "spans": [spans]}
-
-
-def test_each_token_knows_the_weights_that_wrote_it(tmp_path):
-    spec = stale(tmp_path, 2)
-    engines = Swapping(WeightStore(spec.shm_root, budget_bytes=None))
-    first = []  # whose answers can only be of its own weights
-
-    def answered(asked):
-        first.append(asked)
-        return engines(asked) if len(first) > 1 else _without_spans(engines, asked)
-
-    box = Box(letters, answered)
-    assert box.run(spec)["outcome"] == "succeeded"
-    steps = box.of("metrics")
-    assert [step["engine_samples"] for step in steps] == [1.0] * 6
-    assert staleness_of(steps) == [0, 1, 2, 2, 2, 2]
-    sizes = [1 + (one["seed"] + place) % 5 for one in box.asked[-1]["prompts"] for place in places(one)]
-    # Of each answer one token is two updates old, the others one.
-    assert steps[-1]["staleness_mean"] == pytest.approx((sum(sizes) + len(sizes)) / sum(sizes))
-
-
-def places(prompt):
-    return range(prompt["place"], prompt["place"] + prompt["n"])
-
-
-def _without_spans(engines, asked):
-    told = engines(asked)
-    return {**told, "samples": [{key: one[key] for key in ("place", "ids", "log_probs")} for one in told["samples"]]}
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [["step-3.ab", 2]],  # too few
-        [["step-0.ab", 1], ["step-3.ab", 2]],  # staler than may be
-        [["step-4.ab", 3]],  # of weights that do not exist yet
-        [["step-2.cd", 3]],  # of another world
-        [["other", 3]],
-    ],
-)
-def test_an_answer_of_other_weights_than_may_be_is_none(spans):
-    made = Answers.empty(2, 4, staleness=2)
-    part = {"place": 0, "ids": [[5, 6, 7]] * 2, "log_probs": [[-1.0] * 3] * 2}
-    right = [["step-1.ab", 1], ["step-2.ab", 1], ["step-3.ab", 1]]
-    take_answers([{**part, "spans": [spans, right]}], made, 10, 3, "step-1.ab")
-    assert made.sizes.tolist() == [0, 3] and made.older.tolist() == [[0, 0], [1, 1]]
+    assert again == [lost[0]] * 2 and staleness_of(box) == [0, 1, 1, 1, 1, 1]
 
 
 def test_staleness_is_for_engines(tmp_path):
@@ -275,9 +165,6 @@ def test_staleness_is_for_engines(tmp_path):
         assert fields["options"]["staleness"] == expected
     with pytest.raises(InvalidHyperparameter, match="'staleness' is 1; expected 0 or 'auto' unless rollouts"):
         REINFORCEMENT.resolve({"lora_rank": 8, "staleness": 1}, DATASET, model, 1)
-    assert REINFORCEMENT.resolve({**given, "in_flight": True}, DATASET, model, 1)["options"]["in_flight"] is True
-    with pytest.raises(InvalidHyperparameter, match="without staleness"):
-        REINFORCEMENT.resolve({**given, "staleness": 0, "in_flight": True}, DATASET, model, 1)
     with pytest.raises(InvalidHyperparameter, match="a whole number from 0 to 4"):
         REINFORCEMENT.resolve({**given, "staleness": 5}, DATASET, model, 1)
 
@@ -290,14 +177,13 @@ def test_a_run_learns_from_samples_of_the_weights_of_a_step_before(tmp_path):
     steps = box.of("metrics")
     rewards = [step["train_mean_reward"] for step in steps]
     assert np.mean(rewards[-4:]) > 2 * np.mean(rewards[:4]), rewards
-    assert staleness_of(steps) == [0] + [1] * 23
+    assert [step["staleness"] for step in steps] == [0] + [1] * 23
     # By how much one update moves a token, and the truncated weight says how little that is.
     assert steps[0]["mismatch_mean"] < 0.01 < max(step["mismatch_mean"] for step in steps)
 
 
 def test_the_first_answer_to_a_question_counts():
-    signals, heard = ControlSignals(), []
-    signals.once_answered("q", heard.append)
+    signals = ControlSignals()
     signals.answer("q", 1)
     signals.answer("q", 2)  # whoever was asked again
-    assert heard == [1] and signals.take_answer("q") == 1 and signals.take_answer("q") is None
+    assert signals.take_answer("q") == 1 and signals.take_answer("q") is None
