@@ -294,9 +294,9 @@ def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
 def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
-        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
+        inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *(inner or ())):
+        for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)
