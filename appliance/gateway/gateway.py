@@ -105,7 +105,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if lost := len(self.controller.copies):
+        if lost := self.controller.copies.count:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.keep(())
         state.access_log.close()

@@ -157,8 +157,9 @@ def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: s
         own = ("function",) if space else _OWN.get(route, (None, "function"))
         if kind not in own or has_grammar:
             ignored[space + _label(tool)] = None if space else _own_name(tool)
-        elif kind == "namespace" and isinstance(tool.get("tools"), list):
-            inner = [one for one in tool["tools"] if isinstance(one, dict)]
+        elif kind == "namespace":
+            named = tool.get("tools")
+            inner = [one for one in named if isinstance(one, dict)] if isinstance(named, list) else []
             if functions := _runnable(route, inner, ignored, f"{tool.get('name')}."):
                 kept.append({**tool, "tools": functions})
         elif kind == "custom" and route == "responses":
@@ -314,9 +315,11 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
 
 def _message(item: Object) -> Object:
     content = item.get("content")
+    if not isinstance(content, list):
+        return item
     if item["role"] != "assistant":
         return {**item, "content": _parts(content)}
-    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
+    texts = [_text(part) for part in content]
     return item if None in texts else {"role": "assistant", "content": "".join(filter(None, texts))}
 
 

@@ -62,10 +62,8 @@ class Checked:
 
     prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
     form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
-    prompt_tokens: estimated; tokens: with the completion. sequences: an engine's slots that it takes. asks_usage: the
-    client wants its stream's usage as an event. data: the body as an engine reads it; ignored: headers that name what
-    is left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut: an engine shortens a
-    prompt that is too long.
+    prompt_tokens: estimated; tokens: with the completion; least_tokens: of its longest prompt. sequences: an engine's
+    slots that it takes. data: the body as an engine reads it; ignored: headers that name what is left out of it.
     """
 
     model: str
@@ -76,9 +74,7 @@ class Checked:
     prompt_tokens: int
     tokens: int
     sequences: int
-    asks_usage: bool
-    text_length: int
-    cut: bool
+    least_tokens: int
     ignored: Pairs
     continuation: Continuation | None
     transcript: Transcript | None
@@ -163,6 +159,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
+    cut = "truncate_prompt_tokens" in data or data.get("truncation") == "auto"
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
     opening = _opening(prompt)
     # What the client calls the person or conversation that it serves.
@@ -176,9 +173,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
         sequences=sequences,
-        asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
-        text_length=text_length,
-        cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
+        least_tokens=text_length // (_BYTES_OF_A_KEPT_TOKEN if cut else _BYTES_OF_A_TOKEN),
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
@@ -200,10 +195,9 @@ def _inputs(route: Route, data: dict[str, Any]) -> int:
 
 def check_length(checked: Checked, context: int) -> None:
     """Raises HttpError 400 for a prompt that cannot fit into so many tokens, or is far too long to be cut to them."""
-    if checked.text_length > context * (_BYTES_OF_A_KEPT_TOKEN if checked.cut else _BYTES_OF_A_TOKEN):
+    if checked.least_tokens > context:
         raise errors.bad_request(
-            f"This model's maximum context length is {context} tokens, but the prompt has {checked.text_length} bytes, "
-            "which are more tokens than that. Shorten it.",
+            f"This model's maximum context length is {context} tokens, and the prompt is longer. Shorten it.",
             code="context_length_exceeded",
         )
 
@@ -294,9 +288,9 @@ def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
 def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
-        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
+        inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *(inner or ())):
+        for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)

@@ -38,7 +38,7 @@ class Certificate:
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
-        self._seen, self.fault = stamps, ""
+        first, self._seen, self.fault = self._seen == [0], stamps, ""
         try:
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
                 # An encrypted key must fail instead of prompting on a terminal for its password.
@@ -48,7 +48,8 @@ class Certificate:
             log.info("the certificate in %s is in force, until %s", self._paths[0], minute(self.expires_s))
         except (OSError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
-            log.error("the certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
+            if not first:
+                log.error("the new certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""

@@ -134,24 +134,26 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes = False, 0
         self._head_came()
-        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        version, headers = self.parser.get_http_version(), dict(self.headers)
         self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
         nbytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if nbytes > self.state.limits.head_bytes:
             raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
-        if len(names) != len(set(names)) and any(names.count(name) > 1 for name in _ONCE):
-            raise errors.protocol_error("A header was sent twice that a request has once.")
+        if len(headers) != len(self.headers):
+            names = [name for name, _ in self.headers]
+            if any(names.count(name) > 1 for name in _ONCE):
+                raise errors.protocol_error("A header was sent twice that a request has once.")
         if self.scope["method"] == "CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        coding = dict(self.headers).get(b"transfer-encoding")
+        coding = headers.get(b"transfer-encoding")
         if version not in ("1.0", "1.1"):
             raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
         if version == "1.0" and coding is not None:
             raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
-        if version == "1.1" and b"host" not in names:
+        if version == "1.1" and b"host" not in headers:
             raise errors.protocol_error("The request has no Host header.")
         if coding is not None and coding.lower() != b"chunked":
             raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)

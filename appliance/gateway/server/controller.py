@@ -59,7 +59,7 @@ class Copies:
 
     def __init__(self, state: State) -> None:
         self._state, self._waiting = state, asyncio.Queue[bytes]()
-        self._count = self._bytes = 0
+        self.count = self._bytes = 0
         self._away = False
 
     def has_room(self) -> bool:
@@ -68,15 +68,12 @@ class Copies:
     @property
     def delivering(self) -> bool:
         """Whether copies are left, and the controller was there at the last attempt."""
-        return self._count > 0 and not self._away
+        return self.count > 0 and not self._away
 
     def add(self, copy: bytes) -> None:
-        self._count += 1
+        self.count += 1
         self._bytes += len(copy)
         self._waiting.put_nowait(copy)
-
-    def __len__(self) -> int:
-        return self._count
 
     async def send_forever(self) -> None:
         """Until it is cancelled."""
@@ -91,7 +88,7 @@ class Copies:
             if status >= 300:  # it would answer the same again
                 log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
-            self._count -= len(copies)
+            self.count -= len(copies)
             self._bytes -= sum(map(len, copies))
 
     async def _send(self, copies: list[bytes]) -> int:

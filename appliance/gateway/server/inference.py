@@ -83,7 +83,8 @@ class Inference:
         salt = checked.data.get("cache_salt", "")
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
         self.salt = {"cache_salt": salt} if salt else {}
-        hides_usage = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
+        asks_usage = checked.data.get("stream_options", {}).get("include_usage") is True
+        hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
         more = {"stream_options": {"include_usage": True}} if hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})

@@ -219,11 +219,16 @@ class Sessions:
         not be sent twice."""
         session = self._sessions.get(address)
         if session is None:
-            local = address.startswith("/")
             kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
+            connector: aiohttp.BaseConnector
+            if local := address.startswith("/"):
+                connector = aiohttp.UnixConnector(address, limit=0, **kept)
+            else:
+                tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
+                connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=watched_socket, **kept)
             session = self._sessions[address] = aiohttp.ClientSession(
                 "http://engine" if local else address,
-                connector=aiohttp.UnixConnector(address, limit=0, **kept) if local else _to_machine(**kept),
+                connector=connector,
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=_READ_BYTES,
@@ -241,11 +246,6 @@ class Sessions:
         gone = [self._sessions.pop(address) for address in list(self._sessions) if address not in addresses]
         for session in gone:
             await session.close()
-
-
-def _to_machine(**kept: Any) -> aiohttp.TCPConnector:
-    context = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
-    return aiohttp.TCPConnector(limit=0, ssl=context, socket_factory=watched_socket, **kept)
 
 
 async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:

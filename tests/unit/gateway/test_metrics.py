@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.gateway.access.metrics import MOST_SERIES, Metrics, key_class
+from appliance.gateway.access.load import LEAST_SAMPLES, prefill_tokens_per_s
+from appliance.gateway.access.metrics import MOST_SERIES, AccessLog, Metrics, key_class
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.server.reports import STALE_S, metrics_text, write_snapshot
@@ -116,3 +120,51 @@ def test_series_beyond_the_bound_replace_the_oldest() -> None:
     assert {version for _, version, _ in metrics.series} == newest
     assert {dict(labels)["version"] for name, labels in values(text_of(metrics)) if "tokens" in name} == newest
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
+
+
+def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:
+    """Who was forgotten stood there for as long as logs are kept, by each change of a key that was asked for so."""
+    log, key = AccessLog(str(tmp_path / "access.log")), b"/admin/v1/keys/key_" + b"a1" * 12
+    for path in (b"/admin/v1/keys/ann", b"/v1/keys/key_ann", key, b"/v1/files/keys"):
+        log.add(Request(b"GET", path), 1.0)
+    log.close()
+    lines = [json.loads(line)["path"] for line in (tmp_path / "access.log").read_text().splitlines()]
+    masked = ["/admin/v1/keys/*", "/v1/keys/*"]
+    assert lines == [*masked, key.decode(), "/v1/files/keys"]
+
+
+def test_log_file_is_private(tmp_path: Path) -> None:
+    log = AccessLog(str(tmp_path / "access.log"))
+    log.close()
+    assert (tmp_path / "access.log").stat().st_mode & 0o777 == 0o600
+
+
+def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.1) -> list[tuple[int, float]]:
+    rng = random.Random(7)
+    tokens = [rng.choice((100, 300, 900, 2000, 4000)) for _ in range(count)]
+    return [(n, (fixed_s + n / rate) * rng.uniform(1 - jitter, 1 + jitter)) for n in tokens]
+
+
+@pytest.mark.parametrize("rate", [500.0, 20_000.0])
+def test_the_rate_is_found_below_the_time_that_every_request_takes(rate):
+    assert prefill_tokens_per_s(starts(48, rate=rate)) == pytest.approx(rate, rel=0.2)
+
+
+def test_a_few_slow_ones_do_not_move_it():
+    found = [(n, s + 20.0 if i % 8 == 0 else s) for i, (n, s) in enumerate(starts(48, rate=5000.0))]
+    assert prefill_tokens_per_s(found) == pytest.approx(5000.0, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        starts(LEAST_SAMPLES - 1, rate=5000.0),
+        [(500, 0.1 + i / 1000) for i in range(48)],
+        starts(48, rate=1e9),
+        [(n, 5.0 - n / 1000) for n, _ in starts(48, rate=1.0)],
+    ],
+    ids=["none", "too few", "all alike", "no longer for long prompts", "shorter for long prompts"],
+)
+def test_what_does_not_tell_a_rate_gives_none(samples):
+    assert prefill_tokens_per_s(samples) is None

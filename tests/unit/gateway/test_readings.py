@@ -120,6 +120,9 @@ def test_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     assert [tool["name"] for tool in kept] == ["store", "note", "memo"]
     assert kept[0]["tools"] == [inner | {"parameters": NOTHING}]
     assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+    for odd in (5, "x", {"a": 1}, None):
+        tools = [{"type": "namespace", "name": "s", "tools": odd}, FUNCTION["responses"]]
+        assert len(read("responses", tools=tools, tool_choice="required")["tools"]) == 1
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])

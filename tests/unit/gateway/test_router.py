@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from asyncio import Future
+from unittest.mock import Mock
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from appliance.gateway.core.fair_queue import FairQueue
 from appliance.gateway.core.router import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
+    Holds,
     ReplicaLoad,
     Router,
+    Ticket,
     Work,
 )
 from appliance.gateway.core.table import Model, Replica
@@ -158,3 +165,101 @@ def _home(beginning: int) -> str:
     choice = _router(_model(a="open", b="open")).choose(["m"], Work(beginning=beginning), 0.0)
     assert choice is not None
     return choice.replica.id
+
+
+MOST = 6
+
+
+PLACE = Mock(spec=Choice)
+
+
+def ticket(model: str = "m", host: str = "", owner: str = "") -> Ticket:
+    return Ticket(model, host or model, (model,), Work(owner), (), Mock(spec=Future))
+
+
+def test_next_passes_requests_whose_rows_are_full() -> None:
+    holds: Holds = Holds(MOST)
+    adapter, base = ticket("adapter", "m"), ticket("m", "m")
+    assert holds.add(adapter) and holds.add(base)
+    assert holds.next("m", {("adapter",)}) is base
+    assert holds.next("m", {("adapter",), ("m",)}) is None and holds.next("other") is None
+    assert holds.remove(adapter) and not holds.remove(adapter)
+
+
+class HoldsMachine(RuleBasedStateMachine):
+    """Counts always equal what is queued, and no bound is ever exceeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds: Holds = Holds(MOST)
+        self.tickets: list[Ticket] = []
+
+    @rule(name=st.sampled_from("abc"), host=st.sampled_from("ab"), owner=st.sampled_from("xy"))
+    def add(self, name: str, host: str, owner: str) -> None:
+        new = ticket(name, host, owner)
+        if self.holds.add(new):
+            self.tickets.append(new)
+
+    @rule(index=st.integers(0, 10))
+    def remove(self, index: int) -> None:
+        if self.tickets:
+            assert self.holds.remove(self.tickets.pop(index % len(self.tickets)))
+
+    @rule(host=st.sampled_from("ab"))
+    def take(self, host: str) -> None:
+        first = self.holds.next(host)
+        assert (first is None) == (not any(one.host == host for one in self.tickets))
+        if first is not None:
+            self.holds.take(first, PLACE)
+            self.tickets.remove(first)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.holds.count == len(self.tickets) <= MOST
+        assert self.holds.count == len(self.tickets)
+        for name in "abc":
+            assert self.holds.held(name) == sum(one.model == name for one in self.tickets)
+
+
+TestHoldsMachine = HoldsMachine.TestCase
+TestHoldsMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+Item = tuple[str, int]
+
+
+def _queue(*owners: str, weight: int = 1) -> FairQueue[Item]:
+    queue: FairQueue[Item] = FairQueue()
+    for number, owner in enumerate(owners):
+        queue.add(owner, (owner, number), weight)
+    return queue
+
+
+def _taken(queue: FairQueue[Item], most: int = 1000) -> list[Item]:
+    taken = []
+    while len(taken) < most and (item := next(iter(queue), None)) is not None:
+        queue.take(item[0], item)
+        taken.append(item)
+    return taken
+
+
+def test_discarded_items_cost_their_owner_nothing() -> None:
+    queue = _queue(*"aab")
+    assert queue.discard("a", ("a", 0)) and not queue.discard("a", ("a", 0)) and not queue.discard("x", ("x", 0))
+    assert _taken(queue) == [("a", 1), ("b", 2)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=100))
+def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tuple[str, int]]) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    weights = {}
+    for number, (owner, weight) in enumerate(items):
+        queue.add(owner, (owner, number), weight)
+        weights[owner, number] = weight
+    had, left = dict.fromkeys("abc", 0), list(weights)
+    for item in _taken(queue):
+        had[item[0]] += weights[item]
+        left.remove(item)
+        waiting = {owner for owner, _ in left}
+        assert max((had[one] for one in waiting), default=0) - min((had[one] for one in waiting), default=0) <= 200
+    assert not left and not len(queue)
