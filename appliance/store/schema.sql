@@ -430,11 +430,6 @@ CREATE TABLE energy (
 ) WITHOUT ROWID;
 CREATE INDEX energy_by_hour ON energy (hour_s);
 
--- contents: checksum of the tried files. rules: number of the trial. refused_file, reason: '' if accepted.
-CREATE TABLE folder_trials (
-    contents TEXT PRIMARY KEY, rules INTEGER NOT NULL, refused_file TEXT NOT NULL, reason TEXT NOT NULL
-) WITHOUT ROWID;
-
 -- Totals of deleted hand-overs by outcome, so that counters never fall.
 CREATE TABLE handovers_gone (
     state TEXT PRIMARY KEY, number INTEGER NOT NULL, milliseconds INTEGER NOT NULL
