@@ -70,7 +70,6 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
-from appliance.models.opening import Opening
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
@@ -174,8 +173,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
-    opening = Opening(db)
-    versions = VersionProvider(db, weights, tiers, opening, config, home[0], sizes)
+    versions = VersionProvider(db, weights, tiers, config, home[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     library = ModelLibrary(paths.models, hub_settings=hub)
@@ -188,7 +186,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         "teach": Teaching(db, answers, saying).teach,
     }
     questions = {**judges, "sample": RolloutSampling(db, routing, answers, saying, judges).sample}
-    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, opening, routing, inbox, answers=questions)
+    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, partial(_report_death, background, health))
@@ -252,8 +250,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
         graders=graders,
-        model_ops=LibraryOps(library, weights, tiers, flow, opening, versions.let_go, nodes.forget),
-        opening=opening,
+        model_ops=LibraryOps(library, weights, tiers, flow, versions.let_go, nodes.forget),
         tiers=tiers,
         nodes=nodes,
         health=health,

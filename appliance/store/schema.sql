@@ -313,11 +313,6 @@ CREATE TABLE page_sessions (
 CREATE INDEX page_sessions_of ON page_sessions (key_id, seen_s);
 CREATE INDEX page_sessions_until ON page_sessions (until_s);
 
--- contents: checksum of the tried files. rules: number of the trial. refused_file, reason: '' if accepted.
-CREATE TABLE folder_trials (
-    contents TEXT PRIMARY KEY, rules INTEGER NOT NULL, refused_file TEXT NOT NULL, reason TEXT NOT NULL
-) WITHOUT ROWID;
-
 -- Totals of deleted hand-overs by outcome, so that counters never fall.
 CREATE TABLE handovers_gone (
     state TEXT PRIMARY KEY, number INTEGER NOT NULL, milliseconds INTEGER NOT NULL

@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.processes import exec_with_parent
-
 OTHER_COMMANDS = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.state.state_cli")
 CODES_OF_ASKED = (0, signal.SIGTERM, -signal.SIGTERM, 128 + signal.SIGTERM)
 MISSED = 1
+TIE = "setpriv --pdeathsig KILL"
+"""Runs a command that ends with its parent (util-linux)."""
 COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command=", "--runtime_env_agent_command=")
 
 
@@ -98,9 +97,8 @@ def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
 
 def tied_commands(command: Sequence[str]) -> list[str]:
     """A raylet's command line with its child processes tied to it; other command lines stay unchanged."""
-    tie = subprocess.list2cmdline([sys.executable, "-S", exec_with_parent.__file__])
     return [
-        f"{option}{tie} {argument.removeprefix(option)}"
+        f"{option}{TIE} {argument.removeprefix(option)}"
         if (option := next(filter(argument.startswith, COMMANDS_OF_A_RAYLET), None))
         else argument
         for argument in command

@@ -30,7 +30,6 @@ from appliance.controller.http.peers import FromGateways
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
-from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.records import keys
 from tests.front.engine import CannedEngine, Counts
@@ -45,10 +44,10 @@ TOKEN = "f" * 64
 class ImportingOps(SimulatedModelOps):
     """Imports directories as the box does; nothing else."""
 
-    def __init__(self, folder: Path, opening: Opening) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.import_model = LibraryOps(library, None, None, None, opening, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+        self.import_model = LibraryOps(library, None, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
 
 
 class Front:
@@ -189,7 +188,7 @@ def running_front(
             front = Front(folder, key, port)
             context = simulated_context(folder, db, **(controller or {}))
             if imports:
-                change(context, model_ops=ImportingOps(folder / "models", context.opening))
+                change(context, model_ops=ImportingOps(folder / "models"))
             bus = context.bus
             loop = asyncio.get_running_loop()
             front._loop, front._bus, front.context = loop, bus, context

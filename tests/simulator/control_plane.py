@@ -37,7 +37,6 @@ from appliance.controller.interfaces.records import (
     Report,
     VersionPaths,
 )
-from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
@@ -377,7 +376,6 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         spending=spending,
         quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes)),
         graders=GraderHosts(),
-        opening=Opening(db),
         main_troubles=list,
         last_backup=lambda: None,
         **stands_in,

@@ -1,8 +1,8 @@
 """The owner of "may this model's folder be opened": at an import, and wherever engines, ranks or tokenizers open it.
 
 A version may be older than a rule, so an import that was checked is not enough. All of it takes milliseconds: nothing
-is loaded, and vocabularies are not read. What takes seconds (trials of templates and tokenizers) is
-`appliance.models.opening`'s.
+is loaded, and vocabularies are not read. What takes seconds (trials of templates and tokenizers) is done at an import
+alone.
 """
 
 from __future__ import annotations

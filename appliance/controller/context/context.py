@@ -25,7 +25,6 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.last_backup import LastBackup
-from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -41,7 +40,7 @@ FILE_THREADS = 4
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
     uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
-    opening: whether a model's files may be opened. background: tasks of this process. main_troubles: troubles of the
+    background: tasks of this process. main_troubles: troubles of the
     processes that the main process supervises, in the form of `BackgroundTasks.degraded`. file_threads: for work on
     whole files, which may take minutes, so that the threads of requests stay free. wandb_mode: as [tracking] has it."""
 
@@ -64,7 +63,6 @@ class ControllerContext:
     asking: Asking
     graders: GraderHosts
     model_ops: LibraryOps
-    opening: Opening
     tiers: Tiers
     nodes: Nodes
     health: DeviceWatch

@@ -20,12 +20,12 @@ from appliance.controller.interfaces.records import (
 )
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
-from appliance.models.opening import Opening
 from appliance.store.rows import columns
 from appliance.tiers.check import Checked, check
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from weights.checkpoint.errors import CheckpointRefused
+from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.memory.lease import unpin
 from weights.memory.store import WeightStore
@@ -50,18 +50,16 @@ class LibraryOps:
         store: WeightStore,
         tiers: Tiers,
         flow: TierFlow,
-        opening: Opening,
         let_go: Callable[[str], None],
         elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
         self._library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
-        self._opening, self._elsewhere = opening, elsewhere
+        self._elsewhere = elsewhere
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         """Import a checkpoint directory or hub repository `source`, checked, as a new version. `name` None: derive it
         from the source."""
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
-        await self._opening.passed(made.path)
         return _stats(made)
 
     async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
@@ -100,7 +98,7 @@ class LibraryOps:
 
     async def _may_open(self, folder: Path, name: str) -> None:
         try:
-            await self._opening.check(folder, name, again=True)
+            await _thread(may_open, folder, name)
         except VersionNotFound:
             return  # it has left shared memory
         except CheckpointRefused as error:

@@ -11,13 +11,13 @@ from typing import Any
 from appliance.config import BoxConfig
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import deployments
 from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
+from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
 from weights.tiers.record import Name
@@ -39,12 +39,11 @@ class VersionProvider:
         db: Database,
         store: WeightStore,
         tiers: Tiers,
-        opening: Opening,
         config: BoxConfig,
         device: Device,
         sizes: EngineSizes,
     ):
-        self._db, self._store, self._tiers, self._opening = db, store, tiers, opening
+        self._db, self._store, self._tiers = db, store, tiers
         self._sizes = sizes
         self._config, self._device = config, device
         self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, until nobody awaits it
@@ -69,7 +68,7 @@ class VersionProvider:
         name = Name("version", owner.id, version)
         try:
             stored = await asyncio.to_thread(self._tiers.bring_in, name)
-            await self._opening.check(stored.path, owner.id)
+            await asyncio.to_thread(may_open, stored.path, owner.id)
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._served[model] = version

@@ -3,6 +3,7 @@ so that a plan and the job that follows cannot differ."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 from weights.checkpoint.errors import CheckpointRefused
+from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound
 from weights.format.foreign_json import config_in
 
@@ -203,7 +205,7 @@ async def check_opening(context: ControllerContext, base: Resolved) -> None:
         folder = next((f for f in (version.disk_path, version.shm_path) if f and Path(f).is_dir()), None)
         if folder is not None:
             with suppress(VersionNotFound):  # it has left shared memory; who reads it finds it where else it is
-                await context.opening.check(Path(folder), version.model)
+                await asyncio.to_thread(may_open, folder, version.model)
 
 
 async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:

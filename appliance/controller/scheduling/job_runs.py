@@ -18,7 +18,6 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.controller.scheduling.policies import Policies, Unload
-from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
@@ -28,6 +27,7 @@ from appliance.tiers.tiers import Tiers
 from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
+from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
@@ -56,14 +56,13 @@ class JobRuns:
         shm_root: Path,
         events: JobEvents,
         tiers: Tiers,
-        opening: Opening,
         routing: BusRouting,
         inbox: Inbox,
         answers: Mapping[str, Answering],
     ):
         """answers: by kind of question."""
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
-        self._events, self._tiers, self._opening = events, tiers, opening
+        self._events, self._tiers = events, tiers
         self._routing, self._inbox, self._answers = routing, inbox, answers
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
@@ -108,7 +107,7 @@ class JobRuns:
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
             try:
-                await self._opening.check(Path(self._bytes_of(row)), row.model)
+                await asyncio.to_thread(may_open, self._bytes_of(row), row.model)
             except WeightsError as error:
                 raise LookupError(str(error)) from error
 

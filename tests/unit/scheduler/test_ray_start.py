@@ -11,10 +11,10 @@ from ray._private import node, services
 from ray._private.node import Node
 from ray.scripts import scripts
 
-from runtime.processes import exec_with_parent
 from scheduler.ray.start import (
     CODES_OF_ASKED,
     COMMANDS_OF_A_RAYLET,
+    TIE,
     _all_missed,
     _logging_to,
     _private_folder,
@@ -95,8 +95,7 @@ def test_ray_ends_with_each_process_of_its_however_that_ended(code):
 
 def test_what_a_raylet_starts_is_tied_to_it():
     given = ["raylet", "--python_worker_command=python worker.py --x=1", "--java_worker_command=", "--node_id=7"]
-    tie = f"{sys.executable} -S {exec_with_parent.__file__}"
-    assert tied_commands(given) == [given[0], f"--python_worker_command={tie} python worker.py --x=1", *given[2:]]
+    assert tied_commands(given) == [given[0], f"--python_worker_command={TIE} python worker.py --x=1", *given[2:]]
 
 
 def test_a_raylet_is_told_those_commands_where_they_are_looked_for():

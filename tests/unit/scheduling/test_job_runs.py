@@ -12,7 +12,6 @@ import pytest
 
 from appliance.controller.scheduling import job_runs
 from appliance.controller.scheduling.job_runs import JobRuns
-from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobJudgeRow, VersionRow
@@ -31,8 +30,8 @@ from weights.tiers.record import Name
 
 @pytest.fixture
 def runs(db, events, store, tmp_path, tiers):
-    jobs_dir, opening = tmp_path / "data" / "jobs", Opening(db)
-    return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, opening, NO_ROUTING, Inbox(), {})
+    jobs_dir = tmp_path / "data" / "jobs"
+    return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), {})
 
 
 def metrics(step):
@@ -369,7 +368,7 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
     def refuse(directory, model):
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
-    monkeypatch.setattr("appliance.models.opening.may_open", refuse)
+    monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
     with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
         await runs.prepare("ftjob-1")
 

@@ -11,11 +11,9 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.records import VersionPaths
 from appliance.controller.models.removal import paths_of
-from appliance.models.opening import Opening
 from appliance.store.objects import models
 from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
-from weights.checkpoint.errors import TokenizerRefused
 from weights.memory.lease import take_lease
 from weights.tiers.record import Name
 
@@ -31,7 +29,7 @@ async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
     snapshot(store, 7, checksums=True)
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
-    return LibraryOps(None, store, tiers, flow, Opening(db), lambda name: None)
+    return LibraryOps(None, store, tiers, flow, lambda name: None)
 
 
 def largest(folder):
@@ -102,7 +100,7 @@ async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
 async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):
     """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
     library = type("Library", (), {"remove": lambda self, name, version: True})()
-    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None)
+    ops = LibraryOps(library, store, tiers, flow, lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))
     removing = asyncio.create_task(ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")]))
     await asyncio.sleep(0.1)
@@ -120,7 +118,7 @@ async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, ti
         assert store.find("adapter", "ft:x", "step-2") is None, "home first: another node must not fetch it again"
         told.extend(names)
 
-    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None, elsewhere)
+    ops = LibraryOps(library, store, tiers, flow, lambda name: None, elsewhere)
     await ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")])
     assert told == [("version", "ft:x", "step-2"), ("adapter", "ft:x", "step-2")]
 
@@ -129,25 +127,16 @@ async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, 
     monkeypatch.setattr(model_files, "READERS_LEAVE_S", 0.0)
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     with take_lease(store.find("adapter", "ft:x", "step-2")):
-        await LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None).remove(
+        await LibraryOps(library, store, tiers, flow, lambda name: None).remove(
             "ft:x", [VersionPaths("step-2", None, None, "adapter")]
         )
     left = store.find("adapter", "ft:x", "step-2")
     assert left is not None and not left.pinned
 
 
-async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, db, store, monkeypatch):
-    """And tries it again, whatever was kept of an earlier trial."""
+async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):
     folder = store.find("version", "starter", "v1").path
-    paths = [VersionPaths("v1", None, str(folder))]
-
-    def refuse(folder):
-        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
-
-    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
-    with pytest.raises(OperationFailed, match="tokenizer.model: makes 2000001 tokens") as failed:
-        await ops.verify("starter", paths, lambda progress: None)
+    (folder / "audio_tokenizer_config.json").write_text("{}")
+    with pytest.raises(OperationFailed, match="audio_tokenizer_config.json") as failed:
+        await ops.verify("starter", [VersionPaths("v1", None, str(folder))], lambda progress: None)
     assert failed.value.code == "opening_refused"
-    monkeypatch.setattr("appliance.models.opening.try_folder", lambda folder: None)
-    assert (await ops.verify("starter", paths, lambda progress: None))["tensors"] > 0
-    await Opening(db).check(folder, "starter")

@@ -10,7 +10,6 @@ import sqlite3
 import pytest
 
 from appliance.controller.engines.versions import VersionProvider
-from appliance.models.opening import Opening
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
@@ -88,7 +87,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     await passes(flow, "disk", "remote")
     assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    provider = VersionProvider(db, store, tiers, Opening(db), None, None, None)
+    provider = VersionProvider(db, store, tiers, None, None, None)
     path = await provider.in_memory("starter", "v1")
     check(store, store.find(*V1))
     assert path == stored.path and provider.holds(V1)

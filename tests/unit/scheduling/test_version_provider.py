@@ -11,12 +11,11 @@ import pytest
 from appliance.config import BoxConfig
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.versions import VersionProvider
-from appliance.models.opening import Opening
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.inventory import Device
 from tests.unit.weights.conftest import check, write
-from weights.checkpoint.errors import TokenizerRefused
+from weights.checkpoint.errors import OpeningRefused
 from weights.memory.lease import take_lease
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -48,7 +47,7 @@ async def provider(db, store, tiers, flow, add_model):
     await flow.run_once("disk")
     store.evict(1 << 40)
     store.budget_bytes = nbytes * 3 // 2
-    return VersionProvider(db, store, tiers, Opening(db), None, None, None)
+    return VersionProvider(db, store, tiers, None, None, None)
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
@@ -102,11 +101,11 @@ async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_m
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
     """A version of before the rule was opened by every engine; nothing of it is held, and nothing is deleted."""
 
-    def refuse(folder: Path) -> None:
-        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
+    def refuse(folder: Path, model: str) -> None:
+        raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
-    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
-    with pytest.raises(LookupError, match=r"tokenizer.model: makes 2000001 tokens.*appliance model verify starter"):
+    monkeypatch.setattr("appliance.controller.engines.versions.may_open", refuse)
+    with pytest.raises(LookupError, match=r"config.json: has 'auto_map'.*appliance model verify starter"):
         await provider.in_memory("starter", "v1")
     assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
     assert not provider.holds(Name("version", "starter", "v1"))
