@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.devices.kinds import HOST, kind_of
+from runtime.devices.kinds import kind_of
 from train.plan import recipe
 from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
-from train.plan.learning_rate import SCHEDULES
+from train.plan.recipe import SCHEDULES
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_NAMES, _NAME_CHARACTERS = 64, 128
@@ -127,14 +127,6 @@ def resolve(
         own(given, fields)
     given.refuse_unread()
     return fields
-
-
-def common_names() -> frozenset[str]:
-    """Hyperparameters that every training method takes."""
-    found: set[str] = set()
-    small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW, device_kind=HOST.name)
-    resolve({}, *small, max_devices=1, own=lambda given, fields: found.update(given.read))
-    return frozenset(found)
 
 
 def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
@@ -311,7 +303,7 @@ def _batch_size(rows: float, max_devices: int) -> int:
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.learning_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
+    auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
     if rate > (most := HIGHEST_RATE * auto):

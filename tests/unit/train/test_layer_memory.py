@@ -19,8 +19,7 @@ from train.data.packing import build_row
 from train.methods.methods import method_of
 from train.model import attention
 from train.model.model import add_lora
-from train.plan.estimate import ModelShape, rank_memory
-from train.plan.layer_memory import layer_bytes
+from train.plan.estimate import ModelShape, layer_bytes, rank_memory
 
 META = torch.device("meta")
 TOKENS = 2048

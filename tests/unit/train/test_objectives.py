@@ -11,7 +11,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
-from train.methods import head_gradient
+from train.methods import packed_objective
 from train.methods.packed_objective import to_batch
 from train.methods.supervised import METHOD as SUPERVISED
 from train.model.model import linear_layers, load_model
@@ -56,8 +56,8 @@ def gradients(model):
 
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
 def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
-    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     model = load_model(spec)
     data = examples(6)
     expected = sum(plain_loss(model, *example) for example in data)
@@ -75,7 +75,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
 
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     objective = SUPERVISED.objective(load_model(spec), {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
