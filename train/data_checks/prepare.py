@@ -104,8 +104,6 @@ def _write(
             line = example.raw.strip(b"\r\n")
             if mask and "personal_data" in row.found:
                 line = orjson.dumps(mask_record(parse(line), matches))
-            elif b"\n" in line:  # an element of an array
-                line = orjson.dumps(parse(line))
             digest.update(line + b"\n")
             out.write(line + b"\n")
         out.flush()

@@ -17,7 +17,6 @@ from train.plan.errors import InvalidHyperparameter
 from train.plan.recipe import SCHEDULES
 
 Own = Callable[["Given", dict[str, Any]], None]
-_MOST_NAMES, _NAME_CHARACTERS = 64, 128
 _MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
@@ -362,9 +361,6 @@ class Given:
             value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
             raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
-        if len(value) > _MOST_NAMES or any(len(part) > _NAME_CHARACTERS for part in value):
-            expected = f"at most {_MOST_NAMES} layer names of at most {_NAME_CHARACTERS} characters"
-            raise InvalidHyperparameter(name, f"{len(value)} names", expected)
         return list(value)
 
     def refuse_unread(self) -> None:

@@ -115,20 +115,6 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
     assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
 
 
-def test_the_scale_scales_loss_and_gradients(spec):
-    model = load_model(spec)
-    objective = SUPERVISED.objective(model, {})
-    row = build_row([examples(2)], 128, 0, packing=True)
-    losses, grads = [], []
-    for scale in (1.0, 0.25):
-        loss = objective(to_batch(row, scale, "cpu"))
-        (loss * 2).backward()
-        losses.append(loss.item())
-        grads.append(gradients(model))
-    assert losses[1] == pytest.approx(losses[0] / 4)
-    assert all(torch.allclose(grads[1][n] * 4, g, rtol=1e-4, atol=1e-6) for n, g in grads[0].items())
-
-
 def test_heads_with_extras_go_through_the_models_own_forward(spec):
     model = load_model(spec)
     row = build_row([examples(2)], 128, 0, packing=True)
