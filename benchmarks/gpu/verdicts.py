@@ -96,7 +96,7 @@ REMEDIES: Mapping[str, str] = {
     "attention's error": "wrong sums of one kernel for a row: let _one_kernel of train.model.attention refuse",
     "loss head": "chunks too small for this GPU: DEVICE_LOGITS_BYTES of train.plan.estimate",
     "loss head's memory": "plans count less: held_rows and DEVICE_LOGITS_BYTES of train.plan.estimate",
-    "loss head's error": "wrong gradients: train.methods.head_gradient; do not train before it is mended",
+    "loss head's error": "wrong gradients: train.methods.packed_objective; do not train before it is mended",
     "ranks learn": "the loss of the same examples has to fall: compare with one GPU, then with `all-reduce is right`",
     "ranks agree": "their weights differ after the same steps: `all-reduce is right`, then `nvidia-smi -q -d ECC`",
     "rank's residual": "plans keep less beside a rank's tensors: context_bytes of runtime/devices/cuda.py",

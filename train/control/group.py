@@ -187,7 +187,7 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        self._fail(0, "was killed on request", retryable=True, code="killed", blame="outside")
+        self._fail(0, "was killed on request", code="killed")
         return await self.wait()
 
     async def wait(self) -> Outcome:
@@ -237,8 +237,7 @@ class Group:
             else:
                 self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
-                told = {key: value for key, value in event.items() if key != "number"}
-                self._on_event({**told, "job": self._job_id})
+                self._tell(**{key: value for key, value in event.items() if key != "number"})
 
     def _asked(self, rank: int, event: dict[str, Any]) -> None:
         question = str(event["question"])
@@ -258,7 +257,7 @@ class Group:
         if answering.cancelled() or (error := answering.exception()) is None:
             return
         if not isinstance(error, RuntimeLayerError):  # else the rank is gone, and its listener ends the group
-            self._fail(rank, f"asked what could not be answered: {error!r}", retryable=True, blame="outside")
+            self._fail(rank, f"asked what could not be answered: {error!r}")
 
     def _listened(self, rank: int, listener: asyncio.Task) -> None:
         if listener.cancelled() or (error := listener.exception()) is None:
@@ -266,7 +265,7 @@ class Group:
         if isinstance(error, RuntimeLayerError):
             self._fail_after_grace(rank)  # its supervisor is gone
         else:  # an event whose handler fails must not be lost silently, with all later ones
-            self._fail(rank, f"sent an event that could not be handled: {error!r}", retryable=True, blame="outside")
+            self._fail(rank, f"sent an event that could not be handled: {error!r}")
 
     async def _watch_rank(self, rank: int) -> None:
         limits = self._limits
@@ -277,38 +276,23 @@ class Group:
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:
-                self._fail(
-                    rank,
-                    f"did not answer within {timeout_s} s (stopped or starved)",
-                    retryable=True,
-                    code="rank_hung",
-                    blame="outside",
-                )
+                self._fail(rank, f"did not answer within {timeout_s} s (stopped or starved)", code="rank_hung")
                 return
             except ChildDied:
                 return  # its listener knows the cause
             if report["phase"] != "done" and report["in_phase_s"] > limits.phase_limit_s:
-                self._fail(
-                    rank,
-                    f"hangs in phase {report['phase']!r} at step {report['step']} for {report['in_phase_s']:.0f} s",
-                    retryable=True,
-                    code="rank_hung",
-                    blame="outside",
-                )
+                where = f"hangs in phase {report['phase']!r} at step {report['step']}"
+                self._fail(rank, f"{where} for {report['in_phase_s']:.0f} s", code="rank_hung")
                 return
 
     def _tell_started(self) -> None:
-        slowest = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
+        seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
+        seconds["start"] = time.monotonic() - self._started_s
         self._step = self._ready[0]["step"]
-        self._on_event(
-            {
-                "event": "started",
-                "job": self._job_id,
-                "step": self._step,
-                "devices": len(self._hosts),
-                "seconds": {"start": time.monotonic() - self._started_s, **slowest},
-            }
-        )
+        self._tell("started", step=self._step, devices=len(self._hosts), seconds=seconds)
+
+    def _tell(self, event: str, **data: Any) -> None:
+        self._on_event({"event": event, **data, "job": self._job_id})
 
     def _fail_after_grace(self, rank: int) -> None:
         # When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen:
@@ -331,23 +315,16 @@ class Group:
             death = deaths.get(rank)
             starved = any(isinstance(one, ChildDied) and one.starved for one in deaths.values())
             how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
-            self._fail(
-                rank,
-                "died: the host's memory ran out" if starved else how,
-                retryable=True,
-                blame="memory" if starved else "outside",
-                by_device=not starved,
-            )
+            if starved:
+                self._fail(rank, "died: the host's memory ran out", blame="memory")
+            else:
+                self._fail(rank, how, by_device=True)
         else:
-            of_input = isinstance(getattr(errors, fatal["type"], None), type)
-            self._fail(
-                rank,
-                f"raised {fatal['type']}: {fatal['message']}",
-                retryable=not of_input,
-                code=fatal["type"],
-                message=fatal["message"] if of_input else None,  # a person's input, in words for that person
-                by_device=kinds.is_of_a_device(fatal["type"], fatal["message"]),
-            )
+            kind, message = fatal["type"], fatal["message"]
+            of_input = isinstance(getattr(errors, kind, None), type)
+            error = {"code": kind, "blame": "own", "by_device": kinds.is_of_a_device(kind, message)}
+            error |= {"retryable": False, "message": message} if of_input else {}  # in words for who gave the input
+            self._fail(rank, f"raised {kind}: {message}", **error)
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
         """Cause of its death; None while it lives."""
@@ -360,29 +337,11 @@ class Group:
             return None
         return None
 
-    def _fail(
-        self,
-        rank: int,
-        reason: str,
-        *,
-        retryable: bool,
-        code: str = "rank_failed",
-        blame: str = "own",
-        message: str | None = None,
-        by_device: bool = False,
-    ) -> None:
-        error = {
-            "code": code,
-            "rank": rank,
-            "reason": reason,
-            "message": message or f"rank {rank} {reason}",
-            "retryable": retryable,
-            "blame": blame,
-            "by_device": by_device,
-        }
-        self._tasks.append(
-            asyncio.create_task(self._end(Outcome("failed", self._step, error)), name=f"{self._job_id} fail")
-        )
+    def _fail(self, rank: int, reason: str, **error: Any) -> None:
+        """error: what differs of `Outcome.error` from a failure that is not the job's and can be retried."""
+        usual = {"code": "rank_failed", "message": f"rank {rank} {reason}", "retryable": True, "blame": "outside"}
+        outcome = Outcome("failed", self._step, usual | {"rank": rank, "reason": reason, "by_device": False} | error)
+        self._tasks.append(asyncio.create_task(self._end(outcome), name=f"{self._job_id} fail"))
 
     async def _end_well(self) -> None:
         detail = self._done[0]
@@ -402,15 +361,7 @@ class Group:
             self._ending = False
             raise
         self._ended.set_result(outcome)
-        self._on_event(
-            {
-                "event": "finished",
-                "job": self._job_id,
-                "outcome": outcome.outcome,
-                "step": outcome.step,
-                "error": outcome.error,
-            }
-        )
+        self._tell("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         for task in (*self._tasks, *self._answering.values()):
             if task is not asyncio.current_task():
                 task.cancel()

@@ -98,7 +98,7 @@ def _array(file: BinaryIO, limit: int) -> list[Any] | None:
                 "lines: jq -c '.[]' FILE > train.jsonl"
             ) from None
         value = loads(_bare(file.read()))
-    if not isinstance(value, list):
+    if not isinstance(value, list) or any(map(_bare, file)):  # several lists are lines
         return None
     return [value] if _is_conversation(value) else value
 

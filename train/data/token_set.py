@@ -15,8 +15,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import orjson
@@ -24,7 +24,7 @@ import orjson
 from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
 from train.data.formats import BadRecord, Record
-from train.data.packing import Row, build_row, plan_packs
+from train.data.packing import Row, plan_packs
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 
@@ -32,14 +32,16 @@ _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.j
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
 FORMAT = 7
-Encode = Callable[[ChatEncoder, Record], Sequence[Sequence[Tokens]]]
-Cut = Callable[[Sequence[Tokens], int], Sequence[Tokens] | None]
-LayOut = Callable[..., Row]
 
 
-def encode_chat(encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
-    """The rows of a chat example, of one sequence each."""
-    return [[tokens] for tokens in encoder.encode(record)]
+class Rows(Protocol):
+    """What a training method makes of a record (train.methods.method)."""
+
+    sequences: int
+
+    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
+    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None: ...
+    def row(self, packs: list[list[Tokens]], capacity: int, pad_id: int, *, packing: bool) -> Row: ...
 
 
 def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
@@ -56,28 +58,19 @@ class TokenSet:
     learnt.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        max_length: int,
-        packing: bool,
-        as_given: bool = False,
-        sequences: int = 1,
-        lay_out: LayOut = build_row,
-    ):
+    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
-        labels = np.load(directory / "labels.npy").reshape(-1, sequences).sum(axis=1)
-        self.sequences, self.capacity = sequences, sequences * max_length
-        self._packing, self._lay_out = packing, lay_out
+        self.sequences, self.capacity = method.sequences, method.sequences * max_length
+        labels = np.load(directory / "labels.npy").reshape(-1, self.sequences).sum(axis=1)
+        self._method, self._packing = method, packing
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
         self.n_dropped, self.n_truncated = facts["n_dropped"], facts["n_truncated"]
         self.digest: str = facts["digest"]
-        lengths = np.diff(self._offsets[::sequences])
+        lengths = np.diff(self._offsets[:: self.sequences])
         self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
@@ -110,7 +103,7 @@ class TokenSet:
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
         examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]
-        row = self._lay_out(examples, self.capacity, self._pad_id, packing=self._packing)
+        row = self._method.row(examples, self.capacity, self._pad_id, packing=self._packing)
         if self.reference is None:
             return row
         members = np.concatenate([self.packs[pack] for pack in packs])
@@ -126,6 +119,7 @@ def open_token_set(
     base_path: str | Path,
     encoder: Callable[[], ChatEncoder],
     cache_dir: Path,
+    method: Rows,
     *,
     max_length: int,
     packing: bool,
@@ -133,16 +127,13 @@ def open_token_set(
     world_size: int,
     barrier: Callable[[], None],
     as_given: bool = False,
-    sequences: int = 1,
-    encode: Encode = encode_chat,
-    cut: Cut = cut,
-    lay_out: LayOut = build_row,
+    alive: Callable[[], None] = lambda: None,
 ) -> TokenSet:
     """Tokenise `path` (chat JSONL) with all ranks unless `cache_dir` has it, and open the result.
 
     `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
-    `as_given`: packs are of neighbours, in the order of the file. `sequences`, `encode`, `cut` and `lay_out` are the
-    training method's (train.methods.method: sequences, encode, cut, row).
+    `as_given`: packs are of neighbours, in the order of the file. `alive` is called for each example: a file of
+    gigabytes takes longer than the limit for a hang.
 
     Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. Raises
     InvalidTrainingData, on every rank, when the chat template or the method refuses an example or nothing is left.
@@ -158,7 +149,7 @@ def open_token_set(
         for number in range(rank, len(blocks), world_size):
             if not _block(kept, number).exists():
                 lines = _lines(Path(path), *blocks[number])
-                _write_block(_block(kept, number), lines, partial(encode, encoder()), cut, max_length)
+                _write_block(_block(kept, number), lines, method, encoder(), max_length, alive)
         barrier()
         _raise_if_bad(Path(path), kept, len(blocks))
         if rank == 0:
@@ -166,10 +157,8 @@ def open_token_set(
         barrier()
         if rank == 0:  # by now every rank has read the others' errors
             shutil.rmtree(kept)
-    tokens = TokenSet(
-        directory, max_length=max_length, packing=packing, as_given=as_given, sequences=sequences, lay_out=lay_out
-    )
-    if not len(tokens.packs):
+    tokens = TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given)
+    if not tokens.packs:
         raise InvalidTrainingData(
             Path(path).name, [(1, f"no example has anything to learn within max_length {max_length}")], 1
         )
@@ -218,18 +207,20 @@ def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
 def _write_block(
     block: Path,
     lines: Iterator[bytes],
-    encode: Callable[[Record], Sequence[Sequence[Tokens]]],
-    cut: Cut,
+    method: Rows,
+    encoder: ChatEncoder,
     max_length: int,
+    alive: Callable[[], None],
 ) -> None:
     tokens, learnt, lengths, labels, errors = [], [], [], [], []
     n_lines = n_records = n_dropped = n_truncated = 0
     for n_lines, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        alive()
         try:
-            rows = encode(orjson.loads(line))
-            kept = [row for row in (cut(whole, max_length) for whole in rows) if row is not None]
+            rows = method.encode(encoder, orjson.loads(line))
+            kept = [row for row in (method.cut(whole, max_length) for whole in rows) if row is not None]
         except BadRecord as bad:
             errors.append((n_lines, str(bad)))
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import orjson
 from train.data.check import Count, count_left_out, estimate_tokens, read_examples
 from train.data.formats import BadRecord, NoAnswer, Record
 from train.data_checks.personal_data import masked
-from train.data_checks.process import CHECKS
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
 Convert = Callable[[Record, str], Record]
@@ -48,19 +47,27 @@ class Finding:
 class Check:
     """`rows` has every example of the file that `read` has read, in its order."""
 
-    def __init__(self, convert: Convert, count: Count | None, max_tokens: int | None, against: Path | None):
-        """count: gives tokens of a converted record; without it they are estimated. against: the validation file."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        convert: Convert,
+        count: Count | None = None,
+        max_tokens: int | None = None,
+        against: Path | None = None,
+    ):
+        """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
+        estimated. against: the validation file."""
         self._convert, self._count, self._max_tokens = convert, count, max_tokens
         self.rows: list[Row] = []
         self.bytes, self.sha256, self.shape = 0, "", None
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-        self.found = {name: Finding() for name in CHECKS if needed.get(name, True)}
+        self.found = {name: Finding() for name in names if needed.get(name, True)}
         self._keys_left_out: dict[str, int] = {}
         self._by_digest: dict[bytes, int] = {}
         self._near = NearDuplicates()
         self._validation = None
         if against is not None:
-            other = Check(convert, None, None, None)
+            other = Check(names, convert)
             self._validation = ValidationIndex(dict(other.texts(against)))
 
     def read(self, path: Path) -> None:

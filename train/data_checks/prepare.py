@@ -17,7 +17,6 @@ import orjson
 from train.data.lines import examples, parse
 from train.data_checks.check import Check, Row
 from train.data_checks.personal_data import Match, mask_record
-from train.data_checks.process import CHECKS
 
 
 class Unusable(Exception):
@@ -32,7 +31,7 @@ def prepare(
     Args:
         check: has read `path`.
         targets: the new file and, for a split, the validation file (both JSONL, mode 0600).
-        drop: names of CHECKS whose matches are left out.
+        drop: names of checks whose matches are left out.
         mask: whether personal data is masked.
         split: share of the examples that go into the validation file.
 
@@ -77,7 +76,7 @@ def _dropped(check: Check, drop: Collection[str]) -> list[str | None]:
         if (found := check.found[name]).count and name not in drop:
             bad, line = name.replace("_", " "), found.first[0]["line"]
             raise Unusable(f"{found.count} examples are {bad}, the first on line {line}; drop them too")
-    names = [name for name in CHECKS if name in drop and name != "near_duplicates"]
+    names = [name for name in check.found if name in drop and name != "near_duplicates"]
     dropped: list[str | None] = [next((name for name in names if name in row.found), None) for row in check.rows]
     for index, row in enumerate(check.rows if "near_duplicates" in drop else ()):
         if "near_duplicates" in row.found and row.of is not None and not dropped[index] and not dropped[row.of]:
@@ -105,8 +104,6 @@ def _write(
             line = example.raw.strip(b"\r\n")
             if mask and "personal_data" in row.found:
                 line = orjson.dumps(mask_record(parse(line), matches))
-            elif b"\n" in line:  # an element of an array
-                line = orjson.dumps(parse(line))
             digest.update(line + b"\n")
             out.write(line + b"\n")
         out.flush()

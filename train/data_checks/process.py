@@ -96,7 +96,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         count, max_tokens = counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    check = Check(convert, count, max_tokens, against)
+    check = Check(CHECKS, convert, count, max_tokens, against)
     check.read(path)
     if "prepare" not in request:
         return check.report(request.get("name", str(path)))

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,6 @@ from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, StringCheck, TextSimilarity, leaves
 from train.graders.templates import Sample
-
-MAX_ASKED = 2 * templates.MAX_TEXT
-"""Characters of all questions to models for one sample, over all its graders: the caller has them in memory."""
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
 """`(source, sample, item) -> reward`; raises GradingFailed."""
@@ -62,19 +60,12 @@ class Graded:
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
     """Bodies of chat completions that the grader needs answers to, by the name of the grader that asks; a grader whose
-    data lacks a variable asks nothing, nor does one whose question would exceed MAX_ASKED; `grade` then reports it."""
+    data lacks a variable asks nothing; `grade` then reports it."""
     asked: dict[str, dict[str, Any]] = {}
-    size = 0
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, ScoreModel | LabelModel):
-            try:
-                request = leaf.request(sample, item)
-            except GradingFailed:
-                continue
-            size += sum(len(message["content"]) for message in request["messages"])
-            if size > MAX_ASKED:
-                break
-            asked[name] = request
+            with suppress(GradingFailed):
+                asked[name] = leaf.request(sample, item)
     return asked
 
 
@@ -159,7 +150,7 @@ def _string_check(operation: str, text: str, reference: str) -> bool:
 def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: ModelAnswer | None) -> float:
     if answer is None:
         leaf.request(sample, item)  # says which variable has no value
-        answer = ModelAnswer(error=f"it was not asked: models are asked {MAX_ASKED} characters for one sample")
+        answer = ModelAnswer(error="it was not asked")
     if answer.error:
         raise GradingFailed(
             f"the model {leaf.model!r} did not answer: {answer.error}",
@@ -170,13 +161,8 @@ def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: 
     try:
         return leaf.score(json.loads(answer.text, strict=False))
     except (KeyError, TypeError, ValueError) as error:
+        why = f"is not a grade ({error})"
         if answer.finish_reason == "length":
-            raise GradingFailed(
-                f"the answer of the model {leaf.model!r} was cut at the {leaf.answer_tokens} tokens that it may have, "
-                f"before it had its grade: {answer.text[:200]!r}",
-                GradingErrors(model_grader_parse_error=True),
-            ) from None
-        raise GradingFailed(
-            f"the answer of the model {leaf.model!r} is not a grade ({error}): {answer.text[:200]!r}",
-            GradingErrors(model_grader_parse_error=True),
-        ) from None
+            why = f"was cut at the {leaf.answer_tokens} tokens that it may have, before it had its grade"
+        text = f"the answer of the model {leaf.model!r} {why}: {answer.text[:200]!r}"
+        raise GradingFailed(text, GradingErrors(model_grader_parse_error=True)) from None

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -39,7 +40,6 @@ from runtime.processes.oom import DiesAs, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, Python, TextSimilarity, leaves, parse
 from train.graders.grading import Graded, ModelAnswer, grade
-from train.graders.schemas import refused_items
 from train.graders.templates import Sample
 
 LOADED = {
@@ -72,6 +72,7 @@ would wait two minutes for each of its answers."""
 _POLL_S = 0.02
 _RESULT_BYTES = 256 << 10  # of one sample
 _DETAIL_CHARACTERS = 2000
+_ITEMS_SHOWN = 20
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
 _GRADED = TypeAdapter(list[Graded])
 
@@ -176,7 +177,7 @@ def answer(request: dict[str, Any], samples: list[Any], client: socket.socket | 
 
     grade: of "grader", {"sample", "item", "answers"} each -> a Graded each.
     code: "sources" by path -> [(path, why)] of those that cannot grade.
-    schema: "schema", "cpu_s", items -> [(place, why)] of the items refused (schemas.py).
+    schema: "schema", "cpu_s", items -> [(place, why)] of the items refused (refused_items).
 
     Raises Broke.
     """
@@ -339,6 +340,34 @@ def _readable() -> tuple[Path, ...]:
 def _written(value: Any) -> bytes:
     # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
     return json.dumps(value, default=asdict, ensure_ascii=False).encode(errors="replace")
+
+
+def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+    """(place, why) of the first few items that do not follow the schema; place -1: it is not a schema.
+
+    Its patterns can take for ever and its references go in circles: only a child does this."""
+    import jsonschema
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can
+        # reach.
+        validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+        found = ((place, next(validator.iter_errors(item), None)) for place, item in enumerate(items))
+        refused = ((place, error) for place, error in found if error is not None)
+        return [
+            (place, f"item{''.join(f'.{step}' for step in error.absolute_path)}: {error.message[:500]}")
+            for place, error in islice(refused, _ITEMS_SHOWN)
+        ]
+    except jsonschema.SchemaError as error:
+        where = ".".join(map(str, error.absolute_path))[:200]
+        return [(-1, f"it is no JSON schema{' at ' + where if where else ''}: {error.message[:500]}")]
+    except RecursionError:
+        return [(-1, "the schema refers to itself without end, or it or an item is nested too deep")]
+    except Unresolvable as error:
+        return [(-1, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema")]
 
 
 def run_python(source: str, sample: dict[str, Any], item: Any) -> float:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from train.methods.dpo import Pairs
 from train.methods.method import Option
-from train.methods.pairs import Pairs
 
 if TYPE_CHECKING:
     import torch

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.devices.kinds import HOST, kind_of
+from runtime.devices.kinds import kind_of
 from train.plan import recipe
 from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
-from train.plan.learning_rate import SCHEDULES
+from train.plan.recipe import SCHEDULES
 
 Own = Callable[["Given", dict[str, Any]], None]
-_MOST_NAMES, _NAME_CHARACTERS = 64, 128
 _MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
@@ -127,14 +126,6 @@ def resolve(
         own(given, fields)
     given.refuse_unread()
     return fields
-
-
-def common_names() -> frozenset[str]:
-    """Hyperparameters that every training method takes."""
-    found: set[str] = set()
-    small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW, device_kind=HOST.name)
-    resolve({}, *small, max_devices=1, own=lambda given, fields: found.update(given.read))
-    return frozenset(found)
 
 
 def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
@@ -311,7 +302,7 @@ def _batch_size(rows: float, max_devices: int) -> int:
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.learning_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
+    auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
     if rate > (most := HIGHEST_RATE * auto):
@@ -370,9 +361,6 @@ class Given:
             value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
             raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
-        if len(value) > _MOST_NAMES or any(len(part) > _NAME_CHARACTERS for part in value):
-            expected = f"at most {_MOST_NAMES} layer names of at most {_NAME_CHARACTERS} characters"
-            raise InvalidHyperparameter(name, f"{len(value)} names", expected)
         return list(value)
 
     def refuse_unread(self) -> None:

@@ -13,13 +13,26 @@ head whole and 1 / t of the rest):
                  8 R on a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in
                  ZeRO-1 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
     activations  tokens x what all layers keep of one and the one whose backward pass runs works with
-                 (train.plan.layer_memory), with activation checkpointing b h of each layer, h the hidden size, and all
-                 that one keeps; and the chunk of fp32 logits twice (train.methods.head_gradient)
+                 (below), with activation checkpointing b h of each layer, h the hidden size, and all
+                 that one keeps; and the chunk of fp32 logits twice (train.methods.packed_objective)
     head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
-                 weight's and 4 v h more where that has to be added up (train.methods.head_gradient)
+                 weight's and 4 v h more where that has to be added up (train.methods.packed_objective)
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
                  (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
                  and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
+
+What a layer keeps of a token until its backward pass has used it, in bytes of bfloat16, is counted as Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do, for
+attention whose scores are recomputed and a gated MLP, with the norms' copies in fp32. q and k: elements of a token's
+queries and of its keys, f: the width of the MLP that it passes, e: its experts.
+
+    norms       2 x (4 h in fp32, 2 h of their result before the weight, 2 h as the input of the next product)
+    attention   4 (q + k): queries, keys, values and result
+    MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
+                copy for each and whose result is weighed, 4 e h more
+
+In its backward pass one layer works with 8 h + 2 f + 2 e h more: gradients that come and go. With adapters it keeps
+less, because frozen weights do without their inputs, and works with as much.
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
 gradients because that is what train.trainer.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
@@ -35,7 +48,6 @@ from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
-from train.plan.layer_memory import layer_bytes, norms_of, working_bytes
 from weights.format.foreign_json import size, text_part
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
@@ -47,6 +59,39 @@ OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 
+_HEADS = (0, 6)  # queries and keys are normed too: 4 (q + k) in fp32 and 2 (q + k)
+# By model type: bytes of a hidden element and of an element of queries and keys that its norms keep beyond two of the
+# hidden size in the way of Llama's. tests/unit/train/test_layer_memory.py holds them against what torch keeps.
+_NORMS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("qwen3", "qwen3_moe", "exaone4", "hunyuan_v1_dense"), _HEADS),
+    **dict.fromkeys(("olmo2", "olmo3"), (2, 8)),
+    "gemma": (4, 0),
+    **dict.fromkeys(("gemma3", "gemma3_text"), (18, 8)),  # four norms, in fp32 up to their result
+    **dict.fromkeys(("gemma4", "gemma4_text"), (28, 9)),  # of values too
+    "glm4": (9, 2),
+    "glm4_moe": (6, 6),  # its router works in fp32
+    "phi3": (0, 4),  # no norms: queries, keys and values of one product, which stays whole
+}
+
+
+def norms_of(model_type: Any) -> tuple[int, int]:
+    """`model_type` as a config.json has it, if it has one."""
+    return _NORMS.get(model_type, (0, 0)) if isinstance(model_type, str) else (0, 0)
+
+
+def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], shards: int = 1) -> int:
+    """What one layer keeps. heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group,
+    which share heads and MLP."""
+    of_hidden, of_heads = norms
+    cut = (4 + of_heads) * heads + 8 * ffn + 4 * experts * hidden
+    return (16 + of_hidden) * hidden + cut // shards
+
+
+def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
+    """What the layer whose backward pass runs works with. Arguments as above."""
+    return 8 * hidden + (2 * ffn + 2 * experts * hidden) // shards
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the arithmetic needs of a model; sizes are 0 where config.json does not tell them.
@@ -56,7 +101,7 @@ class ModelShape:
     parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
-    queries: elements of a token's queries. experts: those that it passes. norms: see train.plan.layer_memory.
+    queries: elements of a token's queries. experts: those that it passes. norms: see `norms_of`.
     """
 
     n_parameters: int

@@ -1,4 +1,4 @@
-"""The learning rate and the epochs that "auto" chooses, by method, model size and data size. Pure.
+"""The learning rate and the epochs that "auto" chooses, by model and data size, and the rate of each step. Pure.
 
 What others publish, for AdamW and supervised fine-tuning (read in November 2026):
 
@@ -28,7 +28,14 @@ most. Adapters of few rows get half as much again of the rate, and take more pas
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+FLOOR_RATIO = 0.1
+DECAY_SHARE = 0.2
+"""The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be
+enough."""
 REFERENCE_PARAMETERS = 7e9
 REFERENCE_STEP_TOKENS = 8192
 FULL, ADAPTER = 1e-5, 1e-4
@@ -49,7 +56,7 @@ def epochs(rows: int, *, full: bool) -> int:
     return 1
 
 
-def learning_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: int = FEW_ROWS) -> float:
+def peak_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: int = FEW_ROWS) -> float:
     """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average. rows: of
     the training file."""
     smaller = REFERENCE_PARAMETERS / max(n_parameters, 1)
@@ -58,3 +65,25 @@ def learning_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: in
     if rows < FEW_ROWS and not full:
         base *= FEW_ROWS_FACTOR
     return min(base * min(batch, LARGEST_BATCH_FACTOR), LARGEST_FULL if full else LARGEST_ADAPTER)
+
+
+def learning_rate(
+    step: int, total_steps: int, *, peak: float, warmup_ratio: float, schedule: Schedule = "cosine"
+) -> float:
+    """Rate for optimizer step `step` (0-based): linear warm-up to `peak`, then what `schedule` says.
+
+    cosine, linear: down to a tenth of `peak`. constant: `peak`. wsd (warm-up, stable, decay; MiniCPM, arXiv
+    2404.06395): `peak` until the last fifth of the steps, then linearly to a tenth. The first step already moves (rate
+    peak / warm-up steps).
+    """
+    warmup_steps = math.ceil(total_steps * warmup_ratio)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    decay_from = warmup_steps
+    if schedule == "wsd":
+        decay_from = max(warmup_steps, total_steps - 1 - math.ceil(total_steps * DECAY_SHARE))
+    progress = min(1.0, max(0.0, (step - decay_from) / max(1, total_steps - 1 - decay_from)))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return peak * (FLOOR_RATIO + (1 - FLOOR_RATIO) * left)

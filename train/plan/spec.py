@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
-from train.plan.learning_rate import Schedule
+from train.plan.recipe import Schedule
 
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""

@@ -18,7 +18,6 @@ _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
 _ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
 _CURLY = ("\u201c", "\u201d", "\u2018", "\u2019")
-_LETTERS_BEYOND_ASCII = re.compile(rb"[\x80-\xff]{4}")
 PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
     " < FILE > train.jsonl"
@@ -80,7 +79,10 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        return f"is not UTF-8; {conversion(raw)}"
+        return (
+            "is not UTF-8: iconv -f ENCODING -t utf-8 FILE > train.jsonl, with the encoding that it was saved in "
+            "(often windows-1252 of Western texts, gb18030 of Chinese ones)"
+        )
     rest = text[error.pos :].strip()
     if _PYTHON.match(rest):
         return f"is written as Python prints it, expected JSON: {PYTHON_TO_JSON}"
@@ -96,26 +98,6 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return f"has Infinity at character {error.pos + 1}, which JSON does not know; expected a number or null"
     # Its own words name a line of the example, which is the first of many lines to who reads them.
     return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
-
-
-def conversion(raw: bytes) -> str:
-    """What encoding a text that is not UTF-8 probably has, and the command that makes UTF-8 of it. Chinese that is read
-    as Latin letters would be valid, and learnt, as other letters; no Western text has four letters with accents in a
-    row."""
-    if not _LETTERS_BEYOND_ASCII.search(raw):
-        try:
-            raw.decode("cp1252")
-        except UnicodeDecodeError:
-            return "expected UTF-8: iconv -f ENCODING -t utf-8 FILE > train.jsonl"
-        return "it looks like windows-1252: iconv -f windows-1252 -t utf-8 FILE > train.jsonl"
-    try:
-        raw.decode("gb18030")
-    except UnicodeDecodeError:
-        return "iconv -f ENCODING -t utf-8 FILE > train.jsonl, with the encoding that it was saved in"
-    return (
-        "iconv -f gb18030 -t utf-8 FILE > train.jsonl, if it is Chinese; otherwise with the encoding that it was saved "
-        "in"
-    )
 
 
 def kind_of(value: Any) -> str:

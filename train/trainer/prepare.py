@@ -5,17 +5,15 @@ All ranks of a world run this together, whether they are new or resume a snapsho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from deepspeed import comm
 from transformers import PreTrainedModel
 
 from train.control.progress import ControlSignals, Events, Progress
-from train.data.chat import ChatEncoder, Tokens, vocabulary_of
-from train.data.formats import Record
-from train.data.token_set import Encode, TokenSet, open_token_set
+from train.data.chat import ChatEncoder, vocabulary_of
+from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
@@ -69,16 +67,14 @@ def prepare(
             spec.base_path,
             encoder,
             Path(spec.run_dir) / "tokens",
+            method,
             max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
             as_given=spec.data_order == "given",
             rank=rank,
             world_size=world_size,
             barrier=comm.barrier,
-            sequences=method.sequences,
-            encode=moving(method.encode, progress),
-            cut=method.cut,
-            lay_out=method.row,
+            alive=partial(progress.enter, "tokenising"),
         )
         if path
         else None
@@ -88,7 +84,6 @@ def prepare(
     assert train is not None
     if rank == 0 and snapshot_path is None:
         _tell_about_data(emit, spec, train)
-        _tell_about_stage(emit, spec)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
@@ -105,17 +100,6 @@ def prepare(
     return run
 
 
-def moving(encode: Encode, progress: Progress) -> Encode:
-    """`encode` with a heartbeat at each call, because tokenising a file of gigabytes takes longer than the limit for a
-    hang."""
-
-    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
-        progress.enter("tokenising")
-        return encode(encoder, record)
-
-    return encoded
-
-
 def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Raises UnsupportedModel if sequences would share a row of a model whose layers pass a state from token to token:
     each sequence would begin with the state that the one before left."""
@@ -129,60 +113,30 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
         )
 
 
-def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
-    if spec.zero_stage == 0:
-        emit(
-            "message",
-            level="info",
-            text=(
-                "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the "
-                "ranks share the optimizer's state instead of each holding all of it"
-            ),
-        )
-
-
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
-    made, epochs = method_of(spec.method).samples(spec.options), f"{spec.n_epochs} epoch{'s' * (spec.n_epochs > 1)}"
-    rows, batch = len(train.packs), spec.batch_size
-    steps = -(-rows * spec.n_epochs // batch)
-    if made.room:
-        text = (
-            f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step, which has "
-            f"{batch} prompts (batch_size): {epochs} make {steps} steps"
-        )
-        emit("message", level="info", text=text)
-        if more := -len(train.packs) * spec.n_epochs % spec.batch_size:
-            text = f"the last step is filled up with {more} prompts of a further pass over the data (batch_size)"
-            emit("message", level="info", text=text)
-        if effort := spec.options.get("reasoning_effort"):
-            text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
-            emit("message", level="warn", text=text)
-        return
+    method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
+    made, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
-    if (rows_made := train.n_examples + train.n_dropped) > train.n_records and method_of(spec.method).sequences == 1:
+    if (rows := train.n_examples + train.n_dropped) > train.n_records and method.sequences == 1:
         text = (
-            f"{train.n_records} examples became {rows_made} rows: the model's chat template writes earlier turns "
-            "otherwise than the last, so each turn is trained in the context in which the model is asked; "
-            f"{train.n_tokens} tokens"
+            f"{train.n_records} examples became {rows} rows: the model's chat template writes earlier turns otherwise "
+            f"than the last, so each turn is trained in a row of its own; {train.n_tokens} tokens"
         )
     if spec.packing:
-        fill = train.n_tokens / (rows * train.capacity)
-        text += f", packed into {rows} sequences of {train.capacity} ({fill:.0%} full)"
-    if spec.packing and rows < train.n_examples:
-        text += (
-            f": a step has {batch} sequences (batch_size), some {batch * train.n_examples / rows:.0f} examples, so "
-            f"that {epochs} make {steps} steps; with packing=false a sequence is one example, and they are "
-            f"{-(-train.n_examples * spec.n_epochs // batch)}"
-        )
-    else:
-        text += f": a step has {batch} of them (batch_size), and {epochs} make {steps} steps"
+        fill = train.n_tokens / (packs * train.capacity)
+        text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
+    answers = f", with {made.group} answers to each" if made.room else ""
+    text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
     emit("message", level="info", text=text)
+    if effort := spec.options.get("reasoning_effort"):
+        text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+        emit("message", level="warn", text=text)
     if train.n_truncated or train.n_dropped:
-        emit(
-            "message",
-            level="warn",
-            text=(
-                f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
-                "were left out because nothing to learn was left of them"
-            ),
+        text = (
+            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
+            "left out because nothing to learn was left of them"
         )
+        emit("message", level="warn", text=text)
+    if spec.zero_stage == 0:
+        text = "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"
+        emit("message", level="info", text=text)

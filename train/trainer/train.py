@@ -22,7 +22,7 @@ from train.control.rank_messages import any_rank, broadcast_json
 from train.data.packing import Row, StepPlan
 from train.data.token_set import TokenSet
 from train.methods.methods import method_of
-from train.plan.learning_rate import learning_rate
+from train.plan.recipe import learning_rate
 from train.plan.spec import TrainSpec
 from train.rollouts.rollouts import Rollouts
 from train.state import fragments, snapshot
@@ -146,7 +146,6 @@ class Run:
             self.progress.enter("step", step)
             if self._leaves(self._left_of_step_s(), spec.step_patience_s):
                 return self._left_step()
-            self.profiling.before_row()
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             with self.profiling.reading_input():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import training
-from train.methods import head_gradient
+from train.methods import packed_objective
 from train.model import attention as packed
 from train.state import copies
 
@@ -55,10 +55,10 @@ def test_attention_is_compared_with_what_float32_computes_windows_included():
 
 def test_a_heads_gradients_are_compared_with_what_float32_computes(monkeypatch):
     small = {"tokens": 100, "width": 64, "vocabulary": 500, "checked_width": 8}
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 500 * 9)  # nine rows at a time
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 500 * 9)  # nine rows at a time
     found = training.head(HOST, **small)
     assert 0 < found["head_error"] < 0.02 and found["head"] > 0
-    multiply, ended = head_gradient.HeadGradient._multiply, []
+    multiply, ended = packed_objective.HeadGradient._multiply, []
 
     def forgets_the_first(self):
         multiply(self)
@@ -66,7 +66,7 @@ def test_a_heads_gradients_are_compared_with_what_float32_computes(monkeypatch):
             ended.append(self)
             self._sum.zero_()
 
-    monkeypatch.setattr(head_gradient.HeadGradient, "_multiply", forgets_the_first)
+    monkeypatch.setattr(packed_objective.HeadGradient, "_multiply", forgets_the_first)
     assert training.head(HOST, **small)["head_error"] > 0.1
 
 

@@ -17,9 +17,6 @@ from train.model import adapter
 from train.model.model import load_model
 from train.plan.errors import InvalidSpec, UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.state import publish
-from train.state.fragments import Fragment
-from weights.format.slices import Strided
 
 
 @pytest.fixture
@@ -92,10 +89,3 @@ def test_what_is_published_follows_from_the_spec():
     assert TrainSpec(**common, full=False, lora_publish="adapter", device_kind="cpu").published_kind == "adapter"
     with pytest.raises(InvalidSpec, match="merged"):
         TrainSpec(**common, full=False, lora_publish="adapter", base_adapter="/x", device_kind="cpu")
-
-
-def test_factors_on_the_device_merge_into_weights_that_are_offloaded():
-    weights = torch.empty(12, dtype=torch.bfloat16, device="meta")  # any two devices: mixing them raises
-    owned = Fragment("w", 4, weights, {}, Strided(4, 12, 12, 1))
-    merged = publish._merged(owned, torch.ones(2, 8), torch.ones(4, 2), 2.0)
-    assert (merged.weights.device, merged.weights.shape) == (weights.device, (12,))

@@ -17,7 +17,7 @@ from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
 from train.data.packing import build_row
 from train.data.token_set import open_token_set
-from train.methods import head_gradient
+from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
 from train.methods.dpo import RATE_SHARE
 from train.methods.packed_objective import LogProbHead, to_batch
@@ -181,8 +181,8 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype):
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 50 * rows)
-    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
     head = LogProbHead(16, 50, bias=False, dtype=dtype)
     hidden, labels = torch.randn(11, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (11,))
@@ -207,14 +207,12 @@ def opened(tmp_path, records, max_length):
         base,
         lambda: encoder,
         tmp_path / "tokens",
+        DPO,
         max_length=max_length,
         packing=True,
         rank=0,
         world_size=1,
         barrier=lambda: None,
-        sequences=DPO.sequences,
-        encode=DPO.encode,
-        cut=DPO.cut,
     )
     return tokens, encoder.tokenizer
 

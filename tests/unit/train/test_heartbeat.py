@@ -52,8 +52,9 @@ def test_long_validation_moves_with_each_row_and_is_left(
     run.method = SimpleNamespace(
         denominator=lambda tokens, packs: len(packs),
         metric_names=(),
+        needs_divergence=False,
         peak_names=(),
-        batch=lambda row, scale, device: torch.tensor(float(row[0]) * scale),
+        batch=lambda row, scale, device: {"loss": torch.tensor(float(row[0]) * scale)},
     )
 
     class Engine:
@@ -61,7 +62,7 @@ def test_long_validation_moves_with_each_row_and_is_left(
         eval = train = lambda self: None
 
         def __call__(self, batch):
-            return batch
+            return batch["loss"]
 
     run.engine = Engine()
     spec = host_spec(run_dir=str(tmp_path))

@@ -19,7 +19,6 @@ from train.methods.kto import METHOD as KTO
 from train.methods.methods import METHODS, convert
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
-from train.plan import auto
 from train.plan.spec import TrainSpec
 from train.trainer.prepare import prepare
 
@@ -174,10 +173,3 @@ def test_marked_file_is_checked_and_encoded(tmp_path):
         record = json.loads(written.read_text().splitlines()[0]) | {"label": label}
         (((ids, learnt),),) = KTO.encode(encoder, record)
         assert learnt[0] == label and encoder.tokenizer.decode(ids[1:][learnt[1:]]) == "4<|im_end|>"
-
-
-def test_kto_defaults():
-    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
-    fields = KTO.resolve({"full": True}, dataset, model, 1)
-    assert fields["options"] == {"beta": 0.1, "desirable_weight": 1, "undesirable_weight": 1}
-    assert fields["learning_rate"] == pytest.approx(5e-7) and fields["n_epochs"] == 3

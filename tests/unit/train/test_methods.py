@@ -6,67 +6,31 @@ import argparse
 import json
 
 import pytest
-import torch
 
 from appliance.cli.commands import training
 from appliance.cli.errors import BadUsage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
-from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts
 from train.data.check import check_training_file
-from train.data.formats import BadRecord, to_chat
+from train.data.formats import to_chat
 from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, convert, method_of
-from train.methods.packed_objective import LogProbObjective
-from train.plan import auto, estimate
+from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 
 DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 class Echoing(Method):
-    """Learns every conversation twice, the second time `strength` times as much; holds a second copy of the weights.
-    Its loss is divided by the examples of a step."""
-
     name = "echo"
     summary = "learns twice"
     options = (Option("strength", 0, 10, 2.0, "of the second time"),)
-    metric_names = ("echoes",)
-    sequences = 2
 
     def convert(self, record, shape):
-        if self.refuses(shape):
-            raise BadRecord(f"has the shape {shape!r}")
-        return {"sequences": [to_chat(record, shape)] * 2}
+        return to_chat(record, shape) if self.refuses(shape) is None else None
 
     def refuses(self, shape):
         return None if shape == "chat" else "has no conversations of OpenAI's form"
-
-    def rank_memory(self, shape, fields, ranks):
-        held = super().rank_memory(shape, fields, ranks)
-        return estimate.RankMemory(
-            **{name: getattr(held, name) * (2 if name == "weights_bytes" else 1) for name in held.__dataclass_fields__}
-        )
-
-    def denominator(self, tokens, packs):
-        return tokens.examples_in(packs)
-
-    def objective(self, model, options):
-        return Objective(model, options["strength"])
-
-
-class Objective(LogProbObjective):
-    def __init__(self, model, strength):
-        super().__init__(model, lambda log_probs, batch: (-log_probs.sum(), []), 2)
-        self.strength = strength
-
-    def plain(self, batch):
-        return super().forward(batch)
-
-    def forward(self, batch):
-        self.report([torch.tensor(len(batch["sequence_sizes"]) / 2)], batch["scale"])
-        return self.plain(batch) * (1 + self.strength) / 2
 
 
 @pytest.fixture
@@ -130,17 +94,11 @@ def test_commands_have_its_options(echo):
 
 
 def test_options_of_methods_have_names_of_their_own():
+    common: set[str] = set()
+    auto.resolve({}, DATASET, MODEL, 1, own=lambda given, fields: common.update(given.read))
     for method in METHODS.values():
         names = [option.name for option in method.options]
-        assert len({*names}) == len(names) and auto.common_names().isdisjoint(names)
-
-
-def test_its_memory_is_planned_with(echo):
-    shape, box = estimate.ModelShape(10**9, 64, 2, 2, 32, 128, 1000), BoxFacts(1, "cuda", 80 * 2**30, None, 10**12)
-    fields = echo.resolve({"full": True}, DATASET, auto.ModelStats(10**9, 512, device_kind="cpu"), 1)
-    plain, double = (capacity.job(shape, fields, (1,), box, method).numbers["device"] for method in (DEFAULT, echo))
-    assert double["weights_bytes"] == 2 * plain["weights_bytes"]
-    assert double["activations_bytes"] > 1.5 * plain["activations_bytes"], "a row has two sequences"
+        assert len({*names}) == len(names) and common.isdisjoint(names)
 
 
 def test_a_file_of_no_job_yet_is_checked_by_the_method_that_takes_it(tmp_path):

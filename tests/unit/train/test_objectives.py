@@ -11,7 +11,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
-from train.methods import head_gradient
+from train.methods import packed_objective
 from train.methods.packed_objective import to_batch
 from train.methods.supervised import METHOD as SUPERVISED
 from train.model.model import linear_layers, load_model
@@ -56,8 +56,8 @@ def gradients(model):
 
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
 def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
-    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     model = load_model(spec)
     data = examples(6)
     expected = sum(plain_loss(model, *example) for example in data)
@@ -75,7 +75,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
 
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
-    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
     objective = SUPERVISED.objective(load_model(spec), {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
@@ -113,20 +113,6 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
         after_b = objective(to_batch(build_row([[(b[0], b[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
         after_c = objective(to_batch(build_row([[(c[0], c[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
     assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
-
-
-def test_the_scale_scales_loss_and_gradients(spec):
-    model = load_model(spec)
-    objective = SUPERVISED.objective(model, {})
-    row = build_row([examples(2)], 128, 0, packing=True)
-    losses, grads = [], []
-    for scale in (1.0, 0.25):
-        loss = objective(to_batch(row, scale, "cpu"))
-        (loss * 2).backward()
-        losses.append(loss.item())
-        grads.append(gradients(model))
-    assert losses[1] == pytest.approx(losses[0] / 4)
-    assert all(torch.allclose(grads[1][n] * 4, g, rtol=1e-4, atol=1e-6) for n, g in grads[0].items())
 
 
 def test_heads_with_extras_go_through_the_models_own_forward(spec):

@@ -91,18 +91,6 @@ async def started(monkeypatch, tmp_path):
     return one, made
 
 
-async def test_a_new_life_does_not_hear_the_old_ones_listener(monkeypatch, tmp_path):
-    one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "old", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
-    stale = asyncio.create_task(one.next_event(900))  # of a controller that is gone
-    await asyncio.sleep(0)
-    await one.start({"job_id": "new", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
-    made[1].say("ready", step=0)
-    assert (await one.next_event(0))["event"] == "ready"
-    assert await stale is None
-    assert (await one.next_event(0))["event"] == "ready"
-
-
 async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
     await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")

@@ -2,14 +2,14 @@
 
 import pytest
 
-from train.plan.recipe import epochs, learning_rate
+from train.plan.recipe import epochs, peak_rate
 
 SMOL = 134_515_008
 
 
 def test_small_jobs_get_the_rates_that_were_measured_on_a_real_model():
-    assert learning_rate(SMOL, 300, full=False) == pytest.approx(2.9e-4, rel=0.01)
-    assert learning_rate(SMOL, 300, full=True) == pytest.approx(7.2e-5, rel=0.01)
+    assert peak_rate(SMOL, 300, full=False) == pytest.approx(2.9e-4, rel=0.01)
+    assert peak_rate(SMOL, 300, full=True) == pytest.approx(7.2e-5, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_small_jobs_get_the_rates_that_were_measured_on_a_real_model():
 )
 def test_at_every_batch_rates_lie_within_what_is_published(parameters, full, lowest, highest):
     for tokens in (100, 8192, 77_000, 10**6):
-        assert lowest <= learning_rate(parameters, tokens, full=full) <= highest
+        assert lowest <= peak_rate(parameters, tokens, full=full) <= highest
 
 
 def test_epochs_few_rows_are_seen_more_often():

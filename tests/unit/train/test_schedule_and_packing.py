@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from train.data.packing import Row, StepPlan, build_row, plan_packs
-from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
+from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
 from train.trainer.feed import DataFeed
 

@@ -31,15 +31,12 @@ def opener(tmp_path, data, max_length, packing, method):
             tmp_path / "base",
             encoder,
             tmp_path / "tokens",
+            method,
             max_length=max_length,
             packing=packing,
             rank=0,
             world_size=1,
             barrier=lambda: None,
-            sequences=method.sequences,
-            encode=method.encode,
-            cut=method.cut,
-            lay_out=method.row,
         )
 
     return opened
@@ -124,13 +121,12 @@ class World:
             self.folder,
             lambda: encoder,
             self.folder / "tokens",
+            SimpleNamespace(sequences=1, encode=encode, cut=lambda sequences, most: sequences),
             max_length=10**6,
             packing=False,
             rank=number,
             world_size=self.size,
             barrier=barrier,
-            encode=encode,
-            cut=lambda sequences, most: sequences,
         )
 
 

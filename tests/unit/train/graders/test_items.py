@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.graders.schemas import refused_items
+from train.graders.worker import refused_items
 
 
 @pytest.fixture

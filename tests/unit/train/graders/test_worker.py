@@ -269,13 +269,6 @@ def test_code_that_never_ends_is_not_run_for_every_answer(
     assert sum(one.errors.other_error for one in graded) == len(graded) - run
 
 
-def test_a_package_that_cannot_be_imported_ends_no_worker(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package_that_breaks.py").write_text("raise AttributeError('of another release')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(worker.LOADED, "broken", ("package_that_breaks",))
-    worker._load(["broken"])
-
-
 def test_samples_without_code_that_break_their_process_are_graded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(grader: object, sample: Sample, *given: object) -> Graded:
         if sample.output_text == "bad":
