@@ -34,22 +34,6 @@ CREATE INDEX files_purpose ON files (purpose, seq);
 CREATE INDEX files_owner ON files (owner, seq);
 CREATE INDEX files_of_key ON files (key_id, bytes);
 CREATE INDEX files_expiring ON files (expires_s) WHERE expires_s IS NOT NULL;
-CREATE TRIGGER files_held_insert AFTER INSERT ON files WHEN NEW.key_id IS NOT NULL BEGIN
-    INSERT INTO held VALUES (NEW.key_id, 'files', NEW.owner, 1, NEW.bytes)
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER files_held_delete AFTER DELETE ON files WHEN OLD.key_id IS NOT NULL BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner AND number = 0;
-END;
-CREATE TRIGGER files_held_update AFTER UPDATE OF key_id, owner, bytes ON files BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'files' AND whose = OLD.owner AND number = 0;
-    INSERT INTO held SELECT NEW.key_id, 'files', NEW.owner, 1, NEW.bytes WHERE NEW.key_id IS NOT NULL
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
 
 -- owner: '' is the box, for all. versions_bytes: kept by triggers of `versions`.
 CREATE TABLE models (
@@ -367,22 +351,6 @@ CREATE INDEX eval_runs_in_order ON eval_runs (eval_id, seq, status);
 CREATE INDEX eval_runs_kept ON eval_runs (owner, seq, status);
 CREATE INDEX eval_runs_sampled ON eval_runs (eval_id, seq)
     WHERE data_source ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id';
-CREATE TRIGGER eval_runs_held_insert AFTER INSERT ON eval_runs WHEN NEW.key_id IS NOT NULL BEGIN
-    INSERT INTO held VALUES (NEW.key_id, 'eval_runs', NEW.owner, 1, NEW.bytes)
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
-CREATE TRIGGER eval_runs_held_delete AFTER DELETE ON eval_runs WHEN OLD.key_id IS NOT NULL BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner AND number = 0;
-END;
-CREATE TRIGGER eval_runs_held_update AFTER UPDATE OF key_id, owner, bytes ON eval_runs BEGIN
-    UPDATE held SET number = number - 1, bytes = bytes - OLD.bytes
-        WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner;
-    DELETE FROM held WHERE key_id = OLD.key_id AND kind = 'eval_runs' AND whose = OLD.owner AND number = 0;
-    INSERT INTO held SELECT NEW.key_id, 'eval_runs', NEW.owner, 1, NEW.bytes WHERE NEW.key_id IS NOT NULL
-        ON CONFLICT DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
-END;
 CREATE INDEX eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id) WHERE status IN ('queued', 'in_progress');
 
 CREATE TABLE eval_items (
@@ -409,8 +377,8 @@ CREATE TABLE page_sessions (
 CREATE INDEX page_sessions_of ON page_sessions (key_id, seen_s);
 CREATE INDEX page_sessions_until ON page_sessions (until_s);
 
--- Number and bytes of files, responses and eval runs per key and owner, kept by the triggers of these tables. whose:
--- the owner, under another column name so that renaming an owner leaves it to the triggers.
+-- Number and bytes of responses per key and owner, kept by the triggers of their table. whose: the owner, under another
+-- column name so that renaming an owner leaves it to the triggers.
 CREATE TABLE held (
     key_id TEXT NOT NULL, kind TEXT NOT NULL, whose TEXT NOT NULL, number INTEGER NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (key_id, kind, whose)

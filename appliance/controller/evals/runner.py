@@ -231,8 +231,9 @@ class EvalRunner:
         asking, place = set[asyncio.Task[_Answered]](), -1
         try:
             while True:
-                for item in evals.queued_items(self._db, row.id, AT_ONCE - len(asking), place):
+                if items := evals.queued_items(self._db, row.id, AT_ONCE - len(asking), place):
                     self._check_bytes(row)
+                for item in items:
                     place = item.place
                     asking.add(asyncio.create_task(self._answered(row, source, graders, item)))
                 if not asking:

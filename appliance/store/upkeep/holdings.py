@@ -35,11 +35,9 @@ def models(db: Database, key_id: str) -> int:
 def size(db: Database, key_id: str) -> int:
     """Bytes of files, versions of models, evaluations and their runs; an upload in progress counts twice what it
     announced (the disk holds its parts and the file), an unfinished batch with its answers."""
-    held = f"held WHERE kind IN ('files', 'eval_runs') AND {_OF}"
     inputs = f"files JOIN (SELECT input_file_id FROM {_BATCHES}) ON input_file_id = files.id"
     return (
-        _sum(db, "sum(bytes)", held, key_id)
-        + _sum(db, "sum(bytes)", f"evals WHERE {_OF}", key_id)
+        sum(_sum(db, "sum(bytes)", f"{table} WHERE {_OF}", key_id) for table in ("files", "evals", "eval_runs"))
         + _sum(db, "sum(versions_bytes)", _MODELS, key_id)
         + 2 * _sum(db, "sum(bytes)", _UPLOADS, key_id)
         + ANSWERS_PER_INPUT * _sum(db, "sum(bytes)", inputs, key_id)
