@@ -5,7 +5,7 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 
 from __future__ import annotations
 
-from appliance.controller.access.naming import CHALLENGER, Resolved, model_of, resolve
+from appliance.controller.access.naming import Resolved, model_of, resolve
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
@@ -108,13 +108,6 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     if not caller_may_use(db, caller, name) or not _has_version(db, name):
-        model, _, version = name.partition("@")
-        if version == CHALLENGER and caller_may_use(db, caller, model):
-            raise NotFound(
-                f"No version of the model {shown(model)} is its challenger now: none is its canary.",
-                param=param,
-                code="model_not_found",
-            )
         raise unknown_model(name, param)
     if chats and (why := why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param=param, code="model_not_supported")

@@ -49,22 +49,17 @@ class BackgroundResponses:
             self._context.tasks.restart(RESPONSES, row.id)
         return responses.find(self._db, row.id) or row
 
-    async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:
+    async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
-        db = self._db
-        while (row := await asyncio.to_thread(responses.find, db, response_id)) is not None:
-            sent_after = after
-            events = objects.events(await asyncio.to_thread(orjson.loads, row.response), sent_after)
-            while (event := await asyncio.to_thread(next, events, None)) is not None:
-                after = event[0]
-                yield event[1]
-            if after > sent_after:
+        while (row := responses.find(self._db, response_id)) is not None:
+            sent = after
+            for place, event in objects.events(orjson.loads(row.response), sent):
+                after = place
+                yield event
+            if after > sent:
                 continue  # it may have changed in the meantime
             if row.finished:
                 return
-            standing = responses.standing(db, response_id)
-            if standing is None or standing[0] != row.status:
-                continue  # it changed while a thread read it, before this task waited for changes
             if not await self._stored.news(response_id, COMMENT_EVERY_S):
                 yield b": waiting\n\n"
 
@@ -96,7 +91,6 @@ class BackgroundResponses:
             viewer = viewer_of(self._db, row.key_id or None)
             earlier = await self._stored.before(row.previous_id, viewer)
             before = await asyncio.to_thread(self._stored.items, earlier)
-        # An older box has kept the input in the request, too.
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         with self._db.transaction():
             now = responses.find(self._db, response_id)  # it may have been cancelled meanwhile

@@ -224,22 +224,3 @@ async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Con
     await made(control)
     answer = await control.http.delete("/v1/models/fraud", headers=ADMIN)
     assert answer.status_code == 409 and answer.json()["error"]["code"] == "model_in_use"
-
-
-async def test_an_evaluation_of_a_challenger_that_is_not_there_says_so(control: Control, events: JobEvents):
-    """It said that the model does not exist."""
-    run(control, events, await made(control))
-    of = await control.sdk.evals.create(
-        data_source_config={"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True},
-        testing_criteria=[{"type": "string_check", "name": "x", "operation": "eq", "input": "a", "reference": "a"}],
-    )
-    source: Any = {
-        "type": "completions",
-        "model": "fraud@challenger",
-        "source": {"type": "file_content", "content": [{"item": {"q": "?"}}]},
-        "input_messages": {"type": "template", "template": [{"role": "user", "content": "?"}]},
-    }
-    with pytest.raises(openai.NotFoundError, match="'fraud' is its challenger now: none is its canary"):
-        await control.sdk.evals.runs.create(of.id, data_source=source)
-    with pytest.raises(openai.NotFoundError, match="'nobody@challenger' does not exist"):
-        await control.sdk.evals.runs.create(of.id, data_source={**source, "model": "nobody@challenger"})
