@@ -187,6 +187,8 @@ class EvalRunner:
             ]
             place, size = place + len(items), size + sum(length + ITEM_BYTES for _, length in chunk)
             await asyncio.to_thread(self._change, row.id, items, total=place, bytes=size)
+        if not place:
+            raise TaskFailed("invalid_data", "The data has no items.")
         self._change(row.id, status="in_progress", data_source=kept)
         if isinstance(source.source, FileContent):
             source.source.content.clear()
@@ -328,7 +330,6 @@ def _result(grader: Grader, graded: Graded, asked: list[tuple[dict[str, Any], Mo
 
 def entries(path: Path) -> Iterator[tuple[Entry, int]]:
     """Entries of a JSONL file, each with its bytes. Raises TaskFailed."""
-    count = 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, requests.MAX_ENTRY_BYTES + 1), b""), 1):
@@ -338,11 +339,8 @@ def entries(path: Path) -> Iterator[tuple[Entry, int]]:
                     raise TaskFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
                 if text := line.removeprefix(MARK).strip():
                     yield _entry(number, text), len(text)
-                    count += 1
     except OSError as error:
         raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
-    if not count:
-        raise TaskFailed("invalid_data", "The file has no items.")
 
 
 def _entry(number: int, line: bytes) -> Entry:
