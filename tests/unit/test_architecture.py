@@ -545,8 +545,7 @@ FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "train/control/group.py Group._asked": "ends the group",
-    "appliance/controller/batches/work.py BatchWork._answer_lines": AWAITED,
-    "appliance/controller/evals/runner.py EvalRunner._judge": AWAITED,
+    "appliance/controller/context/tasks.py finished": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,

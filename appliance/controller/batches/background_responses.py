@@ -49,16 +49,14 @@ class BackgroundResponses:
             self._context.tasks.restart(RESPONSES, row.id)
         return responses.find(self._db, row.id) or row
 
-    async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:
+    async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
-        db = self._db
-        while (row := await asyncio.to_thread(responses.find, db, response_id)) is not None:
-            sent_after = after
-            events = objects.events(await asyncio.to_thread(orjson.loads, row.response), sent_after)
-            while (event := await asyncio.to_thread(next, events, None)) is not None:
-                after = event[0]
-                yield event[1]
-            if after > sent_after:
+        while (row := responses.find(self._db, response_id)) is not None:
+            sent = after
+            for place, event in objects.events(orjson.loads(row.response), sent):
+                after = place
+                yield event
+            if after > sent:
                 continue  # it may have changed in the meantime
             if row.finished:
                 return

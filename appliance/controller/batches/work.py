@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import CONVERSING, Line, Lines
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, is_full, until_room
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full, until_room
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import shown
 from appliance.store.ids import new_id
@@ -103,8 +103,6 @@ class Batches:
 class BatchWork:
     def __init__(self, context: ControllerContext, row: BatchRow, answers: Answers):
         self._context, self._db, self._row, self.answers = context, context.db, row, answers
-        self._ready: dict[str, dict[str, Any]] = {}  # answered lines to be stored, by id
-        self._storing = asyncio.Lock()
 
     async def run(self) -> None:
         """Raises OSError, TaskFailed."""
@@ -181,56 +179,38 @@ class BatchWork:
     # --- in progress
 
     async def _answer_lines(self, lines: list[Line], model: str, source: BinaryIO) -> None:
-        """Ask for each line without an answer until all have one. What has an answer when this ends early is stored."""
-        left = iter([line for line in lines if line.custom_id not in self.answers.custom_ids])
-        asking = [asyncio.create_task(self._ask_lines(left, model, source)) for _ in range(AT_ONCE)]
-        try:
-            await asyncio.gather(*asking)
-        finally:
-            for task in asking:  # one that failed leaves the others at work
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-            if self._ready:
-                with contextlib.suppress(OSError):
-                    await to_thread.run_sync(self.answers.append, list(self._ready.values()))
+        """Ask for each line without an answer until all have one. Answers are synced in groups."""
+        left = (line for line in lines if line.custom_id not in self.answers.custom_ids)
+        async with contextlib.aclosing(finished((self._ask(line, model, source) for line in left), AT_ONCE)) as groups:
+            async for answered in groups:
+                await self._append(answered)
 
-    async def _ask_lines(self, lines: Iterator[Line], model: str, source: BinaryIO) -> None:
-        """lines: shared with others who ask."""
-        asker, url = Asker(self._row.key_id, self._row.owner), self._row.endpoint
-        for line in lines:
-            request_id = new_id("req_")
+    async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
+        """The answered line."""
+        asker, url, request_id = Asker(self._row.key_id, self._row.owner), self._row.endpoint, new_id("req_")
 
-            async def body(line: Line = line) -> dict[str, Any]:
-                if self._context.quotas.disk.why_short():
-                    raise _NoRoom  # others may have its place
-                source.seek(line.offset)
-                asked = input_lines.parse(source.read(line.size))["body"]
-                # Nobody could look for what was stored of it.
-                return {**asked, "store": False} if url in CONVERSING else asked
+        async def body() -> dict[str, Any]:
+            if self._context.quotas.disk.why_short():
+                raise _NoRoom  # others may have its place
+            source.seek(line.offset)
+            asked = input_lines.parse(source.read(line.size))["body"]
+            # Nobody could look for what was stored of it.
+            return {**asked, "store": False} if url in CONVERSING else asked
 
-            while True:
-                with contextlib.suppress(_NoRoom):
-                    answer = await self._context.asking.ask(asker, model, url, body, request_id)
-                    if answer.status != 401:  # a gateway does not know its key yet, or the key has just ended
-                        break
-                await asyncio.sleep(LOOK_EVERY_S)
-            response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
-            await self._store({**_line(line.custom_id), "error": None, "response": response})
-
-    async def _store(self, answered: dict[str, Any]) -> None:
-        """Returns once it is on disk, synced together with all that came meanwhile."""
-        self._ready[answered["id"]] = answered
-        async with self._storing:
-            if answered["id"] in self._ready:
-                await self._append(list(self._ready.values()))
+        while True:
+            with contextlib.suppress(_NoRoom):
+                answer = await self._context.asking.ask(asker, model, url, body, request_id)
+                if answer.status != 401:  # a gateway does not know its key yet, or the key has just ended
+                    break
+            await asyncio.sleep(LOOK_EVERY_S)
+        response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
+        return {**_line(line.custom_id), "error": None, "response": response}
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
         answers = self.answers
         await until_room(partial(to_thread.run_sync, answers.append, lines))
         batches.update(self._db, self._row.id, completed=answers.completed, failed=answers.failed)
-        for line in lines:
-            self._ready.pop(line["id"], None)
 
     def _expired(self, lines: list[Line]) -> list[dict[str, Any]]:
         """An error for each line that has no answer."""

@@ -12,9 +12,10 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -80,6 +81,30 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return getattr(error, "sqlite_errorcode", None) in _FULL_OR_BUSY
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> AsyncIterator[list[T]]:
+    """Results in groups of those that have come meanwhile. Iterate within `contextlib.aclosing`, which ends what runs.
+
+    Args:
+        begin: makes the coroutines, of which `at_once` run at the same time. An exception is raised behind the results
+            of those that ended with it.
+    """
+    running = set[asyncio.Task[T]]()
+    try:
+        while True:
+            running |= {asyncio.create_task(one) for one in islice(begin, at_once - len(running))}
+            if not running:
+                return
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if results := [task.result() for task in done if task.exception() is None]:
+                yield results
+            for task in done:
+                task.result()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Tasks:

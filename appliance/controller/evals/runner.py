@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -22,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.access.model_access import caller_of, viewer_of
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, until_room
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, until_room
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Entry, FileContent, FileId, Jsonl, Sampled, sample_of
 from appliance.controller.evals.views import judges_sample
@@ -187,6 +188,8 @@ class EvalRunner:
             ]
             place, size = place + len(items), size + sum(length + ITEM_BYTES for _, length in chunk)
             await asyncio.to_thread(self._change, row.id, items, total=place, bytes=size)
+        if not place:
+            raise TaskFailed("invalid_data", "The data has no items.")
         self._change(row.id, status="in_progress", data_source=kept)
         if isinstance(source.source, FileContent):
             source.source.content.clear()
@@ -228,23 +231,19 @@ class EvalRunner:
 
     async def _judge(self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]) -> None:
         """Raises TaskFailed, _Over."""
-        asking, place = set[asyncio.Task[_Answered]](), -1
-        try:
-            while True:
-                for item in evals.queued_items(self._db, row.id, AT_ONCE - len(asking), place):
-                    self._check_bytes(row)
-                    place = item.place
-                    asking.add(asyncio.create_task(self._answered(row, source, graders, item)))
-                if not asking:
-                    return
-                done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                answered = [task.result() for task in done]
+        asked = (self._answered(row, source, graders, item) for item in self._queued(row))
+        async with aclosing(finished(asked, AT_ONCE)) as groups:
+            async for answered in groups:
                 await self._grade(row.owner, graders, [one for one in answered if one.sample is not None])
                 await until_room(partial(asyncio.to_thread, self._store, row.id, answered))
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _queued(self, row: EvalRunRow) -> Iterator[EvalItemRow]:
+        """Raises TaskFailed."""
+        place = -1
+        while items := evals.queued_items(self._db, row.id, AT_ONCE, place):
+            self._check_bytes(row)
+            yield from items
+            place = items[-1].place
 
     async def _answered(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], item: EvalItemRow
@@ -327,7 +326,6 @@ def _result(grader: Grader, graded: Graded, asked: list[tuple[dict[str, Any], Mo
 
 def entries(path: Path) -> Iterator[tuple[Entry, int]]:
     """Entries of a JSONL file, each with its bytes. Raises TaskFailed."""
-    count = 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, requests.MAX_ENTRY_BYTES + 1), b""), 1):
@@ -337,11 +335,8 @@ def entries(path: Path) -> Iterator[tuple[Entry, int]]:
                     raise TaskFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
                 if text := line.removeprefix(MARK).strip():
                     yield _entry(number, text), len(text)
-                    count += 1
     except OSError as error:
         raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
-    if not count:
-        raise TaskFailed("invalid_data", "The file has no items.")
 
 
 def _entry(number: int, line: bytes) -> Entry:

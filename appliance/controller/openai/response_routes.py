@@ -44,7 +44,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def told(row: ResponseRow) -> Response:
             if body.get("stream"):
-                return _stream(background.follow(row.id, -1, caller.owner))
+                return _stream(background.follow(row.id, -1))
             return _json(row.response.encode())
 
         if not isinstance(body, dict) or body.get("background") is not True:
@@ -85,7 +85,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after, caller.owner))
+        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:

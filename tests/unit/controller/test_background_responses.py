@@ -17,8 +17,6 @@ from tests.simulator.control_plane import LineReturned, SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_responses import answer, copy, name, send
 
-WHO = "key_test"
-
 
 def engines(control: Control) -> SimulatedEngines:
     assert isinstance(control.context.asking, SimulatedEngines)
@@ -246,7 +244,7 @@ async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch
     monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
     engines(control).lines = 0
     made = await asked(control)
-    follow = control.app.state.background.follow(made.id, -1, WHO)
+    follow = control.app.state.background.follow(made.id, -1)
     assert (await anext(follow)).startswith(b"event: response.created\n")
     assert (await anext(follow)).startswith(b"event: response.queued\n")
     assert await anext(follow) == b": waiting\n\n"

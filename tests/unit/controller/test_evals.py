@@ -315,6 +315,11 @@ async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_
     assert "line 1: item.answer: 3 is not of type 'string'" in run.error.message and "line 2" in run.error.message
 
 
+async def test_run_without_items_fails(control: Control):
+    run = await ended(control, await made(control), given())
+    assert (run.status, run.error.code) == ("failed", "invalid_data")
+
+
 async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
     source = given(("4", "4"), ("4", "4"))
