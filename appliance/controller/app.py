@@ -45,8 +45,6 @@ from appliance.controller.openai import (
     response_routes,
 )
 from appliance.controller.responses.stored import StoredResponses
-from appliance.store.objects import files as file_rows
-from appliance.store.objects import idempotency
 
 
 def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
@@ -132,23 +130,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
-    for what, work in (
-        ("files and uploads", partial(keep_house, context)),
-        ("what was kept long enough", partial(retention.keep_house, context)),
-        ("stored responses", stored.keep_house),
-    ):
+    for what, work in (("files", partial(retention.keep_house, context)), ("responses", stored.keep_house)):
         with context.background.guard(f"housekeeping of {what}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
         page_sessions.keep_house(context, now_s)
-
-
-def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete expired files and uploads, and forget requests that can no longer be repeated."""
-    db, config = context.db, context.config
-    for file_id in file_rows.expired(db, now_s=now_s):
-        if (row := file_rows.find_expired(db, file_id, now_s=now_s)) is not None:
-            storage.remove(context, row)
-    upload_routes.keep_house(context, now_s)
-    keyless_s = min(config.retry_window_s, config.idempotency_keep_s)
-    idempotency.delete_before(db, now_s - config.idempotency_keep_s, now_s - keyless_s)

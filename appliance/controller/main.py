@@ -189,7 +189,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    effects = RayEffects(nodes, routing, versions, runs, config.serve, partial(_report_death, background, health))
+    effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
     job_memory = JobMemory(db, weights, _facts(home, weights, config.scheduler))
     means = Means(
         engine_bytes=versions.host_bytes,
@@ -263,14 +263,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
     return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
-
-
-def _report_death(
-    background: BackgroundTasks, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
-) -> None:
-    """Never raises: whoever noticed the death has more to do than to count it against a device."""
-    with background.guard("health of devices"):
-        health.died(device_ids, holder, reason)
 
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:

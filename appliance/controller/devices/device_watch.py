@@ -10,7 +10,6 @@ node stay visible (appliance/controller/devices/lost_nodes.py).
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -73,8 +72,8 @@ class DeviceWatch:
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
             self.judge()
-        except sqlite3.OperationalError as error:  # the caller reports a death and must not fail
-            log.error("a device cannot be cordoned now (%s); the next check tries again", error)
+        except Exception:  # noqa: BLE001 - the caller has more to do than to count a death against a device
+            log.exception("a device cannot be cordoned now; the next check tries again")
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""

@@ -21,10 +21,9 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
 from appliance.controller.jobs import devices, settings
-from appliance.controller.jobs.planned import estimate, planned, typical
+from appliance.controller.jobs.planned import estimate, planned, served, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
-from appliance.controller.jobs.settings import box_facts, shape_of
-from appliance.controller.models import capacity
+from appliance.controller.jobs.settings import shape_of
 from appliance.store.objects import job_records
 from runtime.devices.published import accelerator_called
 from train.methods.method import Method
@@ -79,15 +78,8 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     if base is None:
         raise unknown_model(body.model)
     size = partial(context.sizes.size, base.model, base.version)
-    verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
-    return {
-        "object": "plan",
-        "kind": "serve",
-        "model": base.name,
-        "replicas": body.replicas,
-        "tensor_parallel": body.tensor_parallel,
-        **verdict.as_dict(),
-    }
+    weight_bytes, box = base.version.bytes, settings.box_facts(context)
+    return served(base.name, size, weight_bytes, body.replicas, body.tensor_parallel, box)
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def planned(
         },
         **answer,
     }
+
+
+def served(
+    model: str,
+    size: Callable[[int], EngineSize],
+    weight_bytes: int,
+    replicas: int,
+    tensor_parallel: int,
+    box: BoxFacts,
+) -> dict[str, Any]:
+    """size, weight_bytes: see `capacity.serve`."""
+    verdict = capacity.serve(size, weight_bytes, replicas, tensor_parallel, box)
+    answer = {"object": "plan", "kind": "serve", "model": model, "replicas": replicas}
+    return answer | {"tensor_parallel": tensor_parallel, **verdict.as_dict()}
 
 
 def imagine(given: str) -> Imagined:
@@ -203,9 +218,7 @@ def serve_imagined(
             dtype="bfloat16",
         )
 
-    verdict = capacity.serve(size, weight_bytes, replicas, tensor_parallel, box)
-    answer = {"object": "plan", "kind": "serve", "model": model, "replicas": replicas}
-    answer |= {"tensor_parallel": tensor_parallel, **verdict.as_dict()}
+    answer = served(model, size, weight_bytes, replicas, tensor_parallel, box)
     answer["numbers"]["host"]["room_bytes"] = None
     return answer
 
@@ -231,7 +244,7 @@ def plan_imagined(
         chosen = settings.choose(how, given, dataset, stats, job_devices.Wish(), NodeSizes((devices,)))
     except InvalidHyperparameter as error:
         raise BadShape(str(error)) from error
-    verdict = settings.verdict(imagined.shape, chosen, box, how)
+    verdict = capacity.job(imagined.shape, chosen.resolved, chosen.sizes, box, how)
     answer = planned(model, how, chosen, dataset, verdict, counted=False)
     answer["numbers"]["host"]["room_bytes"] = None
     shown = verdict.numbers["devices"]

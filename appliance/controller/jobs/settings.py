@@ -188,13 +188,9 @@ def choose_on_box(
     return choose(method, given, dataset, of_model(context, base), wish, node_sizes.known(context))
 
 
-def verdict(shape: ModelShape, settings: Settings, box: BoxFacts, method: Method) -> Verdict:
-    """Whether it fits, at which of the sizes; `settings` has at least one."""
-    return capacity.job(shape, settings.resolved, settings.sizes, box, method)
-
-
 def verdict_on_box(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
-    return verdict(shape_of(base), settings, box_facts(context), method)
+    """Whether it fits, at which of the sizes; `settings` has at least one."""
+    return capacity.job(shape_of(base), settings.resolved, settings.sizes, box_facts(context), method)
 
 
 async def check_opening(context: ControllerContext, base: Resolved) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from appliance.controller.access.naming import made_by_jobs
 from appliance.controller.context.context import ControllerContext
@@ -18,17 +18,18 @@ from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
 
 
-async def refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> None:
-    """An import never becomes a version of what jobs make, whatever name its files gave it. Its bytes go. Raises
-    OperationFailed."""
-    if not made_by_jobs(context.db, stats.name):
-        return
+async def _refuse(context: ControllerContext, stats: ModelStats, message: str, code: str) -> NoReturn:
+    """Its bytes go. Raises OperationFailed."""
     orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
     await context.model_ops.remove(stats.name, [paths_of(orphan)])
-    raise OperationFailed(
-        f"{shown(stats.name)} is the name of a model that jobs make; import this one with --name, by another.",
-        code="model_exists",
-    )
+    raise OperationFailed(message, code=code)
+
+
+async def _refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> None:
+    """An import never becomes a version of what jobs make, whatever name its files gave it."""
+    if made_by_jobs(context.db, stats.name):
+        message = f"{shown(stats.name)} is the name of a model that jobs make; import this one with --name, by another."
+        await _refuse(context, stats, message, "model_exists")
 
 
 def adapter_base(context: ControllerContext, found: AdapterFound, base: str | None) -> AdapterBase:
@@ -99,13 +100,12 @@ async def register_adapter(
 ) -> dict[str, Any]:
     """Create the rows of an adapter whose bytes are in place. It is for those who may use its base, until somebody
     changes that. Raises OperationFailed if the base was deleted meanwhile, or jobs make a model of this name."""
-    await refuse_made_by_jobs(context, stats)
+    await _refuse_made_by_jobs(context, stats)
     adapter = {"base": base.model, "base_version": base.version, "rank": stats.adapter_rank}
     below = models.find(context.db, base.model)
     if below is None or models.find_version(context.db, base.model, base.version) is None:
-        orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
-        await context.model_ops.remove(stats.name, [paths_of(orphan)])
-        raise OperationFailed(f"{base.model} {base.version} was deleted during the import", code="base_not_found")
+        message = f"{base.model} {base.version} was deleted during the import"
+        await _refuse(context, stats, message, "base_not_found")
     row = replace(_row(context, stats, below, caller), kind="fine-tuned", base=below.id)
     audience = {*models.shared_with(context.db, below.id), below.owner} - {""}
     return _insert(context, row, stats, {"adapter": adapter}, audience) | {"adapter of": f"{base.model} {base.version}"}
@@ -114,7 +114,7 @@ async def register_adapter(
 async def register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
     """Create the rows of a model whose bytes are in place: model or new active version, and its deployment. Raises
     OperationFailed: jobs make a model of this name."""
-    await refuse_made_by_jobs(context, stats)
+    await _refuse_made_by_jobs(context, stats)
     row = _row(context, stats, stats, caller)
     template = stats.info.get("chat_template")
     return _insert(context, row, stats, {} if template is None else {"chat_template": template}, set())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model, why_not_asked
 from appliance.controller.context.context import ControllerContext
@@ -75,16 +74,20 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
         await remove_bytes(context, version)
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
-    leaving = _delete_rows(context, found, caller)
+    with db.transaction():
+        doomed(context, found.name)  # NotFound: another request has deleted it meanwhile
+        refuse_if_in_use(context, found, caller)
+        versions = models.list_versions(db, model.id)
+        models.delete(db, model.id)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
-    await _unload(context, leaving.adapters)
-    await context.model_ops.remove(model.id, leaving.paths)
+    await _unload(context, versions)
+    await context.model_ops.remove(model.id, [paths_of(row) for row in versions])
 
 
 async def remove_bytes(context: ControllerContext, version: VersionRow) -> None:
     """Removes the bytes of a version whose row is gone."""
-    await _unload(context, _adapters([version]))
+    await _unload(context, [version])
     await context.model_ops.remove(version.model, [paths_of(version)])
 
 
@@ -124,31 +127,9 @@ def _names(db: Database, model: str, version: str) -> set[str]:
     return names
 
 
-class _Leaving(NamedTuple):
-    """All versions of a model. adapters: names that engines know."""
-
-    paths: list[VersionPaths]
-    adapters: list[str]
-
-
-def _delete_rows(context: ControllerContext, found: Doomed, caller: Principal) -> _Leaving:
-    """Deletes the rows of a whole model, and returns what they named."""
-    db, model = context.db, found.model
-    with db.transaction():
-        doomed(context, found.name)
-        refuse_if_in_use(context, found, caller)
-        versions = models.list_versions(db, model.id)
-        models.delete(db, model.id)
-    return _Leaving([paths_of(row) for row in versions], _adapters(versions))
-
-
-def _adapters(versions: list[VersionRow]) -> list[str]:
-    return [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
-
-
-async def _unload(context: ControllerContext, names: list[str]) -> None:
-    """Make engines unload these adapters, so that their bytes can be deleted."""
-    if names:
+async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
+    """Make engines unload those that are adapters, so that their bytes can be deleted."""
+    if names := [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]:
         try:
             await context.scheduler.unload_adapters(names)
         except OperationFailed as error:  # the rows are gone: the rest of the deletion continues

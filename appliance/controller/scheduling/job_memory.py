@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 from appliance.controller.access.naming import resolve
 from appliance.controller.jobs import devices as job_devices
@@ -32,14 +33,7 @@ class JobMemory:
             self._needs[row.id] = self._verdict(row, self._facts).numbers["host"]["needed_bytes"]
         if self._needs[row.id] <= self._store.room_bytes(enough_bytes=self._needs[row.id]):
             return ""
-        room = BoxFacts(
-            self._facts.devices,
-            self._facts.device_kind,
-            self._facts.device_memory_bytes,
-            self._store.budget_bytes,
-            self._store.room_bytes(),
-        )
-        return self._verdict(row, room).waits
+        return self._verdict(row, replace(self._facts, store_room_bytes=self._store.room_bytes())).waits
 
     def host_bytes(self, row: JobRow) -> dict[int, int]:
         """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on,

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types import FileObject
 
-from appliance.controller.app import keep_house
+from appliance.controller.retention import keep_house
 from appliance.store import database
 from appliance.store.objects import files
 from tests.unit.controller.conftest import Control, chat_lines

@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from appliance.controller.access.disk import GIB, Disk, floor_of
-from appliance.controller.app import create_app, keep_house
+from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.retention import keep_house
 from appliance.store.database import Database
 from appliance.store.objects import models, responses
 from appliance.store.records import keys

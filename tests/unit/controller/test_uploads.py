@@ -10,8 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from appliance.controller.app import keep_house
 from appliance.controller.files import storage, upload_routes
+from appliance.controller.retention import keep_house
 from appliance.store.objects import uploads
 from tests.unit.controller.conftest import Control, chat_lines
 
