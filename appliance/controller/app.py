@@ -16,7 +16,7 @@ from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions, usage
+from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.work import Batches
 from appliance.controller.context.context import ControllerContext
@@ -97,7 +97,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for group in (box, mode, queue, logs, profile, devices, keys, page_sessions, usage, plan_route):
+    for group in (box, mode, queue, logs, profile, devices, keys, page_sessions, plan_route):
         group.routes(context, admin)
     # Before those of models, whose names may contain slashes.
     for group in (deployments, engine_settings):

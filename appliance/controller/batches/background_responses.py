@@ -61,7 +61,7 @@ class BackgroundResponses:
             if row.finished:
                 return
             until_s = time.monotonic() + COMMENT_EVERY_S
-            while (standing := responses.standing(db, response_id)) is not None and standing[0] == row.status:
+            while (standing := responses.standing(self._db, response_id)) is not None and standing[0] == row.status:
                 if time.monotonic() >= until_s:
                     yield b": waiting\n\n"
                     break

@@ -12,17 +12,11 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from appliance.controller.context import audit
 from appliance.controller.interfaces.principal import named_principal
-from appliance.store.errors import UnknownCursor
 
-# Errors of a request that has changed nothing; so has a client that disconnects during its body.
-_REFUSALS = (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -59,20 +53,14 @@ def is_unaudited(endpoint: Callable[..., Any]) -> bool:
 def audited(
     handle: Callable[[Request], Awaitable[Response]], endpoint: Callable[..., Any], named: Audit, method: str, path: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The route's handler, followed by its audit row: "done" once it has answered, "failed" after an internal error. A
-    refusal leaves no row."""
+    """The route's handler, followed by its audit row once it has answered. A refusal leaves no row, and an internal
+    error is in the log."""
     if method in READS or is_unaudited(endpoint):
         return handle
 
     async def told(request: Request) -> Response:
         with audit.recording() as recorded:
-            try:
-                response = await handle(request)
-            except Exception as error:
-                refused = isinstance(error, _REFUSALS) and getattr(error, "status_code", 400) < 500
-                if not recorded and not refused:
-                    _record(request, named.action(method, path), {}, error=f"{type(error).__name__}: {error}"[:500])
-                raise
+            response = await handle(request)
             if not recorded and response.status_code < 400:
                 answer = _answer(response)
                 detail = {name: answer[name] for name in named.fields if answer.get(name) is not None}
@@ -89,7 +77,6 @@ def _record(request: Request, action: str, answer: dict[str, Any], **detail: Any
         named_principal(request),
         action,
         target or str(answer.get("id") or answer.get("name") or ""),
-        outcome="failed" if "error" in detail else "done",
         **detail,
     )
 

@@ -41,18 +41,11 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
     )
 
 
-_EXPIRED = f"expires_s <= ? AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH}))"
-
-
-def expired(db: Database, *, now_s: float) -> list[str]:
-    """Ids of files whose time has passed, but not the input of an unfinished batch: it would stay on the disk,
-    uncounted, as long as the batch reads it."""
-    return db.column(f"SELECT id FROM files WHERE {_EXPIRED}", [now_s])
-
-
-def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
-    """This one, if it still is."""
-    return db.one(FileRow, f"SELECT * FROM files WHERE {_EXPIRED} AND id = ?", [now_s, file_id])
+def expired(db: Database, *, now_s: float) -> list[FileRow]:
+    """Files whose time has passed, but not the input of an unfinished batch: it would stay on the disk, uncounted, as
+    long as the batch reads it."""
+    inputs = f"SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH})"
+    return db.all(FileRow, f"SELECT * FROM files WHERE expires_s <= ? AND id NOT IN ({inputs})", [now_s])
 
 
 def ids(db: Database) -> set[str]:

@@ -100,37 +100,25 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
     return _unfinished(db, " AND key_id = ?", [key_id])
 
 
-def names_made_by(db: Database, owner: str) -> list[str]:
-    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints.
+# Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
+# list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
+# under a name that an ended job of this owner's was to have.
+_MADE = f"""
+    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
+        OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
+    UNION SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
+        WHERE jobs.owner = ?1
+"""
 
-    Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
-    list, and somebody who makes and cancels jobs by turns would make it longer and longer.
-    """
-    live = ", ".join("?" * len(FINISHED_PHASES))
-    return db.column(
-        "SELECT output_model AS name FROM jobs WHERE owner = ?"
-        f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model"
-        # Not what somebody else made under a name that an ended job of this owner's was to have.
-        "  AND models.owner = jobs.owner)) UNION"
-        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"
-        " WHERE jobs.owner = ?",
-        [owner, *sorted(FINISHED_PHASES), owner],
-    )
+
+def names_made_by(db: Database, owner: str) -> list[str]:
+    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints."""
+    return db.column(_MADE, [owner])
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, because an owner may have ten thousand of them, and a
-    request asks of many names."""
-    ended = sql_list(sorted(FINISHED_PHASES))
-    found = db.execute(
-        f"SELECT 1 FROM jobs WHERE owner = ?1 AND phase IN ({_LIVE}) AND output_model = ?2 UNION ALL"
-        " SELECT 1 FROM models WHERE id = ?2 AND owner = ?1 AND EXISTS (SELECT 1 FROM jobs"
-        f"  WHERE jobs.owner = ?1 AND phase IN ({ended}) AND output_model = ?2) UNION ALL"
-        " SELECT 1 FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"
-        " WHERE c.name = ?2 AND jobs.owner = ?1 LIMIT 1",
-        [owner, name],
-    )
-    return found.fetchone() is not None
+    """Whether this is one of `names_made_by`."""
+    return db.value(f"SELECT 1 FROM ({_MADE}) WHERE name = ?2", [owner, name]) is not None
 
 
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:

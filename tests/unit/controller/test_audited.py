@@ -51,23 +51,3 @@ async def test_change_leaves_one_row(control: Control, checked_here: None):
     assert told["file.create"].detail == {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": len(chat_lines())}
     assert told["job.create"].target == job and told["job.create"].detail["training_file"] == file_id
     assert told["job.update"].detail == {"priority": 3}
-
-
-async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: Control, monkeypatch):
-    assert (await control.http.post("/v1/fine_tuning/jobs", json={"model": "starter"})).status_code == 400
-    assert (await control.http.delete("/v1/files/file-none")).status_code == 404
-    assert rows(control) == []
-
-    def broken(*_: Any) -> None:
-        raise OSError("disk")
-
-    file_id = await control.upload()
-    monkeypatch.setattr("appliance.controller.files.storage.remove", broken)
-    assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
-    (row,) = rows(control)[1:]
-    assert (row.action, row.target, row.outcome, row.detail) == (
-        "file.delete",
-        file_id,
-        "failed",
-        {"error": "OSError: disk"},
-    )

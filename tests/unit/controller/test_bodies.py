@@ -10,16 +10,11 @@ from fastapi.routing import APIRoute
 
 from appliance.controller.http import routers
 from tests.unit.controller.conftest import ADMIN, Control
-from train.graders.graders import MAX_BYTES
 
 
 def padded(body: dict[str, Any], size: int) -> bytes:
     text = orjson.dumps(body)
     return text + b" " * (size - len(text))
-
-
-def test_max_bytes_has_room_for_graders() -> None:
-    assert routers.MAX_BYTES > MAX_BYTES
 
 
 async def test_json_route_longer_body_refused(control: Control) -> None:

@@ -13,7 +13,6 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.retention import keep_house
-from appliance.store import database
 from appliance.store.objects import files
 from tests.unit.controller.conftest import Control, chat_lines
 
@@ -199,18 +198,6 @@ async def test_a_boundary_that_no_parser_takes_is_refused(control: Control):
     answer = await post(control, b"", f"multipart/form-data; boundary={'a' * 5000}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_multipart"), answer.text
     assert left_on_disk(control) == []
-
-
-async def test_a_list_reads_no_reports_and_ends_at_so_many_bytes(control: Control, monkeypatch):
-    """It says that more follow, and a client that pages sees all."""
-    made = [await control.upload(b"{}\n" * 100, f"{n}.jsonl") for n in range(3)]
-    assert files.find(control.db, made[0], viewer=None, now_s=0).report is not None
-    page = files.page(control.db, viewer=None, purpose=None, after=None, limit=9, descending=True)
-    assert [row.report for row in page.data] == [None] * 3 and not page.has_more
-    monkeypatch.setattr(database, "PAGE_BYTES", 1)
-    first = (await control.http.get("/v1/files")).json()
-    assert [file["id"] for file in first["data"]] == made[:1:-1] and first["has_more"]
-    assert [file.id async for file in control.sdk.files.list()] == made[::-1]
 
 
 async def test_a_file_over_the_limit_is_refused_whether_announced_or_not(control: Control):

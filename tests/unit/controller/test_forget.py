@@ -197,13 +197,6 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     assert asked[::-1] == changed == [who, who, OTHER]
 
 
-async def test_a_model_of_theirs_that_answers_nobody_is_no_hindrance(control: Control):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    models.update(control.db, ann.model, active_version=None)
-    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
-
-
 async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control):
     ann, ben = Person(control, NAME), Person(control, OTHER)
     for person in (ann, ben):
@@ -244,11 +237,6 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     jobs.set_phase(control.db, ann.job, "cancelled")
     monkeypatch.setattr(forget, "ENDS_WITHIN_S", 20.0)
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
-
-
-async def test_the_box_is_not_forgotten(control: Control):
-    answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
-    assert answer.status_code == 400
 
 
 async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,8 +13,6 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
-from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.responses import stored
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -156,16 +153,6 @@ async def test_the_conversation_so_far_is_what_was_asked_and_answered(control: C
         call,
         {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is none
     ]
-
-
-async def test_conversation_beyond_its_bound_is_read_no_further(control: Control, monkeypatch: pytest.MonkeyPatch):
-    await send(control, *(copy(n, "x" * 600, previous=n - 1 if n > 1 else None) for n in range(1, 6)))
-    of: Any = SimpleNamespace(_db=control.db, _config=SimpleNamespace(json_body_bytes=1000))
-    read, find = list[str](), responses.find
-    monkeypatch.setattr(responses, "find", lambda db, one: (read.append(one), find(db, one))[1])
-    with pytest.raises(BadRequest) as caught:
-        stored.StoredResponses.items(of, [name(n) for n in range(1, 6)])
-    assert caught.value.code == "context_length_exceeded" and len(read) == 2
 
 
 async def test_a_chain_with_a_gap_is_not_gone_on_from(control: Control):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,27 +22,6 @@ WAIT_S = 60.0
 def on_a_thread(work, *args):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *args).result(WAIT_S)
-
-
-def test_list_of_a_thousand_jobs_is_answered_while_another_thread_writes(db: Database):
-    with db.transaction():
-        for number in range(1000):
-            jobs.insert(db, job(number))
-    written, go_on = threading.Event(), threading.Event()
-
-    def write() -> None:
-        with db.transaction():
-            jobs.insert(db, job(1000))
-            written.set()
-            assert go_on.wait(WAIT_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        assert written.wait(WAIT_S)
-        assert len(jobs.page(db, viewer=None, limit=1000).data) == 1000
-        go_on.set()
-        writing.result(WAIT_S)
-    assert jobs.page(db, viewer=None, limit=1).data[0].id == "ftjob-1000"
 
 
 def test_other_threads_read_what_was_committed(db: Database):

@@ -1,13 +1,14 @@
-"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own. A new key is shown once; revoking reaches the
-gateways at once. One that expires is revoked by the box."""
+"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own; /admin/v1/usage: what they spent. A new key is
+shown once; revoking reaches the gateways at once. One that expires is revoked by the box."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, create_model
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
@@ -23,6 +24,7 @@ from appliance.controller.interfaces.principal import (
     ADMIN,
     FINE_TUNING,
     INFERENCE,
+    READ,
     Caller,
     Principal,
     check_stands,
@@ -164,6 +166,22 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db))}
         )
+
+    @router.get("/usage")
+    def report(
+        caller: Caller,
+        by: Literal["key", "owner", "model", "version", "hour"] = "key",
+        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
+    ) -> dict[str, Any]:
+        """Requests and tokens of inference, and device-hours of training: up to date to within a second. `by=hour`
+        lists the newest 2,400 hours in which there was any.
+
+        A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
+        now_s = time.time()
+        owner = None if caller.may(READ) else caller.owner
+
+        rows = [asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
+        return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
 
 
 def _make(context: ControllerContext, caller: Principal, body: KeyCreate) -> tuple[KeyRow, str]:
