@@ -79,7 +79,8 @@ class Method(ABC):
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
     a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
-    example that it leaves nothing of.
+    example that it leaves nothing of. sums: the loss is minus the sum of all log-probabilities, so that the gradients
+    of the output head are made as it runs.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Method(ABC):
     judged_by: str = ""
     takes: tuple[str, ...] = ()
     cut_refuses: bool = False
+    sums: bool = False
 
     @property
     def rolls_out(self) -> bool:
@@ -176,9 +178,10 @@ class Method(ABC):
         """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar;
         of a batch whose "as_reference" is true, the log-probability of what is learnt of each sequence, (sequences,)
         float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
-        from train.methods.packed_objective import LogProbObjective
+        from train.methods.packed_objective import LogProbHead, LogProbObjective, SummedLogProbHead
 
-        return LogProbObjective(model, partial(self.loss, options=options), self.sequences)
+        head = SummedLogProbHead if self.sums else LogProbHead
+        return LogProbObjective(model, partial(self.loss, options=options), self.sequences, head)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

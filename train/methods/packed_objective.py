@@ -99,10 +99,10 @@ class PackedObjective(nn.Module):
 
 class LogProbObjective(PackedObjective):
     """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
-    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted."""
+    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted. head: of them."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, sequences: int):
-        super().__init__(model, LogProbHead)
+    def __init__(self, model: PreTrainedModel, loss: Loss, sequences: int, head: type[nn.Linear]):
+        super().__init__(model, head)
         self._loss, self._sequences = loss, sequences
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -121,9 +121,10 @@ class LogProbObjective(PackedObjective):
 
 class LogProbHead(nn.Linear):
     """The output head; called with labels it returns their log-probabilities in place of logits. wide: computed in
-    float32. right: (n,) bool, which labels of the last call were the likeliest tokens."""
+    float32. alike: the loss has one gradient for all of them, as their sum has. right: (n,) bool, which labels of the
+    last call were the likeliest tokens."""
 
-    wide = False
+    wide = alike = False
     right: torch.Tensor
 
     def forward(
@@ -133,53 +134,84 @@ class LogProbHead(nn.Linear):
         `only` has it, leaves of the vocabulary; without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return super().forward(hidden)
-        log_probs, self.right = _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed)
+        early = self.alike and torch.is_grad_enabled()
+        log_probs, self.right = _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed, early)
         return log_probs
+
+
+class SummedLogProbHead(LogProbHead):
+    alike = True
 
 
 class _LinearLogProbs(torch.autograd.Function):
     """log_softmax(hidden @ weight.T)[labels], by chunks. What each token's gradient is multiplied by is known only when
-    all are there, so the backward computes the logits of each chunk again instead of keeping any."""
+    all are there, so the backward computes the logits of each chunk again instead of keeping any. Where it is one
+    number for all (`early`), the gradients are made of the forward's logits, and multiplied in the end."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, wide, allowed):
-        ctx.save_for_backward(hidden, weight, labels)
+    def forward(ctx, hidden, weight, labels, wide, allowed, early):
+        ctx.save_for_backward(*(() if early else (hidden, weight, labels)))
+        ctx.dtypes, ctx.wide, ctx.allowed = (hidden.dtype, weight.dtype), wide, allowed
         if wide:
             hidden, weight = hidden.float(), weight.float()
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         right = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
+        gradients = _Gradients(hidden, weight, labels, *ctx.needs_input_grad[:2]) if early else None
         for part in _chunks(hidden, weight):
             logits, target = _logits(hidden[part], weight, allowed, part), labels[part, None]
             log_sum, likeliest = log_sum_exp(logits)
             log_sums[part], right[part] = log_sum[:, 0], (likeliest == target)[:, 0]
             log_probs[part] = logits.gather(1, target)[:, 0] - log_sums[part]
-        ctx.log_sums, ctx.wide, ctx.allowed = log_sums, wide, allowed
+            if gradients is not None:
+                gradients.add(part, logits, log_sums)
+        ctx.log_sums, ctx.found = log_sums, None if gradients is None else gradients.found()
         ctx.mark_non_differentiable(right)
         return log_probs, right
 
     @staticmethod
     def backward(ctx, upstream, _):
-        hidden, weight, labels = ctx.saved_tensors
-        dtypes = hidden.dtype, weight.dtype
-        if ctx.wide:
-            hidden, weight = hidden.float(), weight.float()
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden) if need_hidden else None
+        if ctx.found is not None:
+            found = [None if one is None else one.mul_(upstream[:1].sum()) for one in ctx.found]
+        else:
+            hidden, weight, labels = ctx.saved_tensors
+            if ctx.wide:
+                hidden, weight = hidden.float(), weight.float()
+            gradients = _Gradients(hidden, weight, labels, *ctx.needs_input_grad[:2])
+            for part in _chunks(hidden, weight):
+                gradients.add(part, _logits(hidden[part], weight, ctx.allowed, part), ctx.log_sums, upstream)
+            found = gradients.found()
+        made = (None if one is None else one.to(kind) for one, kind in zip(found, ctx.dtypes, strict=True))
+        return *made, None, None, None, None
+
+
+class _Gradients:
+    """Of the log-probabilities of labels with regard to hidden states and weight, one chunk of rows after the other."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, need_hidden: bool, need_weight: bool
+    ):
+        self._hidden, self._weight, self._labels = hidden, weight, labels
         rows = chunk_rows(hidden, weight.shape[0])
-        weight_grad = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
-        for part in _chunks(hidden, weight):
-            logits = _logits(hidden[part], weight, ctx.allowed, part)
-            grad = logits.sub_(ctx.log_sums[part, None]).exp_().neg_()  # minus the softmax
-            target = labels[part, None]
-            grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
+        self._of_hidden = torch.empty_like(hidden) if need_hidden else None
+        self._of_weight = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
+
+    def add(
+        self, part: slice, logits: torch.Tensor, log_sums: torch.Tensor, upstream: torch.Tensor | None = None
+    ) -> None:
+        """logits (rows, vocabulary) float32 are written over. log_sums, upstream (n,): of all rows."""
+        grad = logits.sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
+        target = self._labels[part, None]
+        grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
+        if upstream is not None:
             grad = grad.mul_(upstream[part, None])
-            grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
-            if hidden_grad is not None:
-                torch.mm(grad, weight, out=hidden_grad[part])
-        found = hidden_grad, None if weight_grad is None else weight_grad.total()
-        gradients = (None if one is None else one.to(kind) for one, kind in zip(found, dtypes, strict=True))
-        return *gradients, None, None, None
+        grad = grad.to(self._hidden.dtype) if self._of_weight is None else self._of_weight.add(grad)
+        if self._of_hidden is not None:
+            torch.mm(grad, self._weight, out=self._of_hidden[part])
+
+    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(n, width) and (vocabulary, width); None where it is not needed."""
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.total()
 
 
 def chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:

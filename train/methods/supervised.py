@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Supervised(Method):
     name = "supervised"
     summary = "learns what the assistant says in conversations"
+    sums = True
 
     def refuses(self, shape: str) -> str | None:
         if shape == "preference":

@@ -20,7 +20,7 @@ from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
 from train.methods.dpo import RATE_SHARE
-from train.methods.packed_objective import LogProbHead, to_batch
+from train.methods.packed_objective import LogProbHead, SummedLogProbHead, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
@@ -178,20 +178,23 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
         prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
 
 
+@pytest.mark.parametrize("kind", [LogProbHead, SummedLogProbHead])
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype):
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, kind):
     monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
     monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
-    head = LogProbHead(16, 50, bias=False, dtype=dtype)
+    head = kind(16, 50, bias=False, dtype=dtype)
     hidden, labels = torch.randn(11, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (11,))
-    weights = torch.randn(11)
+    weights = torch.full((11,), 0.3) if kind is SummedLogProbHead else torch.randn(11)
     got = head(hidden, labels)
     (got * weights).sum().backward()
     ours = hidden.grad.clone(), head.weight.grad.clone()
     hidden.grad = head.weight.grad = None
     wanted = -functional.cross_entropy(head(hidden).float(), labels, reduction="none")
+    with torch.no_grad():
+        assert torch.equal(head(hidden, labels), got)
     (wanted * weights).sum().backward()
     assert got.dtype == torch.float32 and torch.allclose(got, wanted, atol=1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
