@@ -47,6 +47,7 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+_FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
 _OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
@@ -234,6 +235,8 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
     """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+    if _FORMS.isdisjoint(data):
+        return
     found = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
     schemas = [(place, schema) for place, schema in found if schema is not None]
     for place, schema in schemas:
