@@ -16,14 +16,6 @@ from scheduler.core.workload import DeploymentView
 
 
 @dataclass(frozen=True, slots=True)
-class Awake:
-    """The answer for an idle model. until_s: None if no time limit ends it. because: a sentence without a full stop."""
-
-    until_s: float | None
-    because: str
-
-
-@dataclass(frozen=True, slots=True)
 class IdlePolicy:
     """How long idle models and replicas stay awake. Times are seconds of the planner's clock."""
 
@@ -31,13 +23,8 @@ class IdlePolicy:
 
     def one_until_s(self, deployment: DeploymentView) -> float | None:
         """Until when the last request alone keeps one replica; None: there was none."""
-        return _after(deployment, self._one_for_s(deployment))
-
-    def _one_for_s(self, deployment: DeploymentView) -> float:
         own_s = deployment.idle.settings.idle_sleep_s
-        if own_s is not None:
-            return own_s
-        return self.lower_for_s(deployment)
+        return _after(deployment, self.lower_for_s(deployment) if own_s is None else own_s)
 
     def lower_for_s(self, deployment: DeploymentView) -> float:
         """Minimum time that demand must stay lower before a replica is given back. A model's own number does not extend
@@ -68,18 +55,19 @@ class IdlePolicy:
         """The same, by the operator's number: no hand-over cost delays it."""
         return deployment.idle.settings.idle_sleep_s is not None and self.asleep(deployment, now_s)
 
-    def awake(self, deployment: DeploymentView) -> Awake:
-        """Until when a model without requests stays awake, and why. The mode's share for serving takes precedence."""
-        least = deployment.floor_replicas
-        if least:
-            return Awake(None, f"at least {least} {'is' if least == 1 else 'are'} kept awake (pinned or min_replicas)")
+    def awake(self, deployment: DeploymentView) -> tuple[float | None, str]:
+        """Until when a model without requests stays awake (None: no time limit ends it), and why, without a full stop.
+        The mode's share for serving takes precedence."""
+        if least := deployment.floor_replicas:
+            return None, f"at least {least} {'is' if least == 1 else 'are'} kept awake (pinned or min_replicas)"
         own_s, limit_s = deployment.idle.settings.idle_sleep_s, deployment.idle.limit_s
         if own_s is not None:
-            return Awake(self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s")
-        wanted = f"its devices may be given back after {self.lower_for_s(deployment):g} s of lower demand"
-        if limit_s is not None:
-            return Awake(self.sleep_at_s(deployment), f"nobody deployed it; if others want them, {wanted}")
-        return Awake(None, f"it has no idle_sleep_s; if others want them, {wanted}")
+            return self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s"
+        kept = "it has no idle_sleep_s" if limit_s is None else "nobody deployed it"
+        lower_s = self.lower_for_s(deployment)
+        return self.sleep_at_s(deployment), (
+            f"{kept}; if others want them, its devices may be given back after {lower_s:g} s of lower demand"
+        )
 
 
 def _sleep_after_s(deployment: DeploymentView) -> float:

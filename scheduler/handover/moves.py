@@ -148,10 +148,15 @@ def moves(
             free.append(Move(holder, "free", "end" if gone else "suspend", lease(holder), group.devices))
 
     leaving = {move.holder for move in free}
+    on: dict[str, set[Holder]] = {}  # by device; "": they may be on any
+    for move in free:
+        asleep = move.holder.kind == "replica" and box.replicas[move.holder.id].state == "asleep"
+        for device in move.devices or ("",) * (not asleep):
+            on.setdefault(device, set()).add(move.holder)
     for move in _takes(box, wanted, lease, leaving):
         if move.holder not in busy:
             # Its own old devices too: a job must not start before it is suspended.
-            needs = (_holders(box, move.devices) | {move.holder}) & leaving
+            needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
 
@@ -165,13 +170,6 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
         holder = Holder("job", group.job_id)
         if group.job_id not in box.groups or holder in leaving:
             yield Move(holder, "take", "train", lease(holder), group.devices)
-
-
-def _holders(box: Box, devices: Collection[str]) -> set[Holder]:
-    """All that may have a process on one of these devices: a dead engine does not hide a living one."""
-    awake = [r for r in box.replicas.values() if r.state != "asleep"]
-    replicas = {Holder("replica", r.id) for r in awake if not r.devices or set(devices) & set(r.devices)}
-    return replicas | {Holder("job", g.job_id) for g in box.groups.values() if set(devices) & set(g.devices)}
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:

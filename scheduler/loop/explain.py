@@ -152,10 +152,9 @@ def _standby(deployment: DeploymentView, learned: Standby) -> str:
 
 
 def _idle(deployment: DeploymentView, config: SchedulerConfig, now_s: float) -> str:
-    answer = IdlePolicy(config).awake(deployment)
-    if answer.until_s is None:
-        return f"Stays awake, because {answer.because}."
-    return f"Stays awake for {max(answer.until_s - now_s, 0.0):.0f} s more without a request, because {answer.because}."
+    until_s, because = IdlePolicy(config).awake(deployment)
+    how_long = "" if until_s is None else f" for {max(until_s - now_s, 0.0):.0f} s more without a request"
+    return f"Stays awake{how_long}, because {because}."
 
 
 def explain(

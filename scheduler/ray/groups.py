@@ -250,16 +250,12 @@ class Groups:
 
     async def _hosts_of(self, job_id: str) -> list[Supervisor]:
         """Supervisors whose rank belongs to this job."""
-        return [self._host(device) for device, status in (await self._ranks()).items() if status["job_id"] == job_id]
-
-    async def _ranks(self) -> dict[str, dict[str, Any]]:
-        """Map from device id to the status of the rank there; see RankHost.status."""
-        found = await self._hosts_there(patient=True)
-        return {device_id: status for device_id, status in found.items() if status["job_id"]}
+        there = await self._hosts_there(patient=True)
+        return [self._host(device) for device, status in there.items() if status["job_id"] == job_id]
 
     async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
-        """Status of the supervisors that answer. A silent one is left out if it reported before and `patient` is not
-        set; otherwise EffectFailed."""
+        """By device, the status (RankHost.status) of supervisors that answer. A silent one is left out if it reported
+        before and `patient` is not set; otherwise EffectFailed."""
         device_ids = [name.removeprefix(RANK) for name in await actor_names() if name.startswith(RANK)]
         statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}

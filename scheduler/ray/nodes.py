@@ -7,7 +7,6 @@ pinned to it. It is gone when Ray says so; its devices then leave the inventory 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -126,24 +125,17 @@ class Nodes:
         actor = find_actor(NODE + name)
         if actor is not None:
             log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
-            with contextlib.suppress(RayError, TimeoutError):  # it dies of it, or is asked again by the next look
-                await _within(ANSWER_S, actor.end.remote())
+            await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
 
     async def _reported(self, name: str) -> NodeReport | None:
-        try:
-            return await _within(ANSWER_S, self._known[name].actor.report.remote())
-        except (RayError, TimeoutError):
-            return None  # dying or busy: the next observation shows which
+        return await _answer(self._known[name].actor.report.remote())
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
         if actor is None:
             return
-        try:
-            node_config = await _within(START_S if name == self.home.name else ANSWER_S, actor.config.remote())
-        except (RayError, TimeoutError):
-            return  # it died just now or is stopped: the next look asks again
-        ray_id = _ray_id(node_config, alive)
+        node_config = await _answer(actor.config.remote(), START_S if name == self.home.name else ANSWER_S)
+        ray_id = node_config and _ray_id(node_config, alive)
         if ray_id is not None:
             if name != self.home.name:
                 log.info("node joined with %d devices", len(node_config.devices), extra={"node": name})
@@ -247,13 +239,8 @@ class Nodes:
     async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
         let go, by id: the nodes keep nothing of them open."""
-        actors = [known.actor for known in self._known.values()]
-        calls = (_within(ANSWER_S, actor.readings.remote(let_go)) for actor in actors)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):
-                raise answer
-        return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
+        calls = (_answer(known.actor.readings.remote(let_go)) for known in self._known.values())
+        return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
     async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent accepts requests."""
@@ -355,14 +342,19 @@ async def _joined(node_config: NodeConfig, head: str) -> AsyncIterator[None]:
 
 async def _start(node_config: NodeConfig, ray_id: str) -> Any:
     actor = named_actor(Node, NODE + node_config.name, ray_id, node_config)
-    await _within(START_S, actor.start.remote())
+    async with asyncio.timeout(START_S):
+        await actor.start.remote()
     return actor
 
 
-async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
-    """The answer of a node's agent. Raises TimeoutError: a stopped agent must not hold up the look at all others."""
-    async with asyncio.timeout(seconds):
-        return await answer
+async def _answer(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
+    """The answer of a node's agent. None if it is dying or busy, which the next look shows: one that is stopped must
+    not hold up the look at all others."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except (RayError, TimeoutError):
+        return None
 
 
 async def _alive() -> dict[str, set[str]]:

@@ -54,12 +54,12 @@ def test_replicas_beyond_the_one_go_as_by_default() -> None:
 def test_the_answer_names_its_reason() -> None:
     idle = replace(BUSY, demand=Demand(last_request_s=LAST_S))
     own = IDLE.awake(replace(idle, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
-    assert (own.until_s, own.because) == (LAST_S + 600.0, "its idle_sleep_s is 600 s")
+    assert own == (LAST_S + 600.0, "its idle_sleep_s is 600 s")
     limit = IDLE.awake(replace(idle, idle=Idle(limit_s=300.0)))
-    assert limit.until_s == LAST_S + 300.0 and "nobody deployed it" in limit.because
-    assert IDLE.awake(idle).until_s is None and "after 10 s" in IDLE.awake(idle).because
+    assert limit[0] == LAST_S + 300.0 and "nobody deployed it" in limit[1]
+    assert IDLE.awake(idle)[0] is None and "after 10 s" in IDLE.awake(idle)[1]
     least = IDLE.awake(replace(idle, pinned=True, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
-    assert least.until_s is None and "at least 1 is kept awake" in least.because
+    assert least[0] is None and "at least 1 is kept awake" in least[1]
     assert not IDLE.asleep(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=5.0))), LAST_S + 100.0), (
         "requests are not idleness"
     )
