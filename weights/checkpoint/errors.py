@@ -3,11 +3,11 @@
 CheckpointRefused       what is there cannot or must not be used (all of these name the file)
 ├── NotACheckpoint      config.json or weights are missing or make no sense
 ├── PickleRefused       weights as pickles, which run code when loaded
-├── RemoteCodeRefused   the checkpoint wants its own Python code run
-├── UnsafeLink          a symlink that leaves the checkpoint
+├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
+├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
 ├── UnsupportedModel    an architecture that is neither generating nor embedding text
 ├── TokenizerRefused    a tokenizer that makes endlessly much of little, does not end, or names other files
-└── OpeningRefused      a model that is on the box already, by its name
+└── OpeningRefused      a model that came onto the box before there was a rule that its files break
 """
 
 from __future__ import annotations
@@ -23,33 +23,25 @@ class CheckpointRefused(WeightsError):
         self.file, self.reason = file, reason
 
 
-class NotACheckpoint(CheckpointRefused):
-    """Something that a Hugging Face checkpoint directory must have is missing or malformed."""
+class NotACheckpoint(CheckpointRefused): ...
 
 
-class PickleRefused(CheckpointRefused):
-    """Weights in a format that executes code when it is loaded."""
+class PickleRefused(CheckpointRefused): ...
 
 
-class RemoteCodeRefused(CheckpointRefused):
-    """`auto_map`: the checkpoint brings Python code of its own."""
+class RemoteCodeRefused(CheckpointRefused): ...
 
 
-class UnsafeLink(CheckpointRefused):
-    """A symbolic link, device or other special file where a plain file is expected."""
+class UnsafeLink(CheckpointRefused): ...
 
 
-class UnsupportedModel(CheckpointRefused):
-    """Not a text model that this box can serve."""
+class UnsupportedModel(CheckpointRefused): ...
 
 
-class TokenizerRefused(CheckpointRefused):
-    """The tokenizer takes time or memory without bound for short texts, or is to be read from files elsewhere."""
+class TokenizerRefused(CheckpointRefused): ...
 
 
 class OpeningRefused(CheckpointRefused):
-    """A model that came onto the box before there was a rule that its files break; nothing of it was deleted."""
-
     def __init__(self, model: str, file: str, reason: str):
         super().__init__(
             file,
