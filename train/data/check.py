@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
-from train.data.formats import BadFile, BadRecord, Record, left_out, shape_of, to_chat
+from train.data.formats import left_out, shape_of, to_chat
 from train.data.lines import MAX_EXAMPLE_BYTES, Example, examples, parse
+from train.shapes.records import BadFile, BadRecord, Record
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.

@@ -30,21 +30,7 @@ from train.shapes.messages import (
     with_system,
 )
 from train.shapes.preferences import OUTPUTS, SIDES, Pair
-from train.shapes.records import BadFile, BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
-
-__all__ = [
-    "REFUSES",
-    "SHAPES",
-    "BadFile",
-    "BadRecord",
-    "NoAnswer",
-    "Record",
-    "left_out",
-    "shape_of",
-    "to_chat",
-    "to_marked",
-    "to_pair",
-]
+from train.shapes.records import BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
 
 _REQUEST = frozenset((*SYSTEM, "tools", "functions", "parallel_tool_calls"))
 _MORE = ("input", "context")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -63,11 +64,10 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
         settings: fields of the TrainSpec, of which `n_epochs` and `learning_rate` are read.
     """
     done = sum(one.step > 0 for one in steps)
-    rule: Callable[[Sequence[Step], Mapping[str, Any]], Verdict] = _RULES.get(method, _supervised)
     found = _no_signal(steps)
     if found is None and done < FEWEST_STEPS:
         return Verdict("too_short", f"{_count(done, 'step')} cannot show whether the model learned: raise n_epochs.")
-    return found or rule(steps, settings)
+    return found or _RULES.get(method, _supervised)(steps, settings)
 
 
 def equal_rewards(one: Step) -> bool:
@@ -160,14 +160,6 @@ def _pairs(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
     return _conclude(_Seen(moved, change, found if change > 0 else None, growing, "pairs"), settings)
 
 
-def _rewards(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    return _noisy(steps, settings, "mean_reward", "mean reward", 1)
-
-
-def _distillation(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    return _noisy(steps, settings, "reverse_kl", "distance to the teacher", -1)
-
-
 def _noisy(steps: Sequence[Step], settings: Mapping[str, Any], name: str, called: str, better: int) -> Verdict:
     """For what is measured on the model's own answers: the first and the last quarter of the steps are compared, with
     their spread. better: 1 if a larger value is better, -1 if a smaller one is."""
@@ -190,8 +182,8 @@ def _noisy(steps: Sequence[Step], settings: Mapping[str, Any], name: str, called
 
 _RULES: dict[str, Callable[[Sequence[Step], Mapping[str, Any]], Verdict]] = {
     "dpo": _pairs,
-    "reinforcement": _rewards,
-    "distillation": _distillation,
+    "reinforcement": partial(_noisy, name="mean_reward", called="mean reward", better=1),
+    "distillation": partial(_noisy, name="reverse_kl", called="distance to the teacher", better=-1),
 }
 
 
