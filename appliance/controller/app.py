@@ -80,6 +80,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in rounds:
                 task.cancel()
             await asyncio.gather(*rounds, return_exceptions=True)
+            await canaries.tasks.stop()
             await context.tasks.stop()
             await graders.stop()
 
@@ -130,7 +131,11 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
-    for what, work in (("files", partial(retention.keep_house, context)), ("responses", stored.keep_house)):
+    for what, work in (
+        ("files", partial(retention.keep_house, context)),
+        ("uploads", partial(upload_routes.keep_house, context)),
+        ("responses", stored.keep_house),
+    ):
         with context.background.guard(f"housekeeping of {what}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import storage, upload_routes
+from appliance.controller.files import storage
 from appliance.controller.jobs import data
 from appliance.store.database import Database
 from appliance.store.objects import evals, files, idempotency, jobs
@@ -17,11 +17,10 @@ DAY_S = 86400.0
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete expired files and uploads, requests that can no longer be repeated, and what was kept long enough."""
+    """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
     db, config, kept = context.db, context.config, context.config.retention
     for row in files.expired(db, now_s=now_s):
         storage.remove(context, row)
-    upload_routes.keep_house(context, now_s)
     keyless_s = min(config.retry_window_s, config.idempotency_keep_s)
     idempotency.delete_before(db, now_s - config.idempotency_keep_s, now_s - keyless_s)
     for days, tables in (

@@ -544,6 +544,7 @@ ONE_SHOT = "it has an end of its own, and says in the store or to its caller wha
 FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
+    "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/context/tasks.py finished": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,

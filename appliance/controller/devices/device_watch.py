@@ -72,8 +72,8 @@ class DeviceWatch:
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
             self.judge()
-        except Exception:  # noqa: BLE001 - the caller has more to do than to count a death against a device
-            log.exception("a device cannot be cordoned now; the next check tries again")
+        except Exception as error:  # noqa: BLE001 - the caller has more to do than to count a death against a device
+            log.exception("a device cannot be cordoned now (%s); the next check tries again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""

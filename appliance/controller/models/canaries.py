@@ -25,6 +25,7 @@ from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
+from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 
@@ -46,10 +47,14 @@ class Canaries:
 
     def __init__(self, context: ControllerContext):
         self._context, self._db = context, context.db
+        self.tasks = RunningTasks()
 
     async def look(self, now_s: float) -> None:
-        """End each canary that ends automatically, side by side: a swap may take minutes."""
-        await asyncio.gather(*(self._look_at(row, now_s) for row in canaries.list_running(self._db)))
+        """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
+        take minutes, in which another model's bad canary has to be rolled back."""
+        for row in canaries.list_running(self._db):
+            if not activation.lock(row.model).locked():
+                self.tasks.add(asyncio.create_task(self._look_at(row, now_s), name=f"canary {row.name}"))
 
     async def _look_at(self, row: CanaryRow, now_s: float) -> None:
         with self._context.background.guard(f"canary: {row.name}"):
