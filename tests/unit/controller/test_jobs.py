@@ -197,7 +197,7 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
             "integrations.0.wandb.tags.0",
             "at least 1 character",
         ),
-        ({"max_devices": 0}, "max_devices", "Expected a value >= 1, but got 0 instead"),
+        ({"max_devices": 0}, "max_devices", "greater than or equal to 1; 0 was given"),
         ({"min_devices": 4, "max_devices": 2}, "min_devices", "min <= max"),
         ({"colour": "red"}, "colour", "Unrecognized"),
     ],
@@ -523,29 +523,25 @@ async def test_bad_pagination_is_named(control: Control, query: str):
 
 
 @pytest.mark.parametrize(
-    ("path", "query", "told"),
+    ("path", "query", "code"),
     [
-        (
-            "/v1/batches",
-            "limit=101",
-            "Invalid 'limit': integer above maximum value. Expected a value <= 100, but got 101",
-        ),
-        ("/v1/chat/completions", "limit=101", "integer above maximum value. Expected a value <= 100, but got 101"),
+        ("/v1/batches", "limit=101", "integer_above_max_value"),
+        ("/v1/chat/completions", "limit=101", "integer_above_max_value"),
         ("/v1/files", "limit=0", None),
-        ("/v1/files", "limit=10001", "integer above maximum value. Expected a value <= 10000, but got 10001"),
-        ("/v1/batches", "limit=-1", "Invalid 'limit': integer below minimum value. Expected a value >= 0, but got -1"),
+        ("/v1/files", "limit=10001", "integer_above_max_value"),
+        ("/v1/batches", "limit=-1", "integer_below_min_value"),
         ("/v1/batches", "limit=0", None),
         ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
         ("/v1/evals", "limit=1000", None),
     ],
 )
-async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, query: str, told: str | None):
+async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, query: str, code: str | None):
     answer = await control.http.get(f"{path}?{query}")
-    if told is None:
+    if code is None:
         assert (answer.status_code, answer.json()["object"]) == (200, "list")
     else:
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "limit") and told in error["message"]
+        assert (answer.status_code, error["param"]) == (400, "limit") and error["code"] == code
 
 
 async def test_an_event_of_another_job_is_no_cursor(control: Control):
