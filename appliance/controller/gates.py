@@ -63,7 +63,7 @@ class Gates:
             jobs.update(self._db, job.id, gate={**(jobs.get(self._db, job.id).gate or {}), **numbers})
             error = await self._activate(job.output_model, version)
         reason = f"{verdict[1]}; it does not answer: {error}" if error else verdict[1]
-        is_active = verdict[0] == "passed" and error is None
+        is_active = error is None if verdict[0] == "passed" else active == version
         self._decide(job, (verdict[0], reason), activated=is_active, **numbers)
 
     async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:
