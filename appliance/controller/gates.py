@@ -54,8 +54,9 @@ class Gates:
         if active == version and not begun:
             self._decide(job, (_UNDECIDED, "the version was made to answer before it was judged"), activated=True)
             return
-        numbers = {"version": version, "before": job.gate["before"] if begun else active}
-        verdict = await self._judge(job, **numbers)
+        before = job.gate["before"] if begun else active
+        numbers = {"version": version, "before": before}
+        verdict = await self._judge(job, version, before)
         if verdict is None:
             return
         error = None
