@@ -231,7 +231,7 @@ class Rollouts:
 
     # --- how
 
-    def _sampled(self, wanted: Wanted) -> tuple[Answers, None, int] | None:
+    def _sampled(self, wanted: Wanted) -> tuple[Answers, Verdict | None, int] | None:
         """Collective: the ranks' own answers, on every rank, without a verdict, of weights that are 0 updates behind;
         None if the devices were wanted."""
         grid, room, device, n = self._grid, self._samples.room, self._engine.device, len(wanted)
@@ -333,7 +333,8 @@ class Rollouts:
         made = Answers.empty(*shape)
         if kept is not None:
             made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
-        return shared(made, self._engine.device), *told
+        verdict, behind = told
+        return shared(made, self._engine.device), verdict, behind
 
 
 def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:
