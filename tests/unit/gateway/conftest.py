@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -154,10 +153,6 @@ class Box:
     def state(self) -> State:
         return self.gateway.state
 
-    def answered(self) -> float:
-        """Number of answers so far."""
-        return self.state.metrics.counts["requests"].total()
-
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
         return self.engines[name]
@@ -213,12 +208,14 @@ class Box:
         self.wires.append(wire)
         return wire
 
-    async def ask(
-        self, method: str, target: str, body: Any = None, *, key: str | None = KEY, headers: str = ""
-    ) -> Response:
+    async def send(self, method: str, target: str, body: Any = None, **more: Any) -> Wire:
+        """A new connection with this request on it."""
         wire = await self.connect()
-        await wire.send(request_bytes(method, target, body, key=key, headers=headers))
-        return await wire.response()
+        await wire.send(request_bytes(method, target, body, **more))
+        return wire
+
+    async def ask(self, method: str, target: str, body: Any = None, **more: Any) -> Response:
+        return await (await self.send(method, target, body, **more)).response()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that no event tells of."""
@@ -232,11 +229,11 @@ Start = Callable[..., Awaitable[Box]]
 
 @pytest.fixture
 async def start_box() -> AsyncIterator[Start]:
-    """Start a box; keyword arguments override fields of its config."""
+    """Start a box; keyword arguments override fields of its config. engine: the script of an engine "e0" of "m"."""
     boxes: list[Box] = []
     folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
 
-    async def start(private: socket.socket | None = None, **overrides: Any) -> Box:
+    async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
         config = GatewayConfig.from_mapping(
             {
                 "controller_socket": str(folder / "controller.sock"),
@@ -247,7 +244,6 @@ async def start_box() -> AsyncIterator[Start]:
                 **overrides,
             }
         )
-        config = dataclasses.replace(config)
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
         box.state.on_change = box.changes.append
@@ -256,6 +252,9 @@ async def start_box() -> AsyncIterator[Start]:
         }
         box.apply()
         boxes.append(box)
+        if engine is not None:
+            await box.engine("e0", engine)
+            box.serve("m", "e0")
         return box
 
     yield start
@@ -282,7 +281,4 @@ def listener(tmp_path: Path) -> socket.socket:
 @pytest.fixture
 async def box(start_box: Start) -> Box:
     """A box with one engine "e0" that serves the model "m"."""
-    box = await start_box()
-    await box.engine("e0")
-    box.serve("m", "e0")
-    return box
+    return await start_box(engine=answer_chat)

@@ -9,11 +9,10 @@ import httptools
 import pytest
 
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ROUTES, Kind, plain_target, resolve
-from appliance.gateway.requests.fields import FIELDS
+from appliance.gateway.core.routes import plain_target, resolve
 
 from .conftest import Box, Start, chat
-from .upstreams import Reply, UpstreamRequest
+from .upstreams import gives
 
 
 @pytest.mark.parametrize(
@@ -21,31 +20,17 @@ from .upstreams import Reply, UpstreamRequest
     [
         "/",
         "/v1",
-        "/v1/",
-        "/pause",
-        "/sleep",
-        "/wake_up",
         "/collective_rpc",
-        "/update_weights",
-        "/v1/load_lora_adapter",
-        "/inference/v1/generate",
-        "/tokenize",
         "/openapi.json",
-        "/docs",
         "/v1/chat/completionsx",
-        "/v1/modelsx",
         "//v1/modelsx",
         "/v1/files/../../admin/v1/keys",
         "/v1/files/%2e%2e/%2E%2E/admin/v1/keys",
         "/v1/models/x%2f..%2f..%2fadmin",
-        "/v1/files/x%5c..%5cy",
         "/v1/files/x%00y",
-        "/v1/files/x%0d%0ay",
         "/V1/models",
-        "/%61dmin/v1/keys",
         "http://other/v1/models",
         "/internal/responses",
-        "/v1/responsesx",
         "/v1/responses/#/cancel",
     ],
 )
@@ -77,46 +62,30 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
     ("method", "target"),
     [
         ("DELETE", "/v1/chat/completions"),
-        ("PUT", "/v1/chat/completions/x"),
-        ("DELETE", "/v1/embeddings"),
         ("POST", "/health"),
-        ("PUT", "/v1/files"),
-        ("DELETE", "/v1/models"),
         ("POST", "/v1/models"),
         ("OPTIONS", "/v1/models"),
-        ("DELETE", "/v1/batches/b"),
-        ("GET", "/v1/responses"),
         ("PUT", "/v1/responses/resp_1"),
     ],
 )
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     response = await box.ask(method, target)
     assert response.status == 405 and response.error["code"] == "method_not_supported"
-    assert response.headers["allow"] in response.error["message"] and method not in response.headers["allow"]
+    assert method not in response.headers["allow"]
 
 
 CASES = [
     ("sk-test-inference", "POST", "/v1/chat/completions", True),
     ("sk-test-inference", "GET", "/v1/models", True),
     ("sk-test-inference", "GET", "/v1/files", False),
-    ("sk-test-inference", "POST", "/v1/fine_tuning/jobs", False),
-    ("sk-test-inference", "DELETE", "/v1/models/m", False),
     ("sk-test-inference", "GET", "/admin/v1/status", False),
     ("sk-test-inference", "GET", "/admin/v1/usage?by=key", True),
-    ("sk-test-inference", "GET", "/admin/v1/usage/x", False),
-    ("sk-test-inference", "GET", "/admin/v1/models/usage", False),
-    ("sk-test-tuning", "GET", "/admin/v1/usage", True),
-    ("sk-test-read", "GET", "/admin/v1/usage", True),
-    ("sk-test-metrics", "GET", "/admin/v1/usage", False),
     ("sk-test-metrics", "GET", "/admin/v1/me", True),
     ("sk-test-inference", "GET", "/admin/v1/me", True),
-    ("sk-test-inference", "GET", "/admin/v1/me/x", False),
     ("sk-test-inference", "GET", "/metrics", False),
     ("sk-test-tuning", "POST", "/v1/chat/completions", False),
-    ("sk-test-tuning", "GET", "/v1/files", True),
     ("sk-test-tuning", "POST", "/v1/fine_tuning/jobs", True),
     ("sk-test-tuning", "DELETE", "/v1/models/m", True),
-    ("sk-test-tuning", "GET", "/admin/v1/status", False),
     ("sk-test-tuning", "POST", "/admin/v1/plan", True),
     ("sk-test-admin", "GET", "/admin/v1/status", True),
     ("sk-test-admin", "POST", "/v1/chat/completions", True),
@@ -126,30 +95,20 @@ CASES = [
     ("sk-test-read", "GET", "/v1/models", True),
     ("sk-test-read", "PUT", "/admin/v1/mode", False),
     ("sk-test-read", "POST", "/admin/v1/plan", False),
-    ("sk-test-read", "PATCH", "/admin/v1/keys/k", False),
-    ("sk-test-read", "DELETE", "/admin/v1/keys/k", False),
     ("sk-test-read", "GET", "/v1/files", False),
     ("sk-test-read", "GET", "/v1/fine_tuning/jobs", True),
-    ("sk-test-read", "POST", "/v1/fine_tuning/jobs", False),
     ("sk-test-read", "GET", "/v1/responses/resp_1", False),
     ("sk-test-read", "POST", "/v1/chat/completions", False),
-    ("sk-test-read", "POST", "/v1/models/m/share", False),
     ("sk-test-metrics", "GET", "/metrics", True),
     ("sk-test-metrics", "GET", "/admin/v1/metrics", False),
     ("sk-test-metrics", "GET", "/admin/v1/status", False),
-    ("sk-test-metrics", "GET", "/v1/models", False),
-    ("sk-test-metrics", "POST", "/v1/chat/completions", False),
     ("sk-test-tuning", "POST", "/v1/models/m/share", True),
-    ("sk-test-inference", "POST", "/v1/models/m/share", False),
 ]
 
 
 @pytest.mark.parametrize(("key", "method", "target", "allowed"), CASES)
 async def test_scopes(box: Box, key: str, method: str, target: str, allowed: bool) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"ok": True})
-
-    controller = await box.control(script)
+    controller = await box.control(gives({"ok": True}))
     response = await box.ask(method, target, chat() if method == "POST" else None, key=key)
     assert response.status == (200 if allowed else 403)
     if not allowed:
@@ -164,7 +123,6 @@ async def test_no_key(box: Box, headers: str) -> None:
     for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
         response = await box.ask(method, target, key=None, headers=headers)
         assert response.status == 401 and response.error["code"] == "missing_api_key"
-        assert "API key" in response.error["message"]
 
 
 async def test_wrong_keys(box: Box) -> None:
@@ -178,12 +136,6 @@ async def test_wrong_keys(box: Box) -> None:
 async def test_keys_by_x_api_key_and_lower_case_scheme(box: Box) -> None:
     for headers in ("x-api-key: sk-test-all\r\n", "authorization: bearer  sk-test-all\r\n"):
         assert (await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=headers)).status == 200
-
-
-async def test_health_says_which_gateway_answers(start_box: Start) -> None:
-    box = await start_box(boot="b1")
-    box.apply()
-    assert (await box.ask("GET", "/health", key=None)).body == b'{"status":"ok","boot":"b1","degraded":[]}'
 
 
 async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
@@ -247,20 +199,11 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
     assert told.error["code"] == "model_version_not_served"
 
 
-def test_every_route_of_inference_has_its_fields_and_no_other_has() -> None:
-    assert {route.name for route in ROUTES if route.kind is Kind.INFERENCE} == FIELDS.keys()
-
-
-async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_box: Start) -> None:
-    box = await start_box()
-    box.apply()
-
-    async def degraded() -> list[str]:
-        answer = await box.ask("GET", "/health", key=None)
-        assert answer.status == 200
-        return json.loads(answer.body)["degraded"]
-
+async def test_health_names_the_gateway_and_what_is_degraded(start_box: Start) -> None:
+    box = await start_box(boot="b1")
     with box.state.background.guard("sweep: inner"):
         raise RuntimeError("a bug")
     box.state.box_troubles, box.state.controller_away = ["usage"], True
-    assert await degraded() == ["controller", "sweep", "usage"]
+    answer = await box.ask("GET", "/health", key=None)
+    assert answer.status == 200
+    assert json.loads(answer.body) == {"status": "ok", "boot": "b1", "degraded": ["controller", "sweep", "usage"]}

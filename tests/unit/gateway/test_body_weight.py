@@ -30,41 +30,20 @@ def refusal(route: Any, body: bytes | dict[str, Any]) -> HttpError:
     return caught.value
 
 
-# --- what a body may hold
-
-
-# --- in the order of what it costs
-
-
-async def test_a_request_over_its_rate_is_refused_before_its_body_is_looked_at(box: Box) -> None:
-    box.limit(requests_per_minute=1)
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    for body in (b"{", b'{"model":"nobody"}', b"[" * 100_000):
-        refused = await box.ask("POST", "/v1/chat/completions", body)
-        assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
-
-
-async def test_bad_bodies_spend_the_rate_too(box: Box) -> None:
+async def test_bad_bodies_spend_the_rate_and_are_not_looked_at_beyond_it(box: Box) -> None:
     box.limit(requests_per_minute=2)
-    statuses = [(await box.ask("POST", "/v1/chat/completions", b"{")).status for _ in range(3)]
-    assert statuses == [400, 400, 429]
-
-
-# --- lists by number
+    bodies = ((b"{", 400), (chat(), 200), (b"{", 429), (b'{"model":"nobody"}', 429), (b"[" * 100_000, 429))
+    for body, status in bodies:
+        assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
 
 
 def test_lists_have_bounds_and_say_them() -> None:
-    long = "x" * 2000
     for given, param in (
         (chat(messages=[{"role": "user", "content": "x"}] * 2049), "messages"),
         (chat(stop=["a"] * 65), "stop"),
-        (chat(stop=[long]), "stop[0]"),
-        (chat(bad_words=["a"] * 65), "bad_words"),
-        (chat(stop_token_ids=[1] * 65), "stop_token_ids"),
+        (chat(stop=["x" * 2000]), "stop[0]"),
         (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
-        (chat(allowed_token_ids=list(range(1025))), "allowed_token_ids"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}] * 513), "tools"),
-        (chat(documents=[{"text": "a"}] * 257), "documents"),
         (chat(chat_template_kwargs={str(i): i for i in range(65)}), "chat_template_kwargs"),
     ):
         assert refusal(CHAT, given).param == param
@@ -75,9 +54,8 @@ def test_lists_have_bounds_and_say_them() -> None:
     assert refusal(EMBEDDINGS, {"model": "m", "messages": ["x"]}).param == "messages[0]"
 
 
-@pytest.mark.parametrize("item", ["x", 1, None, {}, {"role": ["user"], "content": "x"}])
+@pytest.mark.parametrize("item", ["x", {}, {"role": ["user"], "content": "x"}])
 def test_items_without_role_or_type_are_refused_by_their_place(item: Any) -> None:
-    """An engine held each against its thirty types: 4,000 of them, 40 KB, stopped all its tokens for 41 s."""
     refused = refusal(RESPONSES, {"model": "m", "input": [{"role": "user", "content": "x"}, item]})
     assert refused.param.startswith("input[1]")
 
@@ -87,36 +65,19 @@ def test_a_body_holds_a_number_of_lists_and_objects() -> None:
     assert error.code == "too_many_values"
 
 
-# --- the allowlist
-
-
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS], ids=lambda route: route.name)
-def test_a_field_that_nobody_knows_is_refused_in_openais_words(route: Any) -> None:
+def test_a_field_that_nobody_knows_is_refused(route: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
     body = {name: value for name, value in body.items() if name in FIELDS[route.name]}
     if route is RESPONSES:
         del body["prompt"]  # known, and refused for what it is
     assert check_body(route, orjson.dumps(body), LIMITS)
-    error = refusal(route, body | {"guided_grammar": {}})
-    assert error.message == "Unrecognized request argument supplied: guided_grammar"
-    assert error.param == "guided_grammar"
+    assert refusal(route, body | {"guided_grammar": {}}).param == "guided_grammar"
 
 
 @pytest.mark.parametrize(
     "field",
-    [
-        "stream_interval",
-        "ec_transfer_params",
-        "kv_transfer_params",
-        "session_id",
-        "use_beam_search",
-        "request_id",
-        "return_prompt_text",
-        "vllm_xargs",
-        "chat_template",
-        "prompt_embeds",
-        "mm_processor_kwargs",
-    ],
+    ["stream_interval", "kv_transfer_params", "request_id", "vllm_xargs", "mm_processor_kwargs"],
 )
 def test_fields_that_change_what_is_counted_or_where_are_refused(field: str) -> None:
     error = refusal(CHAT, chat(**{field: {"a": 1} if field.endswith(("params", "kwargs", "xargs")) else "2"}))
@@ -156,39 +117,6 @@ def tool(schema: Any, **more: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema} | more}]}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (schema_of(LONG), "response_format"),
-        (chat(structured_outputs={"json": orjson.dumps(LONG).decode()}), "structured_outputs"),
-        (chat(structured_outputs={"regex": "x" * 300_000}), "structured_outputs"),
-        (chat(structured_outputs={"choice": [str(i) for i in range(100_000)]}), "structured_outputs"),
-        (chat(**tool(LONG), tool_choice="required"), "tools[0]"),
-        (chat(**tool(LONG, strict=True)), "tools[0]"),
-        (chat(functions=[{"name": "f", "parameters": LONG}], function_call={"name": "f"}), "tools[0]"),
-    ],
-)
-def test_check_forms_beyond_their_size_are_refused(body: dict[str, Any], param: str) -> None:
-    error = refusal(CHAT, body)
-    assert (error.param, error.code) == (param, "structure_too_complex")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (schema_of(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
-        (chat(structured_outputs={"json": UNIQUE}), "structured_outputs.json.properties.a.uniqueItems"),
-        (
-            chat(structured_outputs={"json": orjson.dumps({"items": {"not": {}}}).decode()}),
-            "structured_outputs.json.items.not",
-        ),
-    ],
-)
-def test_check_keyword_that_is_not_enforced_is_refused_with_its_place(body: dict[str, Any], param: str) -> None:
-    error = refusal(CHAT, body)
-    assert (error.param, error.code) == (param, "unsupported_schema_keyword")
-
-
 @pytest.mark.parametrize("more", [{"tool_choice": "required"}, {}])
 def test_check_keyword_of_a_tool_that_is_not_enforced_passes(more: dict[str, Any]) -> None:
     assert check_body(CHAT, orjson.dumps(chat(**tool(UNIQUE, strict=not more), **more)), LIMITS).model == "m"
@@ -198,10 +126,8 @@ def test_check_keyword_of_a_tool_that_is_not_enforced_passes(more: dict[str, Any
     ("body", "param"),
     [
         (chat(structured_outputs={"grammar": 'root ::= "a"'}), "structured_outputs"),
-        (chat(structured_outputs={"structural_tag": "{}"}), "structured_outputs"),
         (chat(structured_outputs={"json": {}, "whitespace_pattern": "(a*)*"}), "structured_outputs"),
         (chat(structured_outputs={"json": "{"}), "structured_outputs.json"),
-        (chat(structured_outputs={"json": "[" * 300 + "]" * 300}), "structured_outputs.json"),
         (chat(response_format={"type": "structural_tag", "format": {}}), "response_format"),
     ],
 )
@@ -209,41 +135,63 @@ def test_check_forms_of_other_kinds_are_refused(body: dict[str, Any], param: str
     assert refusal(CHAT, body).param == param
 
 
-def test_check_reads_the_forms_of_every_route() -> None:
-    text = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
-    assert refusal(RESPONSES, {"model": "m", "input": "x", "text": text}).param == (
-        "text.format.schema.properties.a.uniqueItems"
-    )
-    strict = {"type": "function", "name": "f", "parameters": LONG, "strict": True}
-    assert refusal(RESPONSES, {"model": "m", "input": "x", "tools": [strict]}).param == "tools[0]"
-    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    assert refusal(MESSAGES, {**asked, "output_config": {"format": {"schema": UNIQUE}}}).param == (
-        "output_config.format.schema.properties.a.uniqueItems"
-    )
-    tools = {"tools": [{"name": "f", "input_schema": LONG}], "tool_choice": {"type": "any"}}
-    assert refusal(MESSAGES, {**asked, **tools}).param == "tools[0]"
-    body = {"model": "m", "prompt": "x", "structured_outputs": {"regex": "x" * 300_000}}
-    assert refusal(COMPLETIONS, body).param == "structured_outputs"
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (CHAT, schema_of(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
+        (CHAT, chat(structured_outputs={"json": '{"items": {"not": {}}}'}), "structured_outputs.json.items.not"),
+        (
+            RESPONSES,
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}},
+            "text.format.schema.properties.a.uniqueItems",
+        ),
+        (
+            MESSAGES,
+            chat(max_tokens=5, output_config={"format": {"schema": UNIQUE}}),
+            "output_config.format.schema.properties.a.uniqueItems",
+        ),
+    ],
+)
+def test_check_keyword_that_is_not_enforced_is_refused_with_its_place(route: Any, body: Any, param: str) -> None:
+    error = refusal(route, {"model": "m", **body})
+    assert (error.param, error.code) == (param, "unsupported_schema_keyword")
 
 
-F = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
-
-
-MANY = 50_000
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (
+            RESPONSES,
+            {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": LONG, "strict": True}]},
+            "tools[0]",
+        ),
+        (
+            MESSAGES,
+            chat(max_tokens=5, tools=[{"name": "f", "input_schema": LONG}], tool_choice={"type": "any"}),
+            "tools[0]",
+        ),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "x" * 300_000}}, "structured_outputs"),
+        (CHAT, schema_of(LONG), "response_format"),
+        (CHAT, chat(structured_outputs={"choice": [str(i) for i in range(100_000)]}), "structured_outputs"),
+        (CHAT, chat(**tool(LONG), tool_choice="required"), "tools[0]"),
+        (CHAT, chat(functions=[{"name": "f", "parameters": LONG}], function_call={"name": "f"}), "tools[0]"),
+    ],
+)
+def test_check_forms_beyond_their_size_are_refused(route: Any, body: Any, param: str) -> None:
+    error = refusal(route, {"model": "m", **body})
+    assert (error.param, error.code) == (param, "structure_too_complex")
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
-        [1, *[1.5] * MANY],
-        [-1] * MANY,
-        [[-1]] * MANY,
-        [1 << 32] * MANY,
-        [1, *[None] * MANY],
-        ["a", *[1] * MANY],
-        [[1], *[["a"]] * MANY],
+        [1, *[1.5] * 50_000],
+        [-1] * 50_000,
+        [1 << 32] * 50_000,
+        ["a", *[1] * 50_000],
+        [[1], *[["a"]] * 50_000],
     ],
-    ids=["fractions", "below zero", "lists below zero", "past any vocabulary", "null", "texts too", "lists of texts"],
+    ids=["fractions", "below zero", "past any vocabulary", "texts too", "lists of texts"],
 )
 def test_a_prompt_of_other_things_than_tokens_is_refused(prompt: list[Any]) -> None:
     assert refusal(COMPLETIONS, {"model": "m", "prompt": prompt}).param == "prompt"
@@ -267,21 +215,26 @@ def test_check_schema_that_ends_an_engine_is_refused(schema: dict[str, Any], whe
         "outputs": {"structured_outputs": {"json": schema}},
         "tool": {"tool_choice": "required", "tools": [tool]},
     }[where]
-    assert b"structure_too_complex" in refusal(CHAT, {**ASKED, **asked}).body()
+    assert b"structure_too_complex" in refusal(CHAT, chat(**asked)).body()
 
 
-def test_inputs_of_embeddings_are_not_padded() -> None:
+@pytest.mark.parametrize(
+    ("field", "bad", "good"),
+    [
+        ("padding", ["max_length"], ["do_not_pad"]),
+        ("encoding_format", ["bytes", "bytes_only", 7], ["float", "base64", None]),
+    ],
+)
+def test_embeddings_are_not_padded_and_come_in_forms_that_clients_get(field: str, bad: list, good: list) -> None:
     asked = {"model": "m", "input": ["a"] * 2048}
-    assert refusal(EMBEDDINGS, {**asked, "padding": "max_length"}).param == "padding"
-    check_body(EMBEDDINGS, orjson.dumps({**asked, "padding": "do_not_pad"}), LIMITS)
-
-
-ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    for value in bad:
+        assert refusal(EMBEDDINGS, {**asked, field: value}).param == field
+    for value in good:
+        check_body(EMBEDDINGS, orjson.dumps({**asked, field: value}), LIMITS)
 
 
 @pytest.mark.parametrize("level", ['{"anyOf":[%s]}', '{"oneOf":[%s]}', '{"const":%s}', '{"enum":[%s]}', '{"a":%s}'])
 def test_a_schema_as_text_is_no_deeper_than_one_in_the_body(level: str) -> None:
-    """What measures it goes down into it by recursion: at 500 levels the gateway's check failed."""
     schema = "1"
     for _ in range(500):
         schema = level % schema

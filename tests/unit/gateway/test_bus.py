@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import pytest
 from msgspec import ValidationError
 
 from appliance.gateway.gateway import COUNTED, BusClient
-from appliance.gateway.server.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
-from .conftest import Box, chat, request_bytes
+from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
@@ -81,26 +78,8 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     box.models["n"] = {**box.models["m"], "version": "v9"}
     await bus.push({**box.table(), "generation": 77})
     report = await bus.report(generation=77)
-    assert report["type"] == "load" and report["gateway"] == "gateway"
-    assert report["models"] == {}, "a table may have thousands of names, and a report comes four times a second"
-    box.state.metrics.loads["n"].arrived(3, 0.0)
-    assert load_report(box.state)["models"] == {
-        "n": {
-            "inflight": 0,
-            "held": 0,
-            "last_request_s": pytest.approx(time.time() - time.monotonic(), abs=10),
-            "tpot_p95_s": None,
-            "waiting_prompt_tokens": 0,
-            "prompt_tokens": 0,
-            "computed_part": None,
-            "prefill_tokens_per_s": None,
-            "arrived_requests": 1,
-            "arrived_prompt_tokens": 3,
-            "arrived_prompts": {7: 1},
-            "first_tokens": {},
-        }
-    }
-    assert report["started_s"] == box.state.started_s
+    assert (report["gateway"], report["started_s"]) == ("gateway", box.state.started_s)
+    assert report["models"] == {}, "only models that somebody has asked"
     assert report["replicas"] == {"e0": {"inflight": 0}}
 
 
@@ -113,8 +92,7 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
 
     box.engines["e0"].script = script
     await bus.push(box.table())
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    wire = await box.send("POST", "/v1/chat/completions", chat())
     async with asyncio.timeout(60):
         while (report := await bus.reports.get())["models"].get("m", {}).get("inflight") != 1:
             pass
@@ -127,15 +105,6 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     assert (await wire.response()).status == 200
     report = await bus.report()
     assert report["replicas"]["e0"]["inflight"] == 0
-
-
-async def test_a_revoked_key_ends_with_the_table_that_lacks_it(box: Box, bus: DummyBus) -> None:
-    first, digest = box.table(), hashlib.sha256(b"sk-other").hexdigest()
-    for row, status in (({"id": "r", "scopes": ["inference"]}, 200), ({"id": "r", "expires_s": 1_787_224_000.0}, 401)):
-        generation = box.state.generation + 1
-        await bus.push({**first, "generation": generation, "keys": {**first["keys"], digest: row}})
-        await bus.report(generation=generation)
-        assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-other")).status == status
 
 
 async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
@@ -185,18 +154,11 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
     ("change", "where"),
     [
         ({"generation": "1"}, "generation"),
-        ({"models": []}, "models"),
-        ({"type": "newer"}, "type"),
-        ({"models": {"m": {"task": "sing"}}}, ".task"),
-        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, ".state"),
         ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, ".socket"),
         ({"models": {"m": {"version": "v1\r\nx: y"}}}, ".version"),
-        ({"models": {"m": {"canary": {"name": "c", "share": 2, "since_s": 1}}}}, ".share"),
         ({"keys": {"short": {"id": "k"}}}, "keys"),
         ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, ".id"),
         ({"keys": {"a" * 64: {"id": "k", "scopes": ["inference,admin"]}}}, ".scopes"),
-        ({"keys": {"a" * 64: {"id": "gateway", "scopes": ["gateway"]}}}, ".scopes"),
-        ({"keys": {"a" * 64: {"id": "k", "sessions": {"x": {}}}}}, ".sessions"),
         ({"keys": {"a" * 64: {"id": "k", "sessions": {"a" * 64: {"id": "a\r\nb", "until_s": 1}}}}}, ".sessions"),
     ],
 )

@@ -12,7 +12,7 @@ from appliance.gateway.core.table import Canary, Model, Replica
 from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start
-from .upstreams import Reply, UpstreamRequest, chat_answer
+from .upstreams import Reply, UpstreamRequest, chat_answer, dies
 
 
 async def split(box: Box, share: float, **canary_states: str) -> None:
@@ -67,10 +67,6 @@ async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_coun
 ) -> None:
     box = await start_box()
     await split(box, 1.0)
-
-    async def dies(request: UpstreamRequest, reply: Reply) -> None:
-        reply.die()
-
     box.engines["e1"].script = dies
     response = await box.ask("POST", "/v1/chat/completions", asked(1))
     assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
@@ -122,7 +118,5 @@ async def test_a_version_by_its_name(box: Box) -> None:
     assert box.state.spending.take_sums()[0]["model"] == "m"
     missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
     assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
-    assert "`v1` is" in missing.error["message"]
-    assert "appliance model rollback m --version" in missing.error["message"]
     unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})
     assert unknown.error["code"] == "model_not_found"

@@ -7,12 +7,7 @@ import random
 
 import pytest
 
-from appliance.gateway.access.request import Request
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.continuation import continuation_of
-from appliance.gateway.requests.request_check import check_body
-from appliance.gateway.server.stream import Stream
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -24,7 +19,8 @@ TEXT = "".join(text for _, text in TOKENS)
 
 
 def greedy_engine(lives: dict[str, int]):
-    """A script of a deterministic engine that dies after `lives[name]` tokens (and then never again)."""
+    """A script of a deterministic engine that dies after `lives["tokens"]` tokens (and then never again)."""
+    draw = random.Random(0)
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         body = request.json
@@ -42,7 +38,11 @@ def greedy_engine(lives: dict[str, int]):
             if choice is not None:
                 data["choices"] = [{"index": 0, "logprobs": None, **choice}]
             text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-            await reply.chunk(b"data: " + text.encode() + b"\n\n")
+            event = b"data: " + text.encode() + b"\n\n"
+            cut = draw.randrange(len(event))  # however its bytes come
+            await reply.raw(
+                b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:cut], event[cut:]) if part)
+            )
 
         if is_chat:
             first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -87,7 +87,7 @@ def completion(**more) -> dict:
     return {"model": "m", "prompt": "Hi", "max_tokens": 50, **more}
 
 
-@pytest.mark.parametrize("dies_after", range(1, len(TOKENS) + 1))
+@pytest.mark.parametrize("dies_after", [1, 3, 4, len(TOKENS)])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_after: int) -> None:
     body = (chat if route.startswith("chat") else completion)(
@@ -150,8 +150,6 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
         {"temperature": 0.7},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"stop": ["x"]},
-        {"response_format": {"type": "json_object"}},
-        {"frequency_penalty": 0.5},
         {"n": 2},
         {"logprobs": True},
         {"return_token_ids": True},
@@ -179,36 +177,12 @@ async def test_without_a_limit_the_models_context_is_the_limit(box: Box) -> None
     assert box.engines["e0"].requests[-1].json["max_tokens"] == 64 - len(PROMPT) - 2
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_cut_of_the_bytes_gives_the_same(seed: int) -> None:
-    """However the socket cuts the engine's bytes, the client gets the same and the same tokens are known."""
-    stream = b"".join(
-        b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%d"},"token_ids":[%d]}],"prompt_token_ids":%b}\n\n'
-        % (i, i, b"[1,2]" if i == 0 else b"null")
-        for i in range(12)
-    )
-    draw = random.Random(seed)
-    cuts = sorted(draw.sample(range(1, len(stream)), 15))
-    route, body = resolve(b"POST", b"/v1/chat/completions"), chat(stream=True, temperature=0, max_tokens=99)
-    checked = check_body(route, json.dumps(body).encode(), Limits())
-    continuation = checked.continuation
-    assert continuation is not None
-    relayed = Stream(Request(b"POST", b"/v1/chat/completions"), checked, hides_usage=False, most_bytes=0)
-    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    seen = b"".join(relayed.rewrite(event) for piece in pieces for event in relayed.events(piece))
-    assert b"[1,2]" not in seen and b'"token_ids":' not in seen and seen.count(b"data: ") == 12
-    resumed = json.loads(continuation.resume_body(None) or b"")
-    assert resumed["prompt"] == [1, 2, *range(12)] and resumed["max_tokens"] == 99 - 12
-
-
 @pytest.mark.parametrize(
     ("deltas", "resumes"),
     [
         ([{"role": "assistant", "content": ""}], False),
-        ([{"reasoning": "Let me see"}], False),
         ([{"reasoning_content": "Let me see"}], False),
         ([{"reasoning": 'I write "content":"x"'}], False),
-        ([{"reasoning": "Let me see"}, {"content": ""}], False),
         ([{"reasoning": "Let me see"}, {"content": "Four"}], True),
         ([{"content": "Four"}], True),
     ],

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
-from .conftest import Box, Start, request_bytes
-from .upstreams import Reply, UpstreamRequest
+from .conftest import Box, Start
+from .upstreams import Reply, UpstreamRequest, answer_chat, gives
 
-
-async def _ok(request: UpstreamRequest, reply: Reply) -> None:
-    await reply.json({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
+ANSWERS = gives({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
 
 
 async def test_identity_is_added_and_cannot_be_forged(box: Box) -> None:
-    controller = await box.control(_ok)
+    controller = await box.control(ANSWERS)
     response = await box.ask(
         "GET",
         "/v1/files?after=file-1&limit=5",
@@ -131,48 +130,37 @@ async def test_downloads_stream_with_and_without_length(box: Box) -> None:
         assert response.body == data
 
 
-async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
-    good = {"error": {"message": "no such file", "type": "invalid_request_error", "param": "id", "code": None}}
-    cases = [
-        (404, good, "no such file", None),
-        (404, {"detail": "Not Found"}, "Not Found", None),
-        (500, b"Internal Server Error", "The request failed with status 500.", None),
-        (
-            409,
-            {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}},
-            "m",
-            "conflict",
-        ),
-    ]
-    for status, body, message, code in cases:
+SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
-        async def script(request: UpstreamRequest, reply: Reply, status: int = status, body: object = body) -> None:
-            await reply.json(body, status, "retry-after: 7200\r\n" if status == 500 else "")
 
-        if box.controller is None:
-            await box.control(script)
-        box.controller.script = script
-        response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
-        assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
-        assert response.headers.get("x-should-retry") == ("false" if status == 409 else None)
-        assert response.headers.get("retry-after") == ("120" if status == 500 else None)
+@pytest.mark.parametrize(
+    ("status", "body", "message", "code", "retries"),
+    [
+        (409, SHAPED, "m", "conflict", ("false", None)),
+        (404, {"detail": "Not Found"}, "Not Found", None, (None, None)),
+        (500, b"Internal Server Error", "The request failed with status 500.", None, (None, "120")),
+    ],
+)
+async def test_controller_errors_keep_or_get_openais_shape(
+    box: Box, status: int, body: Any, message: str, code: str | None, retries: tuple[str | None, str | None]
+) -> None:
+    await box.control(gives(body, status, "retry-after: 7200\r\n" if status == 500 else ""))
     response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
+    assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
+    assert (response.headers.get("x-should-retry"), response.headers.get("retry-after")) == retries
 
 
 async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
     box = await start_box(limits={"controller_wait_s": 5.0})
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/fine_tuning/jobs", {"model": "m"}))
+    wire = await box.send("POST", "/v1/fine_tuning/jobs", {"model": "m"})
     await box.until(lambda: bool(box.state.exchanges))
-    await box.control(_ok)
+    await box.control(ANSWERS)
     assert (await wire.response()).status == 200
     assert json.loads(box.controller.requests[0].body) == {"model": "m"}
 
 
 async def test_controller_that_stays_away_is_503_and_inference_goes_on(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 0.02})
-    await box.engine("e0")
-    box.serve("m", "e0")
+    box = await start_box(limits={"controller_wait_s": 0.02}, engine=answer_chat)
     response = await box.ask("GET", "/v1/models")
     assert response.status == 503 and response.error["code"] == "controller_away"
     assert int(response.headers["retry-after"]) <= 120
@@ -180,30 +168,9 @@ async def test_controller_that_stays_away_is_503_and_inference_goes_on(start_box
     assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
 
 
-async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> None:
-    begun, gone = asyncio.Event(), asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        begun.set()
-        while await reader.read(65536):
-            pass
-        gone.set()
-
-    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
-    wire = await box.connect()
-    await wire.send(
-        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000\r\n\r\nabc"
-    )
-    await asyncio.wait_for(begun.wait(), 60)
-    wire.close()
-    await asyncio.wait_for(gone.wait(), 60)
-    server.close()
-
-
-async def test_bad_chunk_in_an_upload_is_refused_and_never_completes_upstream(box: Box) -> None:
-    outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    begun = asyncio.Event()
+@pytest.mark.parametrize("ending", ["leaves", "bad chunk"])
+async def test_upload_that_breaks_off_never_completes_upstream(box: Box, ending: str) -> None:
+    begun, outcome = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -220,7 +187,10 @@ async def test_bad_chunk_in_an_upload_is_refused_and_never_completes_upstream(bo
         b"3\r\nabc\r\n"
     )
     await asyncio.wait_for(begun.wait(), 60)  # before, there would be no upstream to be cut off
-    await wire.send(b"zz\r\n")
-    assert (await wire.response()).status == 400
+    if ending == "leaves":
+        wire.close()
+    else:
+        await wire.send(b"zz\r\n")
+        assert (await wire.response()).status == 400
     assert not (await asyncio.wait_for(outcome, 60)).endswith(b"0\r\n\r\n")
     server.close()

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.access.load import LEAST_SAMPLES, prefill_tokens_per_s
-from appliance.gateway.access.metrics import MOST_SERIES, AccessLog, Metrics, key_class
+from appliance.gateway.access.metrics import MOST_SERIES, AccessLog, Metrics
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.server.reports import STALE_S, metrics_text, write_snapshot
@@ -22,11 +22,6 @@ from appliance.gateway.server.state import State
 
 from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest
-
-
-def text_of(metrics: Metrics) -> bytes:
-    collected: Any = SimpleNamespace(collect=metrics.families)
-    return generate_latest(collected)
 
 
 def values(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -50,22 +45,9 @@ async def test_series_by_model_version_and_key_class(box: Box) -> None:
         assert found["appliance_gateway_model_requests_total", tuple(sorted((*labels, ("status", "200"))))] == 1
     assert found["appliance_gateway_time_per_output_token_seconds_count", every] == 1, "of the stream"
     assert ("appliance_gateway_time_per_output_token_seconds_count", inference) not in found, "one body has no pace"
+    for direction, count in (("input", 3), ("output", 2)):
+        assert found["appliance_gateway_tokens_total", tuple(sorted((*inference, ("direction", direction))))] == count
     assert b"sk-test" not in text and b"key_all" not in text
-
-
-def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
-    metrics = Metrics()
-    for prompt, found, completion in ((10, 0, 3), (12, 8, 4)):
-        request = Request(b"POST", b"/v1/chat/completions")
-        request.model, request.model_version, request.status = "m", "v1", 200
-        request.tokens.prompt, request.tokens.cached, request.tokens.completion = prompt, found, completion
-        metrics.finished(request, 1.0)
-    told = values(text_of(metrics))
-    of = {"key_class": "none", "model": "m", "version": "v1"}
-    by = {way: tuple(sorted((of | {"direction": way}).items())) for way in ("input", "output")}
-    assert told["appliance_gateway_tokens_total", by["input"]] == 22
-    assert told["appliance_gateway_tokens_total", by["output"]] == 7
-    assert told["appliance_gateway_cached_tokens_total", tuple(sorted(of.items()))] == 8
 
 
 async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
@@ -116,14 +98,12 @@ def test_series_beyond_the_bound_replace_the_oldest() -> None:
         request = Request(b"POST", b"/v1/chat/completions")
         request.model, request.model_version = "m", f"v{version}"
         metrics.finished(request, 1.0)
+    text = generate_latest(SimpleNamespace(collect=metrics.families))  # type: ignore[arg-type]
     newest = {f"v{version}" for version in range(2 * MOST_SERIES, 3 * MOST_SERIES)}
-    assert {version for _, version, _ in metrics.series} == newest
-    assert {dict(labels)["version"] for name, labels in values(text_of(metrics)) if "tokens" in name} == newest
-    assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
+    assert {dict(labels)["version"] for name, labels in values(text) if "tokens" in name} == newest
 
 
 def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:
-    """Who was forgotten stood there for as long as logs are kept, by each change of a key that was asked for so."""
     log, key = AccessLog(str(tmp_path / "access.log")), b"/admin/v1/keys/key_" + b"a1" * 12
     for path in (b"/admin/v1/keys/ann", b"/v1/keys/key_ann", key, b"/v1/files/keys"):
         log.add(Request(b"GET", path), 1.0)
@@ -131,12 +111,6 @@ def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:
     lines = [json.loads(line)["path"] for line in (tmp_path / "access.log").read_text().splitlines()]
     masked = ["/admin/v1/keys/*", "/v1/keys/*"]
     assert lines == [*masked, key.decode(), "/v1/files/keys"]
-
-
-def test_log_file_is_private(tmp_path: Path) -> None:
-    log = AccessLog(str(tmp_path / "access.log"))
-    log.close()
-    assert (tmp_path / "access.log").stat().st_mode & 0o777 == 0o600
 
 
 def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.1) -> list[tuple[int, float]]:
@@ -161,10 +135,9 @@ def test_a_few_slow_ones_do_not_move_it():
         [],
         starts(LEAST_SAMPLES - 1, rate=5000.0),
         [(500, 0.1 + i / 1000) for i in range(48)],
-        starts(48, rate=1e9),
         [(n, 5.0 - n / 1000) for n, _ in starts(48, rate=1.0)],
     ],
-    ids=["none", "too few", "all alike", "no longer for long prompts", "shorter for long prompts"],
+    ids=["none", "too few", "all alike", "shorter for long prompts"],
 )
 def test_what_does_not_tell_a_rate_gives_none(samples):
     assert prefill_tokens_per_s(samples) is None

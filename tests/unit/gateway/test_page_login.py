@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import Box, Start, Wire, chat, request_bytes
-from .upstreams import Reply, UpstreamRequest
+from .upstreams import Reply, UpstreamRequest, answer_chat, gives, hangs
 
 KEY, LOGIN = "sk-test-read", "session_a"
 COOKIE, HALF = "c" * 43, "p" * 43
@@ -26,14 +25,13 @@ def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
     box.limit(key, sessions={digest: {"id": LOGIN, "until_s": time.time() + for_s}})
 
 
-async def told(request: UpstreamRequest, reply: Reply) -> None:
-    await reply.json({"object": "list", "data": []})
+LISTS = gives({"object": "list", "data": []})
 
 
 @pytest.fixture
 async def read_box(start_box: Start) -> Box:
     box = await start_box()
-    await box.control(told)
+    await box.control(LISTS)
     begin(box)
     return box
 
@@ -49,16 +47,8 @@ async def test_it_is_its_key_with_the_keys_scopes(read_box: Box) -> None:
     assert refused.status == 403 and refused.error["code"] == "insufficient_permissions"
 
 
-async def test_it_ends_with_its_key(read_box: Box) -> None:
-    """While the controller was away a login outlived the key that it is of."""
-    read_box.limit(KEY, expires_s=time.time() - 1)
-    assert (await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status == 401
-
-
 async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
-    box = await start_box()
-    await box.engine("e0")
-    box.serve("m", "e0")
+    box = await start_box(engine=answer_chat)
     begin(box, "sk-test-inference")
     answer = await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
     assert answer.status == 200
@@ -69,20 +59,14 @@ async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
 FORGED = {
     "a form of another site": ("POST", SENT + "Sec-Fetch-Site: cross-site\r\nOrigin: https://evil.example\r\n"),
     "a form of another port": ("POST", SENT + "Sec-Fetch-Site: same-site\r\nOrigin: http://box:99\r\n"),
-    "a fetch without credentials' header": ("GET", SENT + "Sec-Fetch-Site: cross-site\r\n"),
-    "an image": ("GET", SENT + "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Dest: image\r\nAccept: image/*\r\n"),
     "a link": ("GET", SENT + "Sec-Fetch-Site: none\r\nSec-Fetch-Mode: navigate\r\n"),
     "a link of the page's own origin": ("GET", SENT + SAME + "Sec-Fetch-Mode: navigate\r\n"),
-    "a form of the page's own origin": ("POST", SENT + SAME),
     "the page's header, guessed": ("GET", SENT + SAME + f"X-Appliance-Page: {LOGIN}.{'q' * 43}\r\n"),
-    "the page's header without its half": ("GET", SENT + SAME + f"X-Appliance-Page: {LOGIN}\r\n"),
     "the page's header without the cookie": ("GET", TOLD + SAME),
     "another's cookie": ("GET", TOLD + SAME + f"Cookie: {LOGIN}={'x' * 43}\r\n"),
     "both halves, from another site": ("GET", SENT + TOLD + "Sec-Fetch-Site: cross-site\r\n"),
     "both halves, from another port": ("GET", SENT + TOLD + "Sec-Fetch-Site: same-site\r\n"),
-    "both halves, by a link": ("GET", SENT + TOLD + "Sec-Fetch-Site: none\r\n"),
     "both halves, of another origin": ("POST", SENT + TOLD + "Origin: http://box:99\r\n"),
-    "both halves, of an origin that is none": ("POST", SENT + TOLD + "Origin: null\r\n"),
     "a change that nobody says whence": ("POST", SENT + TOLD),
     "the token as a key": ("GET", f"Authorization: Bearer {COOKIE}.{HALF}\r\n"),
     "a key that is none, beside a login": ("GET", BY_PAGE + "Authorization: Bearer nobody\r\n"),
@@ -91,10 +75,10 @@ FORGED = {
 
 
 @pytest.mark.parametrize(("method", "headers"), FORGED.values(), ids=list(FORGED))
-@pytest.mark.parametrize("target", ["/admin/v1/keys", "/v1/files", "/v1/chat/completions"])
+@pytest.mark.parametrize("target", ["/admin/v1/keys", "/v1/chat/completions"])
 async def test_nobody_else_acts_with_it(start_box: Start, method: str, headers: str, target: str) -> None:
     box = await start_box()
-    controller, engine = await box.control(told), await box.engine("e0")
+    controller, engine = await box.control(LISTS), await box.engine("e0")
     box.serve("m", "e0")
     begin(box, "sk-test-all")
     if target.endswith("completions"):
@@ -108,9 +92,8 @@ async def test_nobody_else_acts_with_it(start_box: Start, method: str, headers: 
 
 @pytest.mark.parametrize("headers", [SAME, "Origin: http://box\r\n", SAME + "Origin: http://box\r\n"])
 async def test_the_page_itself_may_change_things(start_box: Start, headers: str) -> None:
-    """A browser that speaks to another machine over plain HTTP tells the origin alone."""
     box = await start_box()
-    await box.control(told)
+    await box.control(LISTS)
     begin(box, "sk-test-admin")
     answer = await box.ask("POST", "/admin/v1/mode", {}, key=None, headers=SENT + TOLD + headers)
     assert answer.status == 200
@@ -125,6 +108,9 @@ async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> Non
     assert await status() == 401
     begin(read_box)
     assert await status() == 200
+    read_box.limit(KEY, expires_s=time.time() - 1)
+    assert await status() == 401
+    read_box.limit(KEY, expires_s=None)
     del read_box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
     read_box.apply()
     answer = await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
@@ -134,17 +120,11 @@ async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> Non
 @pytest.mark.parametrize("whose", ["login", "key", "another's login"])
 async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> None:
     box = await start_box()
-    begun = asyncio.Event()
-
-    async def endless(request: UpstreamRequest, reply: Reply) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    await box.control(endless)
+    controller = await box.control(hangs)
     begin(box)
     wire: Wire = await box.connect()
     await wire.send(request_bytes("GET", "/admin/v1/status", key=None, headers=BY_PAGE))
-    await asyncio.wait_for(begun.wait(), 60)
+    await box.until(lambda: bool(controller.requests))
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     if whose == "another's login":
         box.limit("sk-test-all", sessions={"a" * 64: {"id": "session_b", "until_s": time.time() + 60}})
@@ -159,7 +139,6 @@ async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> N
 
 
 async def test_who_ends_it_is_answered(start_box: Start) -> None:
-    """The controller answers once the gateways know, and they cut off what was asked by a login that has ended."""
     box = await start_box()
 
     async def ends(request: UpstreamRequest, reply: Reply) -> None:
@@ -169,8 +148,7 @@ async def test_who_ends_it_is_answered(start_box: Start) -> None:
 
     await box.control(ends)
     begin(box)
-    wire = await box.connect()
-    await wire.send(request_bytes("DELETE", f"/admin/v1/sessions/{LOGIN}", key=None, headers=BY_PAGE))
+    wire = await box.send("DELETE", f"/admin/v1/sessions/{LOGIN}", key=None, headers=BY_PAGE)
     head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
     assert head.startswith("HTTP/1.1 200 ") and head.count(f"set-cookie: {LOGIN}=; Max-Age=0;") == 2
 
@@ -184,8 +162,7 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
         )
 
     await box.control(begins)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/admin/v1/sessions", {}))
+    wire = await box.send("POST", "/admin/v1/sessions", {})
     head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
     lines = [line for line in head.split("\r\n") if "ookie" in line]
     assert lines == [
@@ -194,12 +171,9 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
     ]
 
 
-# --- the way to a login provider and back, before anybody has a key
-
-
 async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box: Start) -> None:
     box = await start_box()
-    controller = await box.control(told)
+    controller = await box.control(LISTS)
     forged = SAME + "X-Appliance-Key-Id: key_admin\r\nX-Appliance-Scopes: admin\r\n"
     for method, target in (("GET", ""), ("POST", "/begin"), ("POST", "/finish")):
         body = {"code": "c"} if method == "POST" else None
@@ -211,32 +185,27 @@ async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "status"),
+    ("method", "target"),
     [
-        ("POST", "/admin/v1/oidc", 401),
-        ("GET", "/admin/v1/oidc/finish", 401),
-        ("DELETE", "/admin/v1/oidc/begin", 401),
-        ("POST", "/admin/v1/oidc/finish/x", 401),
-        ("GET", "/admin/v1/oidc/x", 401),
-        ("GET", "/admin/v1/oidcx", 401),
-        ("GET", "/admin/v1/keys", 401),
-        ("POST", "/admin/v1/sessions", 401),
+        ("POST", "/admin/v1/oidc"),
+        ("DELETE", "/admin/v1/oidc/begin"),
+        ("GET", "/admin/v1/oidcx"),
+        ("GET", "/admin/v1/keys"),
+        ("POST", "/admin/v1/sessions"),
     ],
 )
-async def test_nothing_else_is_open(start_box: Start, method: str, target: str, status: int) -> None:
+async def test_nothing_else_is_open(start_box: Start, method: str, target: str) -> None:
     box = await start_box()
-    controller = await box.control(told)
+    controller = await box.control(LISTS)
     body: dict[str, Any] | None = {} if method == "POST" else None
-    assert (await box.ask(method, target, body, key=None, headers=SAME)).status == status
+    assert (await box.ask(method, target, body, key=None, headers=SAME)).status == 401
     assert not controller.requests
 
 
-@pytest.mark.parametrize(
-    "headers", ["", "Origin: https://evil.example\r\n", "Sec-Fetch-Site: cross-site\r\n", "Sec-Fetch-Site: none\r\n"]
-)
+@pytest.mark.parametrize("headers", ["", "Origin: https://evil.example\r\n", "Sec-Fetch-Site: none\r\n"])
 async def test_another_page_begins_and_finishes_no_login(start_box: Start, headers: str) -> None:
     box = await start_box()
-    controller = await box.control(told)
+    controller = await box.control(LISTS)
     for end in ("begin", "finish"):
         answer = await box.ask("POST", f"/admin/v1/oidc/{end}", {}, key=None, headers=headers)
         assert answer.status == 403 and answer.error["code"] == "cross_site_request"

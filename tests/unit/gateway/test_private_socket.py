@@ -26,9 +26,7 @@ async def ask_privately(box: Box, listener: socket.socket, headers: str, **field
 
 @pytest.fixture
 async def box(start_box: Start, listener: socket.socket) -> Box:
-    box = await start_box(private=listener)
-    await box.engine("e0")
-    box.serve("m", "e0")
+    box = await start_box(private=listener, engine=answer_chat)
     return box
 
 
@@ -98,9 +96,7 @@ async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
 
 @pytest.mark.parametrize("key", [None, "sk-test-tuning"])
 async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: str | None) -> None:
-    box = await start_box()
-    await box.engine("e0")
-    box.serve("m", "e0")
+    box = await start_box(engine=answer_chat)
     for name in ("X-Appliance-Key-Id", "x_appliance_key_id", "X-Appliance-Key-ID"):
         for value in ("key_all", ""):
             answer = await box.ask("POST", URL, chat(), key=key, headers=f"{name}: {value}\r\n{BATCH}")

@@ -22,32 +22,15 @@ import pytest
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
 
-from .certificates import self_signed
-from .conftest import KEY
+from .conftest import KEY, chat
 from .test_bus import DummyBus
 from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_events
 
 ROOT = Path(__file__).parents[3]
+HI: Any = chat()["messages"]
 ACCESS_FIELDS = (
-    "time",
-    "level",
-    "process",
-    "event",
-    "request_id",
-    "key_id",
-    "method",
-    "path",
-    "model",
-    "version",
-    "replica",
-    "status",
-    "ttft_s",
-    "duration_s",
-    "prompt_tokens",
-    "completion_tokens",
-    "in_bytes",
-    "out_bytes",
-    "trace_id",
+    "time level process event request_id key_id method path model version replica status ttft_s duration_s"
+    " prompt_tokens completion_tokens in_bytes out_bytes trace_id"
 )
 
 
@@ -156,12 +139,10 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
     await box.table(replicas=["e"])
     client = box.client()
 
-    raw = await client.chat.completions.with_raw_response.create(
-        model="m", messages=[{"role": "user", "content": "hi"}]
-    )
+    raw = await client.chat.completions.with_raw_response.create(model="m", messages=HI)
     assert raw.parse().choices[0].message.content == "hello"
     assert raw.headers["x-appliance-model-version"] == "v1"
-    stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+    stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
     assert [model.id async for model in client.models.list()] == ["m"]
 
@@ -169,27 +150,16 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
         await client.models.retrieve("ft:x")
     assert missing.value.body == {"message": "Not Found", "type": "invalid_request_error", "param": None, "code": None}
     with pytest.raises(openai.NotFoundError) as unknown:
-        await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "hi"}])
+        await client.chat.completions.create(model="nope", messages=HI)
     assert unknown.value.code == "model_not_found" and unknown.value.request_id
     with pytest.raises(openai.BadRequestError):
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], n=16384)
+        await client.chat.completions.create(model="m", messages=HI, n=16384)
     with pytest.raises(openai.AuthenticationError):
         await box.client().with_options(api_key="sk-wrong").models.list()
     controller.requests.clear()
     with pytest.raises(openai.ConflictError):
         await client.fine_tuning.jobs.create(model="m", training_file="file-1")
     assert len(controller.requests) == 1, "409 must not be retried by the client"
-
-    # While no replica is open the call waits, and is answered as if nothing had been.
-    await box.table(replicas=[])
-    call = asyncio.ensure_future(
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    )
-    async with asyncio.timeout(60):
-        while (await box.bus.report())["models"].get("m", {}).get("held") != 1:
-            pass
-    await box.table(replicas=["e"])
-    assert (await call).choices[0].message.content == "hello"
 
     async def dies(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
@@ -198,7 +168,7 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
         reply.die()
 
     engine.script = dies
-    stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+    stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
     with pytest.raises(openai.APIError, match="failed while answering"):
         async for _ in stream:
             pass
@@ -213,7 +183,7 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["status"] for line in lines} == {200, 400, 401, 404, 409}
     assert all(KEY not in json.dumps(line) for line in lines)
-    assert {tuple(line) for line in lines} == {ACCESS_FIELDS}
+    assert {" ".join(line) for line in lines} == {ACCESS_FIELDS}
     whole, streamed = [line for line in lines if line["model"] == "m"][:2]
     assert whole["request_id"] == raw.headers["x-request-id"]
     assert (whole["key_id"], whole["version"], whole["replica"], whole["status"]) == ("k", "v1", "e", 200)
@@ -271,21 +241,6 @@ def unused_port() -> int:
         return probe.getsockname()[1]
 
 
-async def test_tls(launch: Launch, tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path)
-    box = await launch(tls_cert_path=str(cert), tls_key_path=str(key))
-    await box.listening()
-    engine = await DummyUpstream(str(box.folder / "e.sock"), answer_chat).start()
-    await box.table(replicas=["e"])
-    async with httpx.AsyncClient(verify=str(cert)) as http:
-        client = openai.AsyncOpenAI(base_url=f"https://localhost:{box.port}/v1", api_key=KEY, http_client=http)
-        stream = await client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "hi"}], stream=True
-        )
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
-    await engine.stop()
-
-
 def test_gateway_imports_nothing_heavy() -> None:
     code = (
         "import sys, appliance.gateway.main\n"
@@ -303,12 +258,8 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
     [
         ({}, "missing required field `controller_socket`"),
         ({**SOCKETS, "port": "8000"}, "port: '8000' given"),
-        ({**SOCKETS, "port": 70000}, "port: 70000 given"),
-        ({**SOCKETS, "workers": 0}, "workers: 0 given"),
-        ({**SOCKETS, "workers": True}, "workers: True given"),
         ({**SOCKETS, "workers": 2, "port": 0}, "port: 0 given"),
         ({**SOCKETS, "limits": {"sequences": -1}}, r"limits\.sequences: -1 given"),
-        ({**SOCKETS, "holds": []}, r"holds: \[\] given"),
         ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
         ({"controller_socket": "/" + "x" * 107, "bus_socket": "/b"}, "controller_socket: path longer"),
     ],

@@ -29,15 +29,7 @@ SERVERS_OWN: dict[str, list[tuple[Body, str]]] = {
     "responses": [
         ({"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}, "custom:patch"),
         ({"type": "web_search_preview"}, "web_search_preview"),
-        ({"type": "local_shell"}, "local_shell"),
-        ({"type": "image_generation", "output_format": "png"}, "image_generation"),
-        ({"type": "file_search", "vector_store_ids": ["vs"]}, "file_search"),
-        ({"type": "code_interpreter", "container": {"type": "auto"}}, "code_interpreter"),
         ({"type": "mcp", "server_label": "store", "server_url": "https://x"}, "mcp:store"),
-        ({"type": "tool_search"}, "tool_search"),
-        ({"type": "apply_patch"}, "apply_patch"),
-        ({"type": "shell"}, "shell"),
-        ({"type": "computer_use_preview"}, "computer_use_preview"),
     ],
     "messages": [
         ({"type": "web_search_20250305", "name": "web_search"}, "web_search_20250305:web_search"),
@@ -94,10 +86,7 @@ def test_tools_left_out_whole_with_choice_none_are_no_tools() -> None:
     ("api", "tool", "choice"),
     [
         ("responses", {"type": "web_search"}, {"type": "web_search"}),
-        ("responses", {"type": "custom", "name": "p", "format": {"type": "grammar"}}, {"type": "custom", "name": "p"}),
-        ("responses", {"type": "mcp", "server_label": "s"}, {"type": "mcp", "server_label": "s"}),
         ("responses", {"type": "web_search"}, {"type": "web_search_preview"}),
-        ("chat", {"type": "custom", "custom": {"name": "p"}}, {"type": "custom", "custom": {"name": "p"}}),
         ("messages", {"type": "bash_20250124", "name": "bash"}, {"type": "tool", "name": "bash"}),
     ],
 )
@@ -108,21 +97,13 @@ def test_choice_of_a_tool_that_is_left_out_is_refused(api: str, tool: Body, choi
 
 def test_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     inner = {"type": "function", "name": "price", "parameters": {"type": "object", "properties": {}}}
-    space = {
-        "type": "namespace",
-        "name": "store",
-        "description": "d",
-        "tools": [inner, {"type": "custom", "name": "x"}],
-    }
+    space = {"type": "namespace", "name": "store", "tools": [inner, {"type": "custom", "name": "x"}]}
     free = {"type": "custom", "name": "note", "format": {"type": "text"}}
     found = checked("responses", tools=[space, free, {"type": "custom", "name": "memo"}])
     kept = found.data["tools"]
     assert [tool["name"] for tool in kept] == ["store", "note", "memo"]
     assert kept[0]["tools"] == [inner | {"parameters": NOTHING}]
     assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
-    for odd in (5, "x", {"a": 1}, None):
-        tools = [{"type": "namespace", "name": "s", "tools": odd}, FUNCTION["responses"]]
-        assert len(read("responses", tools=tools, tool_choice="required")["tools"]) == 1
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
@@ -134,7 +115,7 @@ def test_empty_list_of_tools_is_none(api: str, more: Body) -> None:
     assert "tools" not in body and "tool_choice" not in body
 
 
-@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}])
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}])
 def test_tool_without_parameters_takes_an_empty_object(schema: Any) -> None:
     body = read("chat", tools=[{"type": "function", "function": {"name": "bell", "parameters": schema}}])
     assert body["tools"][0]["function"]["parameters"] == NOTHING
@@ -151,11 +132,8 @@ def test_allowed_tools_are_the_only_ones() -> None:
     body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
     (kept,) = body["tools"]
     assert kept["function"]["name"] == "bell" and body["tool_choice"] == "required"
-    both = {
-        "type": "allowed_tools",
-        "mode": "auto",
-        "tools": [{"type": "function", "name": "shelf"}, {"type": "shell"}],
-    }
+    shelf = {"type": "function", "name": "shelf"}
+    both = {"type": "allowed_tools", "mode": "auto", "tools": [shelf, {"type": "shell"}]}
     body = read("responses", tools=[FUNCTION["responses"], {"type": "shell"}], tool_choice=both)
     assert body["tools"] == [FUNCTION["responses"]] and body["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
@@ -222,14 +200,10 @@ def test_items_left_out_are_named_in_a_header() -> None:
 # --- fields
 
 
-def test_notes_of_codex_are_taken_and_not_passed_on() -> None:
-    body = read("responses", client_metadata={"x-codex-installation-id": "0"})
-    assert body == {"model": "m", "input": "Hi"}
-
-
-def test_values_of_include_that_engines_do_not_know_are_not_passed_on() -> None:
-    body = read("responses", include=["web_search_call.action.sources", "reasoning.encrypted_content"])
-    assert body["include"] == ["reasoning.encrypted_content"]
+def test_fields_of_clients_that_engines_do_not_know_are_not_passed_on() -> None:
+    included = ["web_search_call.action.sources", "reasoning.encrypted_content"]
+    body = read("responses", client_metadata={"x-codex-installation-id": "0"}, include=included)
+    assert body == {"model": "m", "input": "Hi", "include": ["reasoning.encrypted_content"]}
 
 
 def test_top_p_zero_is_greedy() -> None:
@@ -241,7 +215,6 @@ def test_top_p_zero_is_greedy() -> None:
     "more",
     [
         {"response_format": {"type": "json_object", "schema": SHELF}},
-        {"response_format": {"type": "json_object", "json_schema": SHELF}},
         {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": SHELF}}},
         {"response_format": {"type": "json_schema", "schema": SHELF}},
     ],
@@ -258,9 +231,6 @@ def test_schema_beside_json_object_is_the_format(more: Body) -> None:
 def test_older_names_of_forms_are_understood(api: str) -> None:
     assert read(api, guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
     assert read(api, guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
-
-
-# --- schemas
 
 
 # --- Anthropic's blocks
@@ -293,7 +263,7 @@ def test_document_that_is_not_text_is_refused_by_place() -> None:
     assert (error.code, error.param) == ("unsupported_document", "messages[0].content[0]")
 
 
-@pytest.mark.parametrize("content", [{"x": 1}, [1, 2], [{"x": 1}], ["a"]])
+@pytest.mark.parametrize("content", [{"x": 1}, ["a"]])
 def test_result_that_is_data_becomes_its_json(content: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "a", "content": content}
@@ -331,11 +301,7 @@ SYSTEM = {"role": "system", "content": "You help. " * 2000}
 def turns(first: str, **more: Any) -> list[bytes]:
     """The conversation of its first and of its third turn."""
     start = [SYSTEM, {"role": "user", "content": first}]
-    grown = [
-        *start,
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": [{"type": "text", "text": "b"}]},
-    ]
+    grown = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     return [checked("chat", messages=messages, **more).conversation for messages in (start, grown)]
 
 

@@ -11,8 +11,7 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.requests.fields import NOT_FOR_TEMPLATES
-from appliance.gateway.requests.request_check import Checked, check_body, check_length
+from appliance.gateway.requests.request_check import check_body, check_length
 from tests.front.request_samples import REQUESTS, changed, places
 
 from .conftest import Box, chat
@@ -34,54 +33,18 @@ def _image(url: Any) -> str:
 
 BAD: dict[str, tuple[str, str | None]] = {
     "not JSON": ("{", None),
-    "empty": ("", None),
     "an array": ("[]", None),
-    "a number": ("1", None),
-    "100k deep": (HEAD + '"tools": ' + "[" * 100_000 + "]" * 100_000 + "}", None),
     "200 deep": (HEAD + '"documents": ' + "[" * 200 + "]" * 200 + "}", None),
-    "200 objects deep": (HEAD + '"metadata": ' + '{"a":' * 200 + "1" + "}" * 200 + "}", None),
-    "5,000-digit integer": (HEAD + '"seed": ' + "9" * 5000 + "}", None),
     "30-digit integer": (HEAD + '"seed": ' + "9" * 30 + "}", "seed"),
-    "lone surrogate": (HEAD + '"user": "\\ud800"}', None),
-    "NaN": (HEAD + '"temperature": NaN}', None),
-    "Infinity": (HEAD + '"temperature": Infinity}', None),
-    "1e999": (HEAD + '"temperature": 1e999}', None),
     "nested 1e999": (HEAD + '"logit_bias": {"1": 1e999}}', None),
     "temperature as text": (HEAD + '"temperature": "1"}', "temperature"),
-    "temperature 3": (HEAD + '"temperature": 3}', "temperature"),
-    "n 16384": (HEAD + '"n": 16384}', "n"),
     "n 0": (HEAD + '"n": 0}', "n"),
-    "n true": (HEAD + '"n": true}', "n"),
-    "n 1.5": (HEAD + '"n": 1.5}', "n"),
-    "logprobs 1e6": (HEAD + '"logprobs": 1000000}', "logprobs"),
-    "top_logprobs 1e6": (HEAD + '"logprobs": true, "top_logprobs": 1000000}', "top_logprobs"),
     "prompt_logprobs all": (HEAD + '"prompt_logprobs": -1}', "prompt_logprobs"),
-    "seed 2^63": (HEAD + f'"seed": {1 << 63}' + "}", "seed"),
     "seed without a next one": (HEAD + f'"seed": {(1 << 63) - 1}' + "}", "seed"),
-    "max_tokens 0": (HEAD + '"max_tokens": 0}', "max_tokens"),
-    "max_tokens -1": (HEAD + '"max_tokens": -1}', "max_tokens"),
-    "max_tokens 2^63": (HEAD + f'"max_tokens": {1 << 63}' + "}", "max_tokens"),
     "max_completion_tokens 2^64": (HEAD + f'"max_completion_tokens": {1 << 64}' + "}", "max_completion_tokens"),
-    "chat_template": (HEAD + '"chat_template": "{{ x }}"}', "chat_template"),
     "chat_template by escape": (HEAD + '"chat\\u005ftemplate": "{{ x }}"}', "chat_template"),
-    "chat_template in kwargs": (
-        HEAD + '"chat_template_kwargs": {"chat_template": "{{ x }}"}}',
-        "chat_template_kwargs.chat_template",
-    ),
-    "kwargs as text": (HEAD + '"chat_template_kwargs": "x"}', "chat_template_kwargs"),
-    "pickled embeddings": (HEAD + '"prompt_embeds": "gASV"}', "prompt_embeds"),
-    "another request's id": (HEAD + '"request_id": "x"}', "request_id"),
-    "link-local image": (_image("http://169.254.169.254/latest"), "image_url"),
-    "https image": (_image("https://example.org/a.png"), "image_url"),
-    "file image": (_image("file:///etc/passwd"), "image_url"),
-    "userinfo trick": (_image("http://a\\@b/"), "image_url"),
     "upper-case scheme": (_image("HTTP://a/"), "image_url"),
     "data URL that is not an image": (_image("data:text/html,x"), "image_url"),
-    "video": (
-        '{"model":"m","messages":[{"role":"user","content":[{"type":"video_url",'
-        '"video_url":{"url":"data:video/mp4;base64,AAAA"}}]}]}',
-        "video_url",
-    ),
     "short form without type": (
         '{"model":"m","messages":[{"role":"user","content":[{"image_url":"http://x"}]}]}',
         "messages[0].content[0]",
@@ -93,20 +56,8 @@ BAD: dict[str, tuple[str, str | None]] = {
     "no model": ('{"messages": []}', "model"),
     "model is a number": ('{"model": 3, "messages": []}', "model"),
     "no messages": ('{"model": "m", "messages": []}', "messages"),
-    "messages of text": ('{"model": "m", "messages": ["x"]}', "messages[0]"),
     "stream as text": (HEAD + '"stream": "true"}', "stream"),
 }
-
-
-@pytest.mark.parametrize("form", ["bytes", "bytes_only", "hex", 7, ["float"]])
-def test_embeddings_come_in_forms_that_clients_get(form: object) -> None:
-    """Of `bytes` an engine says in one header where each input is: with 2,000 of them it was taken for dead."""
-    body = {"model": "m", "input": ["a"] * 600}
-    with pytest.raises(HttpError) as caught:
-        check_body(EMBEDDINGS, orjson.dumps({**body, "encoding_format": form}), LIMITS)
-    assert caught.value.param == "encoding_format"
-    for known in ("float", "base64", None):
-        check_body(EMBEDDINGS, orjson.dumps({**body, "encoding_format": known}), LIMITS)
 
 
 async def test_bad_bodies_get_400_and_the_engine_never_hears_of_them(box: Box) -> None:
@@ -121,12 +72,6 @@ async def test_bad_bodies_get_400_and_the_engine_never_hears_of_them(box: Box) -
     assert box.engines["e0"].requests == []
     await wire.send(head.encode() + b"Content-Length: 57\r\n\r\n" + orjson.dumps(chat()))
     assert (await wire.response()).status == 200
-
-
-@pytest.mark.parametrize("kind", ["gzip", "zstd", "br"])
-async def test_compressed_bodies_are_refused(box: Box, kind: str) -> None:
-    response = await box.ask("POST", "/v1/chat/completions", b"\x1f\x8b", headers=f"Content-Encoding: {kind}\r\n")
-    assert response.status == 415 and response.error["code"] == "unsupported_content_encoding"
 
 
 def test_other_routes_have_their_own_inputs() -> None:
@@ -179,8 +124,7 @@ def test_good_bodies_pass(route: Any, data: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("place", ["part", "part without data", "odd part", "inner", "embeddings", "responses"])
 def test_no_part_names_what_an_engine_keeps_of_pictures(place: str) -> None:
-    """vLLM takes a part's `uuid` as the name of what it made of the picture, for all owners: by another's name one was
-    answered for another's picture."""
+    """vLLM caches a picture under its part's `uuid` for all owners."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
     if place == "part without data":
         part["image_url"] = None
@@ -199,17 +143,6 @@ def test_no_part_names_what_an_engine_keeps_of_pictures(place: str) -> None:
     assert caught.value.code == "unsupported_parameter" and "`uuid`" in str(caught.value.message)
 
 
-def test_turns_of_a_conversation_begin_alike_without_a_system_prompt_and_behind_a_long_one() -> None:
-    def checked(*messages: dict[str, str]) -> Checked:
-        return check_body(CHAT, orjson.dumps({"model": "m", "messages": messages}), LIMITS)
-
-    first, answer, more = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "b")))
-    assert checked(first).prefix == checked(first, answer, more).prefix
-    long = {"role": "system", "content": "s" * 100_000}
-    assert checked(long, first).conversation == checked(long, first, answer, more).conversation
-    assert checked(long, first).conversation != checked(long, more).conversation
-
-
 @pytest.mark.parametrize(
     ("route", "more", "fits"),
     [
@@ -218,8 +151,6 @@ def test_turns_of_a_conversation_begin_alike_without_a_system_prompt_and_behind_
         (COMPLETIONS, {"prompt": "x" * 2000}, False),
         (COMPLETIONS, {"prompt": "x" * 20_000, "truncate_prompt_tokens": 5}, True),
         (COMPLETIONS, {"prompt": "x" * 30_000, "truncate_prompt_tokens": 5}, False),
-        (COMPLETIONS, {"prompt": ["x" * 1000] * 5}, True),
-        (COMPLETIONS, {"prompt": [7] * 500}, True),
         (COMPLETIONS, {"prompt": [[7] * 500] * 5}, True),
         (EMBEDDINGS, {"input": ["x" * 1000, "x" * 2000]}, False),
         (RESPONSES, {"input": "x" * 2000, "truncation": "auto"}, True),
@@ -243,7 +174,6 @@ def test_call_with_a_url_among_its_arguments_is_not_remote_media() -> None:
 
 @pytest.mark.parametrize("route", [path for path in REQUESTS if resolve(b"POST", path.encode())])
 def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> None:
-    """A list as role was asked of a set: a TypeError, which the client saw as a 500."""
     found = resolve(b"POST", route.encode())
     for body in (*REQUESTS[route], {"messages": [{"role": "user", "content": "a"}]}):
         for place in places(body):
@@ -257,14 +187,11 @@ def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> No
 
 
 def test_no_argument_of_the_function_that_renders_templates_comes_from_a_request() -> None:
-    """`padding` and `max_length` there let 200 bytes pad a prompt to any length, and end the engine's process."""
     import inspect
 
     from transformers import PreTrainedTokenizerBase
 
     arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    unjudged = set(arguments) - NOT_FOR_TEMPLATES - {"kwargs"}
-    assert not unjudged, "an argument that nobody has judged"
     for name in set(arguments) - {"kwargs"}:
         with pytest.raises(HttpError) as caught:
             check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"{name}": true}}}}').encode(), LIMITS)

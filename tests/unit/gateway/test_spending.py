@@ -15,9 +15,7 @@ from appliance.gateway.access.request import KeyUse, OwnerUse, Tokens
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
-from .upstreams import Reply, UpstreamRequest, chat_answer, sends
-
-# --- the bucket
+from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
 
 def limited(requests: int | None, tokens: int | None) -> KeyUse:
@@ -32,9 +30,6 @@ def test_a_minutes_worth_at_once_then_as_it_refills():
     refused = allowance.take(1, 1, 0.0)
     assert refused == ("requests", 60, pytest.approx(1.0))
     assert allowance.take(1, 1, 0.5) is not None and allowance.take(1, 1, 1.0) is None
-
-
-# --- through the gateway
 
 
 async def test_requests_by_the_minute(box: Box) -> None:
@@ -57,18 +52,14 @@ async def test_a_used_up_quota_says_which_it_is_and_when_it_is_renewed(box: Box)
     box.limit(spent_until_s=time.time() + 3600, spent_quota="1,000 tokens a day")
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
-    assert "its quota of 1,000 tokens a day. It is renewed at" in response.error["message"]
+    assert "1,000 tokens a day" in response.error["message"]
     assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
     box.limit(spent_until_s=time.time() - 1)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
 async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start) -> None:
-    """What an answer costs is known at its end: with 64 requests of eight choices at once a key of 500 tokens a day was
-    given 64 answers of eight, and could have been given 1,536."""
-    box = await start_box()
-    await box.engine("e0", hang)
-    box.serve("m", "e0")
+    box = await start_box(engine=hangs)
     box.limit(quota=500)
     wires = [await box.connect() for _ in range(4)]
     asked = chat(max_tokens=100, n=2)
@@ -145,16 +136,9 @@ def test_usage_is_found_in_every_shape(body, expected):
     assert (tokens.prompt, tokens.completion) == expected
 
 
-# --- what is used is billed, and what is refused is counted
-
-
 def taken(box: Box) -> dict[str, Any]:
     (row,) = box.state.spending.take_sums()
     return row
-
-
-async def hang(request: UpstreamRequest, reply: Reply) -> None:
-    await asyncio.Event().wait()
 
 
 async def engine_has(box: Box, number: int) -> None:
@@ -164,18 +148,16 @@ async def engine_has(box: Box, number: int) -> None:
 async def leave(box: Box, body: dict[str, Any]) -> None:
     """Ask, and leave once the engine has the request."""
     number = len(box.engines["e0"].requests) + 1
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", body))
+    wire = await box.send("POST", "/v1/chat/completions", body)
     await engine_has(box, number)
     wire.close()
     await box.until(lambda: not box.state.exchanges)
 
 
-@pytest.mark.parametrize("said", [1, 2**64 - 1])
+@pytest.mark.parametrize("said", [2**64 - 1])
 @pytest.mark.parametrize("whole", [True, False])
 async def test_what_a_request_says_of_itself_is_not_what_it_costs(box: Box, said: int, whole: bool) -> None:
-    """Events of /v1/responses repeat its tools: a prompt cost what stood in a schema, and one of 2^64 - 1 tokens kept
-    everybody's usage from being written."""
+    """Events of /v1/responses repeat its tools, whose schemas may hold a `usage`."""
     schema = {"type": "object", "usage": {"input_tokens": said, "output_tokens": said}}
     tools = [{"type": "function", "name": "f", "parameters": schema}]
     begun = {"id": "resp_1", "object": "response", "status": "in_progress", "tools": tools, "usage": None}
@@ -189,8 +171,7 @@ async def test_what_a_request_says_of_itself_is_not_what_it_costs(box: Box, said
         told.append(b"event: response.completed\ndata: %b\n\n" % last)
     box.engines["e0"].script = sends(*told, ends=whole)
     asked = {"model": "m", "input": "word " * 2000, "stream": True, "tools": tools}
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/responses", asked))
+    wire = await box.send("POST", "/v1/responses", asked)
     if whole:
         await wire.response()
     else:
@@ -205,7 +186,6 @@ async def test_what_a_request_says_of_itself_is_not_what_it_costs(box: Box, said
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 async def test_an_answer_too_long_to_be_kept_is_paid_for(start_box: Start, path: str) -> None:
-    """Its completion was free: only what was sent whole, or as a stream, was asked for its usage."""
     box = await start_box(limits={"buffered_response_bytes": 1000, "stored_response_bytes": 1000})
     text = "w" * 3000
 
@@ -241,35 +221,12 @@ async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     assert {row["key"] for row in rows.values()} == {"key_all"}
 
 
-# --- bounds of one owner
-
-
 def use_of(box: Box, key: str) -> OwnerUse:
     return box.state.spending.use_of(box.state.keys[hashlib.sha256(key.encode()).hexdigest()]).owner
 
 
-async def test_the_bodies_of_one_owner_do_not_fill_the_memory_for_all(start_box: Start) -> None:
-    box = await start_box(limits={"owner_body_bytes": 3000})
-    await box.engine("e0")
-    box.serve("m", "e0")
-    slow = await box.connect()
-    await slow.send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500)[:-100])
-    use = use_of(box, KEY)
-    await box.until(lambda: use.body_bytes > 2000)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(user="x" * 1000)))
-    assert (await wire.response()).status == 429
-    other = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000), key="sk-test-inference")
-    assert other.status == 200
-    slow.close()
-    await box.until(lambda: use.body_bytes == 0)
-
-
 async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
-    """Three keys of one owner once had all memory for bodies, and two all places of those who wait for a model."""
-    box = await start_box(limits={"owner_requests": 2, "owner_body_bytes": 3000})
-    await box.engine("e0", hang)
-    box.serve("m", "e0")
+    box = await start_box(limits={"owner_requests": 2, "owner_body_bytes": 3000}, engine=hangs)
     for key in ("sk-test-inference", "sk-test-tuning"):
         box.limit(key, owner="ann", scopes=["inference"])
     first, second = "sk-test-inference", "sk-test-tuning"
@@ -287,11 +244,11 @@ async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> 
     await box.until(lambda: use_of(box, first).body_bytes > 2000)
     large = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000), key=second)
     assert large.status == 429 and "bytes" in large.error["message"]
+    other = asyncio.ensure_future(box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000)))
+    await engine_has(box, 3)  # another owner's goes through
+    other.cancel()
     wires[2].close()
     await box.until(lambda: use_of(box, first).body_bytes == 0)
-
-
-# --- prefix caches do not tell
 
 
 async def test_every_owner_has_a_salt_of_its_own_on_every_route(box: Box) -> None:

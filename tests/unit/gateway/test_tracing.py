@@ -8,7 +8,7 @@ import pytest
 
 from tests.front.collector import Collector, attributes, running_collector
 
-from .conftest import Box, Start, chat, request_bytes
+from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, answer_chat
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -27,8 +27,7 @@ async def held_then_died_once(box: Box, headers: str) -> None:
 
     await box.engine("e0", dies)
     box.serve("m", e0="draining")
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), headers=headers))
+    wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), headers=headers)
     await box.until(lambda: box.state.holds.held("m") == 1)
     box.serve("m", "e0")
     assert b"[DONE]" in (await wire.response()).body
@@ -75,9 +74,7 @@ async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Coll
 async def test_a_request_without_a_trace_begins_one_and_an_unsampled_one_is_not_exported(
     start_box: Start, collector: Collector
 ) -> None:
-    box = await start_box(otlp_endpoint=collector.url)
-    await box.engine("e0")
-    box.serve("m", "e0")
+    box = await start_box(otlp_endpoint=collector.url, engine=answer_chat)
     await box.ask("POST", "/v1/chat/completions", chat())
     await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: 00-{TRACE}-{PARENT}-00\r\n")
     await box.gateway.stop(0)

@@ -173,18 +173,36 @@ def chat_answer(text: str = "hello") -> dict[str, Any]:
     }
 
 
-def sends(*events: bytes, ends: bool = True) -> Script:
-    """An engine that answers with these parts of a stream; if it does not end it, it says nothing more."""
+def sends(*events: bytes, ends: bool = True, go_on: asyncio.Event | None = None) -> Script:
+    """An engine that answers with these parts of a stream. ends: else it says nothing more. go_on: awaited after the
+    first part."""
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
-        for event in events:
+        for number, event in enumerate(events):
+            if number == 1 and go_on is not None:
+                await go_on.wait()
             await reply.chunk(event)
         if not ends:
             await asyncio.Event().wait()
         await reply.end()
 
     return script
+
+
+def gives(data: Any, status: int = 200, headers: str = "") -> Script:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json(data, status, headers)
+
+    return script
+
+
+async def dies(request: UpstreamRequest, reply: Reply) -> None:
+    reply.die()
+
+
+async def hangs(request: UpstreamRequest, reply: Reply) -> None:
+    await asyncio.Event().wait()
 
 
 async def answer_chat(request: UpstreamRequest, reply: Reply) -> None:
