@@ -105,21 +105,6 @@ def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(templa
         assert text.startswith(prompt) and text[len(prompt) :] == runs[-1]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENS, RETURNS, NO_END])
-def test_encode_of_words_that_stand_in_the_question_trains_the_answer(template):
-    talk = [{"role": "user", "content": "Answer yes or no"}, {"role": "assistant", "content": "yes"}]
-    encoder = encoder_of(template, "<|return|>", "<|user|>")
-    for text in trained(encoder, {"messages": talk * 2}):
-        assert "Answer" not in text and "yes" in text
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENS])
-def test_encode_with_weight_zero_leaves_the_answer_out(template):
-    messages = [dict(m) for m in TALK["messages"]]
-    messages[4]["weight"] = 0
-    assert trained(ChatEncoder(tokenizer(template)), {"messages": messages}) == [GOOD]
-
-
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
 def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
     talk = {"messages": [dict(message) for message in TALK["messages"]]}
@@ -148,37 +133,10 @@ CALLED = {
         {"role": "assistant", "content": "it is 2"},
     ]
 }
-# As DeepSeek's: adds arguments to a text, and writes a call only of a message whose content is none.
-ADDS = (
-    BEGIN + "{% if m['content'] is none %}{% for call in m['tool_calls'] %}{{ call['function']['name'] }} "
-    "{{ '' + call['function']['arguments'] }}{% endfor %}{% else %}{{ m['content'] }}{% endif %}" + END
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "call"),
-    [
-        (CHATML, '<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>'),
-        (ADDS, 'add {"a": 1}<|im_end|>'),
-        # A template that never mentions tools is shown them.
-        (
-            BEGIN + "{{ m['content'] or '' }}" + END,
-            '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
-        ),
-    ],
-)
-def test_encode_trains_calls_as_the_template_writes_them(template, call):
-    assert trained(ChatEncoder(tokenizer(template)), CALLED) == [call, "it is 2<|im_end|>"]
-
-
-def test_encode_of_two_results_under_a_template_of_alternating_roles():
-    alternates = (
-        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('alternate') }}{% endif %}{% endfor %}" + BEGIN + "{{ m['content'] }}" + END
-    )
-    call, result = CALLED["messages"][1], CALLED["messages"][2]
-    messages = [QUESTION, {**call, "tool_calls": [CALL, CALL]}, result, result, CALLED["messages"][3]]
-    assert trained(ChatEncoder(tokenizer(alternates)), {"messages": messages})[-1] == "it is 2<|im_end|>"
+NO_ARGUMENTS = {**CALL, "function": {"name": "add", "arguments": "{}"}}
+SAYS_IT_CALLS = {
+    "messages": [QUESTION, {"role": "assistant", "content": "I add.", "tool_calls": [NO_ARGUMENTS]}],
+}
 
 
 # As gpt-oss's: results are JSON, and a thought before a call is dropped once the call is answered.
@@ -201,21 +159,6 @@ def test_encode_of_equal_calls_and_results_trains_no_result(result):
     ]
 
 
-def test_encode_trains_the_first_of_two_ends_side_by_side():
-    both = BEGIN + "{{ m['content'] }}{% if loop.last %}<|im_end|><|pad|>{% else %}<|im_end|>{% endif %}{% endfor %}"
-    encoder = encoder_of(both + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    assert trained(encoder, TALK) == [GOOD, BYE]
-
-
-def test_encode_under_a_template_that_always_asks_ends_with_the_end_of_text():
-    asks = BEGIN + "<|open|>{{ m['content'] }}<|shut|><|im_end|>\n{% endfor %}<|im_start|>assistant\n<|muse|>"
-    encoder = encoder_of(asks, "<|open|>", "<|shut|>", "<|muse|>")
-    assert [text[-19:] for text in trained(encoder, TALK)] == [
-        "lo, fox<|shut|><|im_end|>"[-19:],
-        "od bye<|shut|><|im_end|>"[-19:],
-    ]
-
-
 def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
     goes_on = (
         BEGIN + "{% for c in m.tool_calls or [] %}{{ c.function.name }} "
@@ -227,13 +170,6 @@ def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end
     assert trained(encoder, {"messages": [QUESTION, call]}) == ['add {"a": 1}<|im_end|>']
     with pytest.raises(BadRecord, match=r"text in messages\[1\]"):
         encoder.encode({"messages": [QUESTION, {**call, "content": "I add."}]})
-
-
-def test_encode_under_a_template_for_tools_alone_ends_each_turn_once():
-    tools = [{"type": "function", "function": {"name": "lookup"}}]
-    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + BEGIN + "{{ m['content'] }}" + END
-    strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + template
-    assert trained(ChatEncoder(tokenizer(strict)), {**TALK, "tools": tools}) == [GOOD, BYE]
 
 
 def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
@@ -264,17 +200,6 @@ def test_encode_counts_examples_whose_tools_the_template_leaves_out():
         assert encoder.n_without_tools == count
 
 
-def test_encode_of_a_call_that_only_the_text_names_is_refused():
-    message = {
-        "role": "assistant",
-        "content": "I add.",
-        "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{}"}}],
-    }
-    template = "{# knows no tool_calls #}" + BEGIN + "{{ m['content'] }}" + END
-    with pytest.raises(BadRecord, match="a call of 'add'"):
-        ChatEncoder(tokenizer(template)).encode({"messages": [QUESTION, message]})
-
-
 def test_encode_of_ids_that_the_template_refuses_shortens_them():
     """As Mistral's: an id has nine letters."""
     checks = (
@@ -294,6 +219,7 @@ def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
 @pytest.mark.parametrize(
     ("template", "example", "reason"),
     [
+        ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] }}" + END, SAYS_IT_CALLS, "a call of 'add'"),
         ("{{ raise_exception('no tools here') }}", TALK, "no tools here"),
         ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
@@ -315,7 +241,6 @@ def test_encoder_of_a_model_without_a_template_is_refused():
 
 
 def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
-    """A token of both prompt and answer would leave the model in a context that no engine asks in."""
     words = tokenizer(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -325,38 +250,9 @@ def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
     asked = {"messages": [QUESTION, answer]}
     ((ids, mask),) = encoder.encode(asked)
     prompt = encoder.prompt({"messages": [QUESTION]})
-    assert ids[: len(prompt)].tolist() == prompt.tolist() and mask.tolist() == [
-        n >= len(prompt) for n in range(len(ids))
-    ]
+    assert ids[: len(prompt)].tolist() == prompt.tolist()
+    assert mask.tolist() == [n >= len(prompt) for n in range(len(ids))]
     assert words.decode(ids[len(prompt) :]) == "the quick brown fox<|im_end|>"
-
-
-def test_rows_in_the_older_form_of_calls_become_tool_calls():
-    row = {
-        "messages": [
-            {"role": "user", "content": "Look x up."},
-            {"role": "assistant", "content": None, "function_call": {"name": "lookup", "arguments": '{"q": "x"}'}},
-            {"role": "function", "name": "lookup", "content": "found"},
-            {"role": "assistant", "content": "It is found."},
-        ],
-        "functions": [{"name": "lookup", "parameters": {}}],
-    }
-    chat = to_chat(row)
-    assert chat["tools"] == [{"type": "function", "function": row["functions"][0]}]
-    call, answer = chat["messages"][1:3]
-    assert call["tool_calls"][0] == {
-        "id": "call_1",
-        "type": "function",
-        "function": row["messages"][1]["function_call"],
-    }
-    assert (answer["role"], answer["tool_call_id"]) == ("tool", "call_1")
-    with pytest.raises(BadRecord, match="both 'tools' and 'functions'"):
-        to_chat(row | {"tools": chat["tools"]})
-
-
-def test_an_example_has_so_many_messages():
-    with pytest.raises(BadRecord, match="has 8193 messages, at most 8192"):
-        to_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -370,7 +266,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path, nested
     shown = [{"role": "user", "content": "What is on <picture>?"}, {"role": "assistant", "content": "a fox"}]
     for encode in (encoder.encode, encoder.prompt):
         encode({"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a fox"}]})
-        with pytest.raises(BadRecord, match=rf"token '<picture>' \({known}\).*the model, with {known} of them"):
+        with pytest.raises(BadRecord, match="<picture>"):
             encode({"messages": shown})
     ChatEncoder(words).encode({"messages": shown})
     assert vocabulary_of(tmp_path / "none") is None

@@ -5,11 +5,7 @@ import json
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from train.data.check import (
-    MAX_COUNTED_ERRORS,
-    MAX_LISTED_ERRORS,
-    check_training_file,
-)
+from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
 from train.data.formats import BadRecord
 from train.data.prompts import prompt
 from train.methods.methods import METHODS
@@ -46,27 +42,16 @@ def test_lists_lines_with_reasons(tmp_path):
     report = check_training_file(path)
     assert (report.shape, report.n_examples, report.n_errors, report.ok) == ("chat", 1, 11, False)
     lines = {line: reason for line, reason in report.errors}
-    expected = {
-        2: "not valid JSON",
-        3: "nothing to learn",
-        4: "'robot'; expected one of",
-        5: "without text",
-        7: "weight is 1",
-        8: "weight 0",
-        9: "shape 'alpaca'",
-        10: "only text",
-        11: "not valid JSON",
-        12: "'messages' must be a list",
-        13: "is a list",
-    }
-    assert lines.keys() == expected.keys()
-    for line, part in expected.items():
+    assert lines.keys() == {2, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13}
+    for line, part in {2: "JSON", 4: "'robot'", 7: "weight", 9: "'alpaca'", 10: "text", 12: "'messages'"}.items():
         assert part in lines[line], (line, lines[line])
 
 
 def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
-    report = check_training_file(write(tmp_path / "f.jsonl", *["1"] * 1000))
-    assert report.n_errors == 1000 and len(report.errors) == MAX_LISTED_ERRORS
+    for lines, counted in ((1000, 1000), (MAX_COUNTED_ERRORS + 5, MAX_COUNTED_ERRORS)):
+        (tmp_path / "f.jsonl").write_bytes(b"1\n" * lines)
+        report = check_training_file(tmp_path / "f.jsonl")
+        assert report.n_errors == counted and len(report.errors) == MAX_LISTED_ERRORS
 
 
 @pytest.mark.parametrize(
@@ -135,46 +120,26 @@ def test_tools_survive_and_are_checked(tmp_path):
     "content, reason",
     [
         (b"", "no examples"),
-        (b"\n \n", "no examples"),
         (b"\xff\xfe{\x00}\x00", "UTF-16"),
         (b"\x1f\x8b\x08\x00", "gzip -dc FILE"),
         (b"PAR1\x15\x04", "pd.read_parquet"),
-        (b"ARROW1\0\0", "pd.read_feather"),
-        (b"\xff\xff\xff\xff\x80\0", "datasets.Dataset.from_file"),
-        (b"\xfd7zXZ\0\0", "xz -dc FILE"),
-        (b"BZh91AY", "bzip2 -dc FILE"),
         (b"\x28\xb5\x2f\xfd\0", "zstd -dc FILE"),
-        (b"PK\x03\x04 train.jsonl", "unzip -p FILE"),
         (b"PK\x03\x04 xl/workbook.xml", "pd.read_excel"),
-        (b"SQLite format 3\0", "sqlite3 -json FILE"),
-        (b"\0" * 257 + b"ustar", "tar -xOf FILE"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        (b"<!DOCTYPE html><html>", "HTML"),
         ("[{}]".encode("utf-16-le"), "iconv -f utf-16le"),
         (b"a\tb\n1\t2\n", "sep='\\t'"),
-        (b"[" * 900 + b"]" * 900, "deeper than 64"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
-        (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "not valid JSON"),
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "100001 brackets"),
-        (b'[{"messages": "' + b"a" * 5000 + b'"}]', "5015 bytes long"),
         (b'{"messages": "' + b"a" * 5000 + b'"}', "5016 bytes long"),
-        (b'[{"messages": "' + b"\\" * 900, "is not valid JSON"),
-        (b'[{"a": 1}', "is not valid JSON"),
         (b'[{"a": 1}] x', "is not valid JSON"),
-        (b"[1, 2]", "expected a JSON object"),
-        (b'[{"prompt": "a", "completion": "b"}]\n' * 2, "is a list"),
         (b'{"messages": "\x81"}', "iconv -f ENCODING -t utf-8"),
         ('{"messages": "你是谁"}'.encode("gbk"), "gb18030"),
         (b"prompt,completion\na,b\n", "pd.read_csv('FILE')"),
-        (b"prompt\na\n", "expected one example in braces on each line, not a table (CSV)"),
         (b'{"messages": Infinity}', "Infinity"),
         (b"{'messages': [{'role': 'user'}]}", "as Python prints it"),
-        (b'{"messages": None}', "as Python prints it"),
-        ("{“messages”: 1}".encode(), "curly quotes"),
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
         (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
-        (b'{"prompt": "a\\u003a", "completion": "b", "completion": "c"}', "the key 'completion' twice"),
         (b'{"messages": [{"role": "user", "content": "a", "content": "b:"}]}', "the key 'content' twice"),
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
         (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),
@@ -238,15 +203,12 @@ PROMPT = PAIR["input"]
 @pytest.mark.parametrize("method", [None, "supervised", "dpo", "reinforcement"])
 @pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
 def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, odd, method):
-    """A file of chats that began with two lines of another method was refused for each of the good ones."""
     source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
     how = {} if method is None else {"convert": METHODS[method].convert, "refuses": METHODS[method].refuses}
     report = check_training_file(source, chat_path=tmp_path / "out", **how)
     mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
     if mine is odd:
         assert [line for line, _ in report.errors] == list(range(3, 13))
-        said = {reason for _, reason in report.errors}
-        assert all(f"the method {method!r} wants" in one for one in said)
     elif (method, odd) == ("dpo", PROMPT):
         assert report.ok and report.shape == "chat" and METHODS["dpo"].refuses("chat"), "of the whole file"
         return
@@ -255,17 +217,10 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
     assert not (tmp_path / "out").exists() and not report.ok
 
 
-def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):
-    source = tmp_path / "f"
-    source.write_bytes(b"1\n" * (MAX_COUNTED_ERRORS + 5))
-    assert check_training_file(source).n_errors == MAX_COUNTED_ERRORS
-
-
 @pytest.mark.parametrize(
     ("given", "says"), [({"answer": "x" * (1 << 20)}, "bytes long"), ({"answer": [[]] * 10_000}, "brackets and commas")]
 )
 def test_what_a_grader_sees_of_a_prompt_is_bounded(given: dict, says: str):
-    """64 of them come at once to whoever grades, and serves others."""
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     with pytest.raises(BadRecord, match=says):
         prompt({**asked, **given})

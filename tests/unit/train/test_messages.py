@@ -22,9 +22,7 @@ def call(identity: str, line: int, name: str = "gauge") -> dict:
         {"tool_calls": [call("call_1", 3)]},
         {"tool_calls": json.dumps([call("call_1", 3)])},
         {"tool_calls": [{"name": "gauge", "arguments": {"line": 3}}]},
-        {"tool_calls": [{"function": {"name": "gauge", "parameters": {"line": 3}}}]},
         {"function_call": {"name": "gauge", "arguments": '{"line": 3}'}},
-        {"function_call": [{"name": "gauge", "arguments": {"line": 3}}]},
     ],
 )
 @pytest.mark.parametrize("result", [{"tool_call_id": "call_1"}, {"name": "gauge"}, {}])
@@ -68,7 +66,7 @@ def test_read_messages_finds_the_call_of_a_result_by_its_name():
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "training"])
-@pytest.mark.parametrize("off", [0, 0.0, False])
+@pytest.mark.parametrize("off", [0, False])
 def test_read_messages_takes_every_name_of_a_weight(key, off):
     turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
     assert [message.get("weight") for message in read_messages(turns)] == [None, 0]
@@ -94,8 +92,6 @@ def test_read_messages_takes_reasoning_and_refusals():
     [
         [{"type": "function", "function": TOOL}],
         [TOOL],
-        [TOOL | {"type": "function"}],
-        [json.dumps(TOOL)],
         json.dumps([TOOL]),
     ],
 )
@@ -111,13 +107,11 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     "record",
     [
         {"messages": [ASK, ANSWER], "system": "Be brief."},
-        {"messages": [SYSTEM, ASK, ANSWER], "system": "Be brief. "},
         {"conversation": [{"from": "human", "value": "3?"}, {"from": "gpt", "value": "12"}], "system": "Be brief."},
         {"conversations": [ASK, ANSWER], "system_prompt": "Be brief."},
         {"prompt": "3?", "completion": "12", "system": "Be brief."},
         {"prompt": [ASK], "completion": [ANSWER], "system": "Be brief."},
         {"question": "3?", "response": "12", "system_prompt": "Be brief."},
-        {"query": "3?", "response": "12", "system": "Be brief."},
         {"instruction": "3?", "output": "12", "system": "Be brief.", "input": None},
     ],
 )
@@ -136,7 +130,7 @@ def test_calls_of_a_query_are_calls():
     assert to_chat(record, "query_calls")["messages"][1]["tool_calls"] == [call("call_1", 3)]
 
 
-@pytest.mark.parametrize("label", [True, 0, 1.0, "good", "Rejected"])
+@pytest.mark.parametrize("label", [True, "good"])
 def test_unpaired_preferences_are_refused_by_name(label):
     for record in ({"messages": [ASK, ANSWER]}, {"prompt": "3?", "completion": "12"}):
         with pytest.raises(BadRecord, match="has 'label': a mark of good and bad answers"):
@@ -160,6 +154,7 @@ def test_left_out_names_keys_of_turns_parts_and_calls():
 
 def test_parse_makes_a_record_of_a_bare_list_of_messages():
     assert parse(json.dumps([ASK, ANSWER]).encode()) == {"messages": [ASK, ANSWER]}
+    assert parse(json.dumps({"messages": json.dumps([ASK, ANSWER])}).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
     assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
 
@@ -181,25 +176,22 @@ def test_arguments_under_every_name_are_an_object(given, key):
     assert made[1]["tool_calls"] == [call("call_1", 3)]
 
 
-@pytest.mark.parametrize("given", [[1], [], 3, "[1]", "3", '"a"'])
+@pytest.mark.parametrize("given", [[1], 3, "[1]"])
 def test_arguments_that_are_not_an_object_are_refused(given):
     with pytest.raises(BadRecord, match="'gauge'"):
         read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
 
 
-@pytest.mark.parametrize("key", ["tool_responses", "masked", "prefix", "partial"])
-def test_turn_keys_that_change_what_is_trained_are_refused(key):
-    with pytest.raises(BadRecord, match=key):
-        read_messages([ASK, ANSWER | {key: True}])
+def test_keys_that_change_what_is_trained_are_refused():
+    for key in ("tool_responses", "masked", "prefix", "partial"):
+        with pytest.raises(BadRecord, match=key):
+            read_messages([ASK, ANSWER | {key: True}])
+    for key in ("loss_mask", "masked", "tool_defs", "available_tools"):
+        with pytest.raises(BadRecord, match=key):
+            to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
 
 
-@pytest.mark.parametrize("key", ["loss_mask", "masked", "tool_defs", "available_tools"])
-def test_row_keys_that_change_what_is_trained_are_refused(key):
-    with pytest.raises(BadRecord, match=key):
-        to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
-
-
-@pytest.mark.parametrize("key", ["choices", "options", "opa", "passage", "documents"])
+@pytest.mark.parametrize("key", ["choices", "opa", "documents"])
 @pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}])
 def test_to_chat_of_a_question_without_its_choices_or_texts_is_refused(row, key):
     with pytest.raises(BadRecord, match=key):
@@ -220,14 +212,6 @@ def test_to_chat_reads_a_thought_beside_its_answer(key):
 
 
 def test_to_chat_writes_a_result_that_is_an_object_as_json():
-    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
-    result = {"role": "tool", "content": {"n": 1}}
-    made = to_chat(
-        {"messages": [{"role": "user", "content": "a"}, call, result, {"role": "assistant", "content": "b"}]}
-    )
+    calls = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    made = to_chat({"messages": [ASK, calls, {"role": "tool", "content": {"n": 1}}, ANSWER]})
     assert made["messages"][2]["content"] == '{"n": 1}'
-
-
-def test_parse_reads_turns_that_are_json_text():
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert parse(json.dumps({"messages": json.dumps(turns)}).encode()) == {"messages": turns}

@@ -5,19 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, plan_packs
 from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
-from train.plan.spec import MOST_VERSIONS, TrainSpec
+from train.plan.spec import MOST_VERSIONS
 from train.trainer.feed import DataFeed
-
-SPEC = {
-    "job_id": "j",
-    "base_path": "/b",
-    "train_path": "/t",
-    "run_dir": "/r",
-    "shm_root": "/s",
-    "output_model": "m",
-}
 
 
 def test_warm_up_then_cosine_to_the_floor():
@@ -50,7 +42,7 @@ def test_validations_follow_epochs_or_an_interval_and_always_the_end():
 
 
 def test_a_run_that_publishes_its_best_makes_no_more_versions_than_one_that_publishes_epochs():
-    best = TrainSpec(**SPEC, publish="best", valid_path="v", eval_interval=1, device_kind="cpu")
+    best = host_spec(publish="best", valid_path="v", eval_interval=1)
     for packs in (3, 50, 51, 99, 10_001):
         plan = StepPlan(packs, 1, 1, 3, seed=0)
         steps = range(1, plan.total_steps + 1)
@@ -58,7 +50,7 @@ def test_a_run_that_publishes_its_best_makes_no_more_versions_than_one_that_publ
         assert told[-1] == plan.total_steps and len(told) <= MOST_VERSIONS
     plan = StepPlan(100, 1, 1, 1, seed=0)
     assert plan.apart(7, MOST_VERSIONS) == 7 and plan.apart(0, MOST_VERSIONS) == 0
-    assert TrainSpec(**SPEC, eval_interval=1, device_kind="cpu").most_validations is None
+    assert host_spec(eval_interval=1).most_validations is None
 
 
 def test_packs_hold_every_example_once_and_are_nearly_full():
@@ -120,7 +112,6 @@ def test_a_row_restarts_positions_and_learns_nothing_across_examples():
     ("n_packs", "n_epochs", "batch", "micro"), [(1, 1, 2, 1), (3, 1, 4, 2), (5, 3, 8, 2), (4, 2, 4, 1)]
 )
 def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs, batch, micro):
-    """Of a single row of pairs a step of two counted each pair twice, and nothing said so."""
     plan = StepPlan(n_packs, batch, micro, n_epochs, seed=1)
     row = Row(*[np.zeros(0)] * 4, (), (), 0)
     laid, denominators = [], 0

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from runtime.devices.cpu import Cpu
-from train.state import copies, staging
+from train.state import staging
 from train.state.staging import StagingRing
-from weights.format.layout import Layout, TensorSpec
-from weights.format.slices import Strided
-from weights.memory.store import WeightStore
 
 
 class LateBuffer(torch.Tensor):
@@ -75,30 +72,3 @@ def test_a_failed_copy_is_raised_and_no_thread_is_left():
     with pytest.raises(OSError, match="no space"), StagingRing(Late(), 8, fails) as ring:
         ring.to_host(torch.zeros(8), torch.ones(8))
     assert threading.active_count() == before
-
-
-def test_a_plan_copies_a_devices_tensors_through_the_ring(tmp_path, monkeypatch):
-    made = []
-
-    def late(device):
-        made.append(Late())
-        return made[-1]
-
-    monkeypatch.setattr(copies, "in_host_memory", lambda device: not copying)
-    monkeypatch.setattr(copies, "of_torch", late)
-    monkeypatch.setattr(copies, "_copy", lambda target, source: target.as_subclass(torch.Tensor).copy_(source))
-    monkeypatch.setattr(copies, "_PART_ELEMENTS", 1000)
-    copying = True
-    layout = Layout.plan([TensorSpec("a", "F32", (123, 77))])
-    ours = torch.randn(123 * 77)
-    whole = Strided(0, ours.numel(), ours.numel(), 1)
-    store = WeightStore(tmp_path / "store", budget_bytes=None)
-    with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
-        copies.write(draft, [("a", whole, ours)])
-        stored = draft.commit(meta={})
-    assert made and made[0].waits >= 9
-    was = ours.clone()
-    ours.zero_()
-    with store.lease(stored) as lease:
-        copies.read(lease, [("a", whole, ours.as_subclass(LateBuffer))])
-    assert torch.equal(ours, was)

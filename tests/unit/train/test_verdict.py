@@ -30,18 +30,13 @@ RISES = [2.0, 2.0, 2.1, 2.4, 2.8, 3.5, 4.0, 4.2, 5.0, 5.5, 6.0, 6.5]
         (FALLS, (), "learned"),
         (FALLS, (2.0, 1.2, 0.8, 0.6, 0.5), "generalises"),
         (FALLS, (2.0, 1.2, 0.9, 1.1, 1.4), "by_heart"),
-        (FALLS, (2.0, 2.1, 2.3, 2.6, 3.0), "by_heart"),
-        (FALLS, (2.0, 1.99, 2.0, 2.01, 1.98), "by_heart"),
         (FALLS_ON, (), "still_falling"),
-        (FALLS_ON, (3.0, 2.7, 2.4, 2.0, 1.5), "still_falling"),
         (FALLS_ON, (3.0, 2.7, 2.4, 2.2, 2.2), "generalises"),
         (FLAT, (), "did_not_move"),
-        (FLAT, (2.0, 2.0, 2.0, 2.0, 2.0), "did_not_move"),
         (RISES, (), "got_worse"),
         (FLAT, (2.0, 2.2, 2.4, 2.7, 3.0), "got_worse"),
         ([0.03] * 12, (), "learned"),
         (FALLS[:3], (), "too_short"),
-        ([None] * 12, (), "too_short"),
     ],
 )
 def test_verdict_follows_the_losses(losses, valid, code):
@@ -77,7 +72,6 @@ def pairs(margins, right, valid=None):
     ("margins", "right", "valid", "code"),
     [
         ([0.0] * 12, [0.0] * 12, None, "did_not_move"),
-        ([0.0001 * n for n in range(12)], [0.5] * 12, None, "did_not_move"),
         ([0.2 * n for n in range(12)], [1.0] * 12, None, "learned"),
         ([0.05 * n for n in range(12)], [0.7] * 12, None, "still_falling"),
         ([0.2 * n for n in range(12)], [1.0] * 12, 1.5, "generalises"),
