@@ -8,7 +8,6 @@ import pytest
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, checked, write
 from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
-from train.data_checks.repeats import grams, words_of
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -55,25 +54,13 @@ def test_duplicates_are_compared_after_conversion(tmp_path):
     assert [(one["line"], one["of"]) for one in found["first"]] == [(2, 1), (3, 1)]
 
 
-def test_report_of_pairs_has_their_shape_and_empty_answers(tmp_path):
+def test_report_has_the_shape_of_pairs_and_counts_keys_that_are_left_out(tmp_path):
     pairs = write(tmp_path / "p.jsonl", {"prompt": "Who?", "chosen": "I", "rejected": ""})
     report = checked(pairs)
     assert lines(report, "empty") == [1] and report["file"]["shape"] == "preference"
-
-
-def test_report_counts_keys_that_are_left_out(tmp_path):
     row = chat("Who is it?", "It is the nightingale.")
     path = write(tmp_path / "f.jsonl", {**row, "source": "x"}, {**row, "source": None, "id": 3})
     assert checked(path)["keys_left_out"] == {"id": 1, "source": 1}
-
-
-def test_array_and_windows_lines_are_read(tmp_path):
-    array = tmp_path / "a.json"
-    array.write_text(json.dumps([chat("a b c", "d e f"), chat("a b c", "d e f")], indent=1))
-    assert checked(array)["checks"]["duplicates"]["count"] == 1
-    crlf = tmp_path / "c.jsonl"
-    crlf.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(chat("a b c", "d e f")).encode() for _ in range(2)))
-    assert checked(crlf)["checks"]["duplicates"]["count"] == 1
 
 
 def test_template_of_a_validation_set_does_not_contaminate(tmp_path):
@@ -82,14 +69,6 @@ def test_template_of_a_validation_set_does_not_contaminate(tmp_path):
     train = write(tmp_path / "t.jsonl", *(chat(f"{template} {n} and {n + 5}", str(2 * n + 5)) for n in range(50)))
     assert checked(train, against=valid)["checks"]["contaminated"]["count"] == 0
     assert checked(valid, against=valid)["checks"]["contaminated"]["count"] == 50
-
-
-def test_words_in_scripts_without_spaces_are_characters():
-    assert len(words_of("我爱北京 ok, OK!")) == 6
-    assert len(words_of("")) == len(words_of("… — ，。!")) == 0
-    few = words_of("one two")
-    assert len(grams(few, 5)) == 1 and grams(few, 5)[0] == grams(few, 2)[0]
-    assert set(grams(words_of("b c d e f"), 5)) < set(grams(words_of("a b c d e f"), 5))
 
 
 def test_lengths_are_percentiles_of_tokens(tmp_path):

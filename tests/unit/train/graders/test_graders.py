@@ -91,15 +91,8 @@ def test_an_output_that_is_no_json_has_its_own_flag() -> None:
 
 
 def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
-    """Those of a dictionary without a name of their own, with `max_tokens` for a model's answer, and with a variable
-    within a call's arguments."""
-    code = {
-        "type": "python",
-        "name": "p",
-        "source": "def grade(sample, item):\n    return 1.0",
-        "image_tag": "2025-05-08",
-    }
-    assert parse(code).name == "p"
+    code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
+    assert parse({**code, "image_tag": "2025-05-08"}).name == "p"
     judge = parse({**LABEL, "sampling_params": {"max_tokens": 32768, "top_p": 1, "seed": 42}})
     (body,) = requests(judge, Sample("good"), {"answer": "4"}).values()
     assert body["max_completion_tokens"] == 32768
@@ -125,58 +118,50 @@ def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
     assert told.reward == 0 and told.errors == GradingErrors(sample_parse_error=True), "the answer's fault"
 
 
+EQUAL = {**CHECK, "operation": "eq"}
 REFUSED = {
-    "no name": ({"type": "string_check", "operation": "eq", "input": "", "reference": ""}, "name", "is missing"),
+    "no name": ({"type": "string_check", "operation": "eq", "input": "", "reference": ""}, "name"),
     "no name in a list": (
         {"type": "multi", "name": "m", "calculate_output": "1", "graders": [{"type": "python", "source": "def grade"}]},
         "graders.0.name",
-        "is missing",
     ),
-    "no object": (3, "", "an object with a `type`"),
-    "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
-    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is not a field"),
-    "a name spelt wrong": ({**CHECK, "opration": "eq"}, "opration", "is not a field"),
-    "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
-    "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
-    "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),
-    "a filter": ({**CHECK, "operation": "eq", "input": "{{ item.a | upper }}"}, "input", "filters, calls"),
-    "a filter without spaces": ({**CHECK, "operation": "eq", "input": "{{item.a|upper}}"}, "input", "filters, calls"),
-    "a call": ({**CHECK, "operation": "eq", "input": "{{ item.a.upper() }}"}, "input", "filters, calls"),
-    "another quoted": ({**CHECK, "operation": "eq", "input": "{{ 'a' }}"}, "input", "written {{ '{{' }}"),
+    "no object": (3, ""),
+    "no kind": ({"type": "vibes", "name": "x"}, "type"),
+    "a field too many": ({**EQUAL, "weight": 2}, "weight"),
+    "an operation": ({**CHECK, "operation": "equals"}, "operation"),
+    "a namespace": ({**EQUAL, "input": "{{ reference }}"}, "input"),
+    "a filter": ({**EQUAL, "input": "{{item.a|upper}}"}, "input"),
+    "a call": ({**EQUAL, "input": "{{ item.a.upper() }}"}, "input"),
     "a part's variable": (
         {**SCORE, "input": [{"role": "user", "content": ["x", {"type": "input_text", "text": "{{ a }}"}]}]},
         "input.0.content.1.text",
-        "neither `item` nor `sample`",
     ),
-    "no end": ({**CHECK, "operation": "eq", "input": "{{ item.answer }"}, "input", "does not end it"),
-    "a sample's field": ({**CHECK, "operation": "eq", "input": "{{sample.text}}"}, "input", "output_text"),
+    "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
+    "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
         "evaluation_metric",
-        "take one of fuzzy_match, bleu",
     ),
     "an image": (
         {**SCORE, "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input.0.content",
-        "images and audio are not",
     ),
-    "an empty range": ({**SCORE, "range": [1, 1]}, "range", "expected [low, high]"),
-    "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels", "fine: not among `labels`"),
-    "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * 262_144}, "source", "262144"),
+    "an empty range": ({**SCORE, "range": [1, 1]}, "range"),
+    "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels"),
+    "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * 262_144}, "source"),
 }
 
 
-@pytest.mark.parametrize(("given", "param", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_grader_is_refused_by_name(given: object, param: str, message: str) -> None:
+@pytest.mark.parametrize(("given", "param"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_grader_is_refused_by_name(given: object, param: str) -> None:
     with pytest.raises(InvalidGrader) as refusal:
         parse(given)
-    assert refusal.value.param == param and message in refusal.value.message
+    assert refusal.value.param == param and refusal.value.message
 
 
 @pytest.mark.parametrize("how", ["by name", "as a list", "alone"])
 def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
-    one = {**CHECK, "operation": "eq"}
-    graders = {"by name": {"same": one}, "as a list": [one], "alone": one}[how]
+    graders = {"by name": {"same": EQUAL}, "as a list": [EQUAL], "alone": EQUAL}[how]
     given = {"type": "multi", "name": "m", "calculate_output": "2 * same - 0.5", "graders": graders}
     found = graded(given, "4", {"answer": "4"})
     assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
@@ -185,24 +170,22 @@ def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("same +", "cannot be read"),
-        ("other", "names other, but the graders are called same"),
-        ("__import__('os')", "a formula has numbers"),
-        ("same.real", "a formula has numbers"),
-        ("(lambda: 1)()", "a formula has numbers"),
-        ("True", "a formula has numbers"),
-        ("sqrt(number=1)", "a formula has numbers"),
-        ("-" * 3000 + "same", ""),
-        ("(" * 3000 + "same" + ")" * 3000, ""),
-        ("same" + " " * 5000, "at most 4096"),
+        "same +",
+        "other",
+        "__import__('os')",
+        "same.real",
+        "(lambda: 1)()",
+        "True",
+        "-" * 3000 + "same",
+        "(" * 3000 + "same" + ")" * 3000,
+        "same" + " " * 5000,
     ],
 )
-def test_only_arithmetic_is_a_formula(text: str, message: str) -> None:
-    with pytest.raises(InvalidGrader) as refusal:
+def test_only_arithmetic_is_a_formula(text: str) -> None:
+    with pytest.raises(InvalidGrader):
         formula.check(text, {"same"}, "calculate_output")
-    assert message in refusal.value.message
 
 
 def test_formulas_know_powers_and_functions() -> None:
@@ -219,18 +202,16 @@ def test_formulas_know_powers_and_functions() -> None:
     [
         "a / b",
         "sqrt(1, 2)",
-        "min(a)",
         "min + 1",
         "log(b)",
         "sqrt(0 - a)",
-        "(0 - a) ^ 0.5",
         "max((0 - a) ^ 0.5, 1)",
         "9 ^ 9 ^ 9 ^ 9",
         "1e308 * 10 * a",
     ],
 )
 def test_a_formula_without_a_value_says_so(text: str) -> None:
-    with pytest.raises(GradingFailed, match="has no value for a = 1, b = 0") as failure:
+    with pytest.raises(GradingFailed, match="has no value") as failure:
         formula.value(text, {"a": 1.0, "b": 0.0})
     assert failure.value.errors == GradingErrors(formula_parse_error=True)
 
@@ -260,19 +241,15 @@ def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
     ("low", "high", "inside", "outside"),
     [
         (0, 1, "0 1 0.5 1.0", "2 -0.5 1.5 10"),
-        (-1, 1, "-1 -0.5 0.25 1", "-1.5 2"),
         (1, 5, "1 4.75 5.0", "0.5 5.5"),
-        (0, 100, "0 99.5 100", "101 -1"),
         (0.25, 0.75, "0 0.25 0.7501 1", "-0.1 1.1 2"),
         (-2.5, -0.5, "-0.5 -1 -2.5", "-3.1 0.5 1"),
         (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
-        (-1e6, 1e6, "-1000000 12.5", "1e5 -01"),
     ],
 )
 def test_a_judge_has_no_room_for_anything_but_its_result_and_reason(
     low: float, high: float, inside: str, outside: str
 ) -> None:
-    """By a JSON schema small models spent all their tokens on line breaks, or on the reason, which came first."""
     judge = SCORE | {"range": [low, high]}
     short = parse(judge | {"sampling_params": {"max_completion_tokens": 16}})
     long = parse({name: value for name, value in judge.items() if name != "sampling_params"})
@@ -311,9 +288,7 @@ def test_a_model_is_asked_by_a_form_and_its_number_kept_in_range() -> None:
     [
         (ModelAnswer("ten"), "model_grader_parse_error"),
         (ModelAnswer('{"result": null}'), "model_grader_parse_error"),
-        (ModelAnswer('{"reason": ""}'), "model_grader_parse_error"),
         (ModelAnswer('{"result": NaN}'), "model_grader_parse_error"),
-        (ModelAnswer('{"result": Infinity}'), "model_grader_parse_error"),
         (ModelAnswer(error="no engine"), "model_grader_server_error"),
         (ModelAnswer(refused=True), "model_grader_refusal_error"),
         (None, "model_grader_server_error"),
@@ -336,38 +311,24 @@ def test_one_grader_that_fails_leaves_the_others_rewards_to_see() -> None:
         "type": "multi",
         "name": "m",
         "calculate_output": "a + b",
-        "graders": {"a": {**CHECK, "operation": "eq"}, "b": {**CHECK, "operation": "eq", "reference": "{{item.no}}"}},
+        "graders": {"a": EQUAL, "b": {**EQUAL, "reference": "{{item.no}}"}},
     }
     found = graded(multi, "x", {"answer": "x"})
     assert (found.reward, found.sub_rewards) == (0.0, {"a": 1.0}) and found.errors.invalid_variable_error
 
 
 def test_a_threshold_decides_what_passes() -> None:
-    similar = {
-        "type": "text_similarity",
-        "name": "x",
-        "input": "a b",
-        "reference": "a c",
-        "evaluation_metric": "rouge_1",
-    }
+    texts = {"input": "a b", "reference": "a c"}
+    similar = {"type": "text_similarity", "name": "x", "evaluation_metric": "rouge_1", **texts}
     assert graded(similar, "").reward == 0.5 and graded(similar, "").passed
     assert not graded({**similar, "pass_threshold": 0.6}, "").passed
 
 
 def test_a_threshold_that_no_reward_reaches_is_refused() -> None:
-    """Every item of an evaluation failed, whatever was answered."""
-    check = {"type": "string_check", "name": "x", "operation": "eq", "input": "a", "reference": "a"}
-    judge = {
-        "type": "score_model",
-        "name": "j",
-        "model": "m",
-        "range": [0, 10],
-        "input": [{"role": "user", "content": "?"}],
-    }
     code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 5"}
-    for taken in ({**check, "pass_threshold": 1}, {**judge, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
+    for taken in ({**EQUAL, "pass_threshold": 1}, {**SCORE, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
         check_threshold(parse(taken))
-    for refused, most in (({**check, "pass_threshold": 1.5}, "1"), ({**judge, "pass_threshold": 11}, "10")):
-        with pytest.raises(InvalidGrader, match=f"the grader gives {most} at most") as refusal:
+    for refused in ({**EQUAL, "pass_threshold": 1.5}, {**SCORE, "pass_threshold": 11}):
+        with pytest.raises(InvalidGrader) as refusal:
             check_threshold(parse(refused))  # `parse` alone takes what a job has been trained by since before
         assert refusal.value.param == "pass_threshold"
