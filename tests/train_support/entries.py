@@ -95,30 +95,13 @@ def _count_collective_bytes() -> list[int]:
     At the process group itself: DeepSpeed keeps the functions of torch.distributed from when the world was made.
     """
     sent: list[int] = []
-    for name in (
-        "_allgather_base",
-        "_reduce_scatter_base",
-        "all_gather_single",
-        "all_gather_single_coalesced",
-        "all_to_all_single",
-        "allgather",
-        "allgather_coalesced",
-        "allgather_into_tensor_coalesced",
-        "allreduce",
-        "allreduce_coalesced",
-        "alltoall",
-        "alltoall_base",
-        "broadcast",
-        "gather",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-        "reduce_scatter_tensor_coalesced",
-        "scatter",
-        "send",
-    ):
+    names = (
+        "_allgather_base all_gather_single_coalesced allgather_coalesced allreduce_coalesced broadcast reduce "
+        "reduce_scatter_single_coalesced send _reduce_scatter_base all_to_all_single "
+        "allgather_into_tensor_coalesced alltoall gather reduce_scatter reduce_scatter_tensor_coalesced "
+        "all_gather_single allgather allreduce alltoall_base recv reduce_scatter_single scatter"
+    )
+    for name in names.split():
         original = getattr(ProcessGroup, name)
 
         def counting(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:

@@ -40,13 +40,7 @@ from weights.memory.store import WeightStore
 ACROSS_SIZES = 1e-6
 
 # The data that a method trains on here, and its options.
-SAMPLES = {
-    "compute_multiplier": 1.0,
-    "eval_samples": 1,
-    "max_completion_tokens": 16,
-    "group": 8,
-    "rows": 2,
-}
+SAMPLES = {"compute_multiplier": 1.0, "eval_samples": 1, "max_completion_tokens": 16, "group": 8, "rows": 2}
 METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
@@ -82,18 +76,9 @@ class WarmTrain:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
         self.socket = self.folder / "warm.sock"
+        options = ["--preload", "train.trainer.preload", "--log", str(self.folder / "warm.log")]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "runtime.processes.warm_parent",
-                "--socket",
-                str(self.socket),
-                "--preload",
-                "train.trainer.preload",
-                "--log",
-                str(self.folder / "warm.log"),
-            ],
+            [sys.executable, "-m", "runtime.processes.warm_parent", "--socket", str(self.socket), *options],
             env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
         )
 
@@ -163,14 +148,11 @@ class Workshop:
 
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         """What `entries.compare_publish` tells, by rank."""
-        return await self._ask_ranks("compare_publish", "compared", spec, size)
-
-    async def _ask_ranks(self, entry: str, answer: str, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         meeting = self.folder / uuid.uuid4().hex
         ranks = [
             await Child.spawn(
                 self.warm.socket,
-                f"tests.train_support.entries:{entry}",
+                "tests.train_support.entries:compare_publish",
                 {"spec": asdict(spec), "meeting": meeting_url(meeting, rank, size)},
                 env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"},
                 log_path=self.folder / f"{rank}.log",
@@ -182,7 +164,7 @@ class Workshop:
         for child in ranks:
             told.append(await asyncio.wait_for(child.next_event(), 60))
             logs = "".join((self.folder / f"{r}.log").read_text()[-3000:] for r in range(size))
-            assert told[-1]["event"] == answer, (told[-1], logs)
+            assert told[-1]["event"] == "compared", (told[-1], logs)
         for child in ranks:
             await child.kill_and_wait()
         return told

@@ -37,7 +37,6 @@ def by_mask(query, key, value, window, scale=0.3):
 
 @pytest.mark.parametrize("further", ["position_bias", "s_aux", "softcap", "indices", "block_indices"])
 def test_what_it_does_not_do_is_refused(further):
-    """Inkling was trained without its position bias, and nobody was told."""
     with pytest.raises(UnsupportedModel, match=f"Module computes its attention with {further}"):
         packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, **{further: torch.ones(1)})
     packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, position_ids=torch.ones(1), **{further: None})
@@ -109,14 +108,3 @@ def test_heads_may_have_any_width_and_values_their_own(monkeypatch, one_kernel, 
     found = outcome(lambda *tensors: packed(*tensors, None, scale), **shape)
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
-
-
-def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
-    meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that belongs to no host
-    wide = torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16)
-    assert attention._one_kernel(meta, meta, 0.0)
-    assert not attention._one_kernel(meta, meta, 0.1)
-    assert not attention._one_kernel(meta.float(), meta.float(), 0.0)
-    assert not attention._one_kernel(wide, wide, 0.0)
-    assert not attention._one_kernel(meta, wide, 0.0)
-    assert not attention._one_kernel(torch.empty((1, 4, 32, 64), dtype=torch.bfloat16), meta, 0.0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
 from train.plan.errors import UnsupportedModel
@@ -21,23 +22,11 @@ from weights.tiers.directory import seal_dir, take_in
 
 
 def spec_of(path, tmp_path) -> TrainSpec:
-    return TrainSpec(
-        job_id="j",
-        base_path=str(path),
-        train_path="t",
-        run_dir=str(tmp_path),
-        shm_root=str(tmp_path),
-        output_model="o",
-        base_model="base",
-        base_version="v1",
-        full=False,
-        lora_rank=2,
-        device_kind="cpu",
-    )
+    folders = {"run_dir": str(tmp_path), "shm_root": str(tmp_path)}
+    return host_spec(path, **folders, base_model="base", base_version="v1", full=False, lora_rank=2)
 
 
 def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
-    """Nobody held the base: the store gave its file to the next version, whose bytes a LoRA job then trained on."""
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     base = make_model_dir(tmp_path / "base")
     seal_dir(base, kind="version", model="base", version="v1")
@@ -68,7 +57,6 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
 
 
 def test_a_rank_opens_nothing_that_names_other_files(tmp_path):
-    """Versions were looked at when they were imported, and never again."""
     spec = spec_of(make_model_dir(tmp_path / "base"), tmp_path)
     refuse_unsafe(spec)
     (tmp_path / "base" / "special_tokens_map.json").write_text(json.dumps({"vocab_file": "/box/first-key"}))

@@ -53,25 +53,22 @@ def test_compare_finds_nothing_in_what_transformers_wrote(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.module.", "base_model.model.", "_forward_module.model."])
-def test_compare_takes_wrappers_names_back(tmp_path, family, wrapper):
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: f"base_model.model.{name}",
+        lambda name: name.replace("q_proj", "q_proj.base_layer"),
+        lambda name: name.replace("q_proj", "q_proj._fsdp_wrapped_module"),
+        lambda name: name.removeprefix("model."),
+    ],
+    ids=["compiled", "peft", "peft within", "fsdp", "no prefix"],
+)
+def test_compare_takes_names_of_wrappers_back(tmp_path, family, renamed):
     tensors = write(tmp_path, family)
-    save_file({wrapper + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert remarks(tmp_path, family) == {"renamed": {wrapper + name: name for name in tensors}}
-
-
-@pytest.mark.parametrize("inner", [".base_layer", "._orig_mod", "._fsdp_wrapped_module", "._checkpoint_wrapped_module"])
-def test_compare_takes_a_wrapper_within_a_name_back(tmp_path, inner):
-    tensors = write(tmp_path)
-    names = {name: name.replace("q_proj", "q_proj" + inner) for name in tensors}
-    save_file({names[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert remarks(tmp_path)["renamed"] == {new: name for name, new in names.items() if new != name}
-
-
-def test_compare_adds_the_prefix_of_the_base_model(tmp_path):
-    tensors = write(tmp_path)
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert remarks(tmp_path)["renamed"]["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    changed = {renamed(name): name for name in tensors if renamed(name) != name}
+    assert remarks(tmp_path, family) == {"renamed": changed}
 
 
 def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
@@ -79,19 +76,14 @@ def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     del tensors["model.norm.weight"]
     tensors["v_head.summary.weight"] = torch.zeros(1, 32)
     tensors["lm_head.weight"] = torch.zeros(301, 32)
+    tensors["module.model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 32)  # whose name is another's
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # which transformers ignores
     save_file(tensors, tmp_path / "model.safetensors")
     assert remarks(tmp_path) == {
         "missing": ["model.norm.weight"],
-        "unknown": ["v_head.summary.weight"],
+        "unknown": ["module.model.layers.0.mlp.up_proj.weight", "v_head.summary.weight"],
         "shapes": [["lm_head.weight", [301, 32], [300, 32]]],
     }
-
-
-def test_compare_ignores_what_transformers_ignores(tmp_path):
-    tensors = write(tmp_path)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert remarks(tmp_path) == {}
 
 
 @pytest.mark.parametrize(("tied", "missing"), [(True, []), (False, ["lm_head.weight"])])
@@ -126,16 +118,8 @@ def test_compare_leaves_quantised_tensors_to_their_format(tmp_path):
 def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):
     write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
     assert remarks(tmp_path) == {"plain": True}
-
-
-def test_compare_does_not_rename_a_tensor_to_the_name_of_another(tmp_path):
-    tensors = write(tmp_path)
-    save_file(tensors | {"module.model.norm.weight": torch.zeros(32)}, tmp_path / "model.safetensors")
-    assert remarks(tmp_path) == {"unknown": ["module.model.norm.weight"]}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +140,6 @@ def test_compare_refuses_only_what_transformers_knows(tmp_path, change, unchecke
     assert found["shapes"]
 
 
-# --- tokenizers
-
-
 def tokenizer(directory: Path, **settings) -> Path:
     letters = [*pre_tokenizers.ByteLevel.alphabet()]
     made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(sorted(letters))}, merges=[]))
@@ -176,7 +157,7 @@ def test_read_finds_a_class_that_reads_tokenizer_json_otherwise(tmp_path, name):
     assert found["differs"] and found["mended"] and not found["changed"]
 
 
-@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "NobodysTokenizerFast"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "NobodysTokenizerFast"])
 def test_read_finds_nothing_where_texts_go_round(tmp_path, name):
     found = read(tokenizer(tmp_path, tokenizer_class=name), 300)
     assert not found["differs"] and not found["changed"] and not found["beyond"]

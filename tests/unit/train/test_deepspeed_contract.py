@@ -12,8 +12,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
+from tests.train_support.specs import host_spec
 from train.plan.errors import InvalidSpec
-from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.trainer.engine import _groups, init_world, meeting_url, place_buffers
 
@@ -71,8 +71,6 @@ def steps(engine, n):
 
 
 def test_a_rank_for_a_gpu_does_not_begin_where_deepspeed_computes_on_the_processor():
-    """And the other way round: DeepSpeed goes by the machine, and moved the models of ranks that were told nothing to
-    a GPU, where gloo joined them."""
     with pytest.raises(InvalidSpec, match="'cuda'.*'cpu'"):
         init_world("cuda", "file:///nowhere")
 
@@ -127,10 +125,10 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element(stage):
-    """torch's grouped product asks this of a GPU's memory alone: Zaya and Inkling died in their first step."""
+    """torch's grouped product asks this of a GPU's memory alone."""
     module = Mixture()
     optimizer = torch.optim.AdamW(
-        _groups([*module.parameters()], TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="cpu")),
+        _groups([*module.parameters()], host_spec()),
         lr=0.1,
         fused=True,
     )

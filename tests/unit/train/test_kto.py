@@ -1,7 +1,6 @@
 """KTO computes TRL's formula with a KL term of the whole step, however the step is split."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from train.methods.kto import METHOD as KTO
 from train.methods.methods import METHODS, convert
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
-from train.plan.spec import TrainSpec
 from train.trainer.prepare import prepare
 
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
@@ -92,14 +90,12 @@ def trained(tmp_path, name, **fields):
         make_model_dir(base, dtype=torch.float32)
         records = [{"prompt": f"{n} and {n}?", "completion": f"{2 * n}", "label": n % 4 != 0} for n in range(16)]
         data.write_text("".join(json.dumps(KTO.convert(record, "unpaired")) + "\n" for record in records))
-    spec = TrainSpec(
-        job_id="j",
-        base_path=str(base),
+    spec = host_spec(
+        base,
         train_path=str(data),
         valid_path=str(data),
         run_dir=str(tmp_path / name),
         shm_root=str(tmp_path / f"{name}-store"),
-        output_model="m",
         method="kto",
         options=OPTIONS,
         n_epochs=2,
@@ -109,10 +105,9 @@ def trained(tmp_path, name, **fields):
         data_order="given",
         learning_rate=1e-2,
         precision="fp32",
-        device_kind="cpu",
+        **fields,
     )
     told = []
-    spec = replace(spec, **fields)
     run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
     assert run.run()["outcome"] == "succeeded"
     run.close()
@@ -151,7 +146,6 @@ def test_marked_conversation_trains_last_answer_only():
     "record",
     [
         {"messages": [ASK, GOOD], "label": "good"},
-        {"messages": [ASK, GOOD], "label": -1},
         {"messages": [ASK, GOOD], "label": True, "kto_tag": False},
         {"messages": [ASK, GOOD], "label": True, "is_good": True},
         {"messages": [ASK, GOOD | {"weight": 0}], "label": True},

@@ -166,7 +166,5 @@ def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path)
     spec = host_spec(tmp_path, full=False, lora_rank=2)
     trained = [name for name, p in load_model(spec).named_parameters() if p.requires_grad]
     assert trained and not any("experts" in name for name in trained)
-    with pytest.raises(
-        UnsupportedModel, match="down_proj, gate_proj, up_proj would be those of the experts of glm4_moe too"
-    ):
+    with pytest.raises(UnsupportedModel, match="experts of glm4_moe"):
         load_model(replace(spec, lora_targets=("q_proj", "gate_proj", "up_proj", "down_proj")))

@@ -65,16 +65,8 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     summed = {spec.patterns[0] for spec in plan.layer_specs if spec.grad_allreduce}
     assert (len(summed) == 2) == (family == "qwen3"), "norms of q and k see the heads of their rank alone"
     shape = estimate.ModelShape.from_config(model_config.to_dict(), sum(p.numel() for p in model.parameters()))
-    fields = {
-        "full": True,
-        "zero_stage": 1,
-        "precision": "fp32",
-        "offload": "none",
-        "micro_batch": 1,
-        "max_length": 8,
-        "activation_checkpointing": False,
-        "tensor_parallel": 2,
-    }
+    fields = {"full": True, "zero_stage": 1, "precision": "fp32", "offload": "none", "micro_batch": 1}
+    fields |= {"max_length": 8, "activation_checkpointing": False, "tensor_parallel": 2}
     # The estimate cuts norms too, which are a thousandth of a real model.
     assert estimate.rank_memory(shape, fields, 2).weights_bytes == pytest.approx(4 * held, rel=1e-2)
 

@@ -136,8 +136,8 @@ def sorted_file(folder, lines, power=2):
     return data
 
 
-@pytest.mark.parametrize("block_bytes", [1, 7, 1000, 1 << 18])
-@pytest.mark.parametrize("lines", [0, 1, 2, 90])
+@pytest.mark.parametrize("block_bytes", [7, 1 << 18])
+@pytest.mark.parametrize("lines", [0, 1, 90])
 def test_each_line_is_in_one_block_whatever_their_sizes(tmp_path, monkeypatch, lines, block_bytes):
     monkeypatch.setattr(token_set, "_BLOCK_BYTES", block_bytes)
     data, lengths = sorted_file(tmp_path, lines), []
@@ -153,8 +153,7 @@ def test_each_line_is_in_one_block_whatever_their_sizes(tmp_path, monkeypatch, l
 
 
 def test_a_start_that_was_given_up_goes_on_where_it_was(tmp_path, monkeypatch):
-    """The scheduler gives a start up after ten minutes: one GPU needs longer for the tokens of half a gigabyte, and
-    whoever began with the first line again would never train."""
+    """The scheduler gives a start up after ten minutes; half a gigabyte takes longer."""
     monkeypatch.setattr(token_set, "_BLOCK_BYTES", 1000)
     data = sorted_file(tmp_path, 60)
     given_up = World(data, tmp_path, 2)
