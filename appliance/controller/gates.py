@@ -54,8 +54,9 @@ class Gates:
         if active == version and not begun:
             self._decide(job, (_UNDECIDED, "the version was made to answer before it was judged"), activated=True)
             return
-        numbers = {"version": version, "before": job.gate["before"] if begun else active}
-        verdict = await self._judge(job, **numbers)
+        before = job.gate["before"] if begun else active
+        numbers = {"version": version, "before": before}
+        verdict = await self._judge(job, version, before)
         if verdict is None:
             return
         error = None
@@ -63,7 +64,7 @@ class Gates:
             jobs.update(self._db, job.id, gate={**(jobs.get(self._db, job.id).gate or {}), **numbers})
             error = await self._activate(job.output_model, version)
         reason = f"{verdict[1]}; it does not answer: {error}" if error else verdict[1]
-        is_active = verdict[0] == "passed" and error is None
+        is_active = error is None if verdict[0] == "passed" else active == version
         self._decide(job, (verdict[0], reason), activated=is_active, **numbers)
 
     async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:

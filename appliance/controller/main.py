@@ -185,7 +185,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         "grade": RolloutGrading(db, graders, answers, saying).grade,
         "teach": Teaching(db, answers, saying).teach,
     }
-    questions = {**judges, "sample": RolloutSampling(db, routing, answers, saying, judges).sample}
+    rollouts = RolloutSampling(db, routing, answers, saying, judges)
+    questions = {"judge": rollouts.judge, "sample": rollouts.sample}
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.

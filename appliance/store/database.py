@@ -269,7 +269,9 @@ def owned_by(viewer: str | None) -> dict[str, str]:
 def encode(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value as its column has it."""
     if field.metadata.get("json") and value is not None:
-        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+        # `default` is for named tuples, and numbers of scipy are numpy's.
+        options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+        return orjson.dumps(value, default=list, option=options).decode()
     return value
 
 

@@ -91,7 +91,7 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots, _thread())
         self.all = [self.disk]
         if remote.url is not None:
-            there = RemoteTier(objects_at(remote))
+            there = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
             self.all.append(Tier("remote", there, remote.versions, remote.snapshots, _thread()))
 
     def nudge(self) -> None:

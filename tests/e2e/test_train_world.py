@@ -73,7 +73,7 @@ async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, method
         fields["options"] = METHODS[method][1] | {"max_completion_tokens": 5}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     total = unbroken.of("metrics")[0]["total_steps"]
-    assert total == 8 and len(unbroken.asked) == 8
+    assert total == 8 and len(unbroken.asked) == 32, "one about each prompt"
 
     spec, snapshot, verdicts, asked = shop.spec("moved", **fields), None, {}, []
     for size, until in ((2, 2), (4, 4), (1, None)):
@@ -90,8 +90,8 @@ async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, method
         asked += world.asked
     assert verdicts.keys() == set(range(1, total + 1))
     # A question that a suspension left unanswered is asked again, with the same samples.
-    samples = {question["question"]: question["samples"] for question in asked}
-    assert all(samples[question["question"]] == question["samples"] for question in asked)
+    samples = {question["question"]: question["ids"] for question in asked}
+    assert all(samples[question["question"]] == question["ids"] for question in asked)
     assert samples.keys() == {question["question"] for question in unbroken.asked}
     expected = {event["step"]: event[JUDGED[method]] for event in unbroken.of("metrics")}
     # Rounding may choose another token here and there, never another prompt.

@@ -64,13 +64,12 @@ PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 def verdict_on(question: dict[str, Any]) -> dict[str, Any]:
     """A grader: the more of the letter a, the better. A teacher, which likes some tokens better than others."""
-    samples = question["samples"]
-    errors = [""] * len(samples)
-    if question["kind"] == "teach":
-        answers = [sample["tokens"][-sample["answer"] :] for sample in samples]
-        return {"log_probs": [[-5.0 - one % 3 for one in answer] for answer in answers], "errors": errors}
-    texts = [sample["text"] for sample in samples]
-    return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": errors}
+    errors = [""] * len(question["ids"])
+    if question["judge"] == "teach":
+        log_probs = [[-5.0 - one % 3 for one in answer] for answer in question["ids"]]
+        return {"verdict": {"log_probs": log_probs, "errors": errors}}
+    rewards = [text.count("a") / max(1, len(text)) for text in question["texts"]]
+    return {"verdict": {"rewards": rewards, "errors": errors}}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

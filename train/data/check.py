@@ -162,7 +162,7 @@ def check_training_file(
             if heard is not None:
                 heard(seen, min(1.0, read_bytes / size))
         _summarise(report)
-        if output and report.ok and converted:
+        if output and chat_path and report.ok and converted:
             output.flush()
             partial.rename(chat_path)
     return report

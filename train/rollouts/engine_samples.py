@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from train.control.rank_messages import broadcast_json
-from train.plan.errors import NothingGraded
 from train.rollouts.hearing import Hearing
 from train.rollouts.judge import Judge, Verdict
 from train.rollouts.policy import Policy, shared, steps_to_request
@@ -61,17 +59,12 @@ class EngineSamples:
         heard = self._hearing.heard(self._questions(wanted, version))
         if heard is None:
             return None
-        made, verdict = Answers.empty(len(wanted), self._room), self._judge.empty()
-        failed = next((answer["failed"] for answer in heard.values() if "failed" in answer), "")
-        for place, answer in zip(range(0, len(wanted), wanted.each), [] if failed else heard.values(), strict=False):
+        verdict, made = self._judge.verdict(heard), Answers.empty(len(wanted), self._room)
+        for place, answer in zip(range(0, len(wanted), wanted.each), heard.values(), strict=False):
             for at, (ids, log_probs) in enumerate(zip(answer["ids"], answer["log_probs"], strict=True), place):
                 made.ids[at, : len(ids)] = torch.tensor(ids)
                 made.log_probs[at, : len(ids)] = torch.tensor(log_probs)
                 made.sizes[at] = len(ids)
-            verdict = {key: [*have, *answer["verdict"][key]] for key, have in verdict.items()}
-        failed, verdict = broadcast_json([failed, verdict])
-        if failed:
-            raise NothingGraded(failed)
         return shared(made, self._device), verdict, step - step_of(version.partition(".")[0])
 
     def _questions(self, wanted: Wanted, version: str) -> dict[str, dict[str, Any]]:
@@ -85,13 +78,11 @@ class EngineSamples:
                 "kind": "sample",
                 "policy": {"name": self.policy.name, "version": version},
                 "base": self.policy.base,
-                "tokens": wanted.prompt(place).tolist(),
                 "n": wanted.each,
                 "seed": int(wanted.numbers(place).integers(1 << 62)),
                 "room": self._room,
                 "ends": list(self._ends()),
-                "judge": self._judge.kind,
-                **self._judge.about(wanted.path, int(wanted.packs[place])),
+                **self._judge.asked_about(wanted, place),
             }
             for place in range(0, len(wanted), wanted.each)
         }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from train.data.token_set import TokenSet
-from train.graders.calls import calls_in
 from train.rollouts.judge import Judge, Verdict
+from train.rollouts.wanted import Wanted
 
-REQUEST_BYTES = 4 << 20
-"""The size of the items and answers of one question, unless one alone is larger: a question is one line of JSON."""
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
@@ -25,33 +22,15 @@ class Grader(Judge):
 
     kind, values = "grade", "rewards"
 
-    def __init__(self, tokenizer: Callable[[], Any], ends: Callable[[], Collection[int]]):
-        self._tokenizer, self._ends = tokenizer, ends
+    def __init__(self) -> None:
         self._lines: dict[str, list[bytes]] = {}
 
-    def samples(
-        self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
-    ) -> list[dict[str, Any]]:
-        lines, samples, room = self._lines_of(path), list[dict[str, Any]](), REQUEST_BYTES
-        tokenizer, ends = self._tokenizer(), self._ends()
-        for pack, ids in zip(packs, answers, strict=False):
-            text = tokenizer.decode(ids[:-1] if ids[-1] in ends else ids, skip_special_tokens=True)
-            room -= len(lines[pack]) + len(text.encode())
-            if samples and room < 0:
-                break
-            about = self.about(path, pack)
-            said = calls_in(text) if about["tools"] else {"text": text}
-            samples.append({**said, "item": about["item"]})
-        return samples
-
-    def about(self, path: str, pack: int) -> dict[str, Any]:
-        record = json.loads(self._lines_of(path)[pack])
-        return {"item": {**record["item"], "messages": record["messages"]}, "tools": bool(record.get("tools"))}
-
-    def _lines_of(self, path: str) -> list[bytes]:
-        if path not in self._lines:
-            self._lines[path] = Path(path).read_bytes().splitlines()
-        return self._lines[path]
+    def asked_about(self, wanted: Wanted, place: int) -> dict[str, Any]:
+        if wanted.path not in self._lines:
+            self._lines[wanted.path] = Path(wanted.path).read_bytes().splitlines()
+        record = json.loads(self._lines[wanted.path][wanted.packs[place]])
+        item = {**record["item"], "messages": record["messages"]}
+        return {**super().asked_about(wanted, place), "item": item, "tools": bool(record.get("tools"))}
 
     def why_nothing(self, verdict: Verdict) -> str:
         rewards, errors = verdict["rewards"], verdict["errors"]

@@ -4,34 +4,42 @@ kind."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from train.data.token_set import TokenSet
+from train.control.rank_messages import broadcast_json
 from train.plan.errors import NothingGraded
+from train.rollouts.wanted import Wanted
 
 Verdict = dict[str, list[Any]]
 """One value for each answer, by name; "errors" are texts, empty where there was none."""
 
 
 class Judge(ABC):
-    """kind: of its questions. values: the name of its value for an answer, None where it has given none."""
+    """kind: by which the controller knows it. values: the name of its value for an answer, None where it has given
+    none."""
 
     kind: ClassVar[str]
     values: ClassVar[str]
 
-    @abstractmethod
-    def samples(
-        self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
-    ) -> list[dict[str, Any]]:
-        """The question about the first of these answers to the prompts of a file, as many as one question has room for.
-        Called on rank 0."""
+    def asked_about(self, wanted: Wanted, place: int) -> dict[str, Any]:
+        """What a question has for it: about the prompt of the answer of this place. Called on rank 0."""
+        return {"judge": self.kind, "tokens": wanted.prompt(place).tolist()}
 
-    @abstractmethod
-    def about(self, path: str, pack: int) -> dict[str, Any]:
-        """What a question to engines has for it beside the tokens of this prompt of a file. Called on rank 0."""
+    def verdict(self, heard: Mapping[str, dict[str, Any]]) -> Verdict:
+        """Collective: of all answers, in order. heard: on rank 0, by question its "verdict", or why there is none
+        ("failed"). Raises NothingGraded, on every rank."""
+        failed = next((answer["failed"] for answer in heard.values() if "failed" in answer), "")
+        found = {
+            key: [] if failed else [one for answer in heard.values() for one in answer["verdict"][key]]
+            for key in (self.values, "errors")
+        }
+        failed, found = broadcast_json([failed, found])
+        if failed:
+            raise NothingGraded(failed)
+        return found
 
     @abstractmethod
     def why_nothing(self, verdict: Verdict) -> str:

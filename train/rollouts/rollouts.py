@@ -34,7 +34,6 @@ from train.data.packing import RolloutRow, Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
-from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
 from train.rollouts.engine_samples import EngineSamples
 from train.rollouts.grader import Grader
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from train.rollouts.form import Form
 
 FILE = "rollouts.npz"
-REQUESTS_AT_ONCE = 64
-"""The most samples in one question to a judge; fewer if their texts are long."""
 
 
 class Rollouts:
@@ -75,9 +72,7 @@ class Rollouts:
         self._train, self._valid = sets
         self._emit, self._signals, self._progress = emit, signals, progress
         self._samples = method.samples(spec.options)
-        self._judge: Judge = (
-            Teacher() if method.judged_by == "teacher" else Grader(lambda: self._tokenizer, lambda: self._ends)
-        )
+        self._judge: Judge = Teacher() if method.judged_by == "teacher" else Grader()
         self._file = Path(spec.run_dir) / FILE
         self._hearing = Hearing(grid, engine.device, emit, signals, progress)
         self._engines: EngineSamples | None = None
@@ -236,7 +231,7 @@ class Rollouts:
 
     # --- how
 
-    def _sampled(self, wanted: Wanted) -> tuple[Answers, None, int] | None:
+    def _sampled(self, wanted: Wanted) -> tuple[Answers, Verdict | None, int] | None:
         """Collective: the ranks' own answers, on every rank, without a verdict, of weights that are 0 updates behind;
         None if the devices were wanted."""
         grid, room, device, n = self._grid, self._samples.room, self._engine.device, len(wanted)
@@ -269,25 +264,26 @@ class Rollouts:
         """Collective: the verdicts on the answers, None if the devices were wanted. Raises NothingGraded, on every
         rank."""
         self._progress.enter("grading")
-        verdict, question = self._judge.empty(), dict[str, dict[str, Any]]()
-        while (start := len(verdict["errors"])) < len(wanted):
-            if self._grid.rank == 0:
-                question = {f"{name}-{wanted.before + start}": self._to_judge(wanted, made, start)}
-            heard = self._hearing.heard(question)
-            if heard is None:
-                return None
-            judged = broadcast_json(next(iter(heard.values()), None))
-            if judged.get("failed"):
-                raise NothingGraded(judged["failed"])
-            verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
-        return verdict
+        heard = self._hearing.heard(self._to_judge(name, wanted, made))
+        return None if heard is None else self._judge.verdict(heard)
 
-    def _to_judge(self, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
-        """The question about the answers from the place `start` on, as many as it has room for."""
-        part = range(start, min(start + REQUESTS_AT_ONCE, len(wanted)))
-        answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
-        samples = self._judge.samples(wanted.path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
-        return {"kind": self._judge.kind, "samples": samples}
+    def _to_judge(self, name: str, wanted: Wanted, made: Answers) -> dict[str, dict[str, Any]]:
+        """Questions about the answers to each prompt, by name; none but on rank 0."""
+        if self._grid.rank != 0:
+            return {}
+        ids = [one[:size] for one, size in zip(made.ids.tolist(), made.sizes.tolist(), strict=True)]
+        return {
+            f"{name}-{wanted.before + place}": {
+                "kind": "judge",
+                "ids": ids[place : place + wanted.each],
+                "texts": [self._text(one) for one in ids[place : place + wanted.each]],
+                **self._judge.asked_about(wanted, place),
+            }
+            for place in range(0, len(wanted), wanted.each)
+        }
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids, skip_special_tokens=True))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -337,7 +333,8 @@ class Rollouts:
         made = Answers.empty(*shape)
         if kept is not None:
             made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
-        return shared(made, self._engine.device), *told
+        verdict, behind = told
+        return shared(made, self._engine.device), verdict, behind
 
 
 def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:

@@ -3,39 +3,17 @@ advantage is how much likelier it is to the teacher than it was to the model tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
-
-REQUEST_TOKENS = 1 << 17
-"""The tokens of the prompts and answers of one question, unless one alone is longer: the reply is one line of JSON,
-with some 20 bytes for each token of an answer."""
 
 
 class Teacher(Judge):
     """It reads the tokens of prompt and answer exactly as the model read and wrote them."""
 
     kind, values = "teach", "log_probs"
-
-    def samples(
-        self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
-    ) -> list[dict[str, Any]]:
-        samples, room = list[dict[str, Any]](), REQUEST_TOKENS
-        for pack, ids in zip(packs, answers, strict=False):
-            (index,) = tokens.packs[pack]
-            prompt = tokens.tokens_of(int(index)).tolist()
-            room -= len(prompt) + len(ids)
-            if samples and room < 0:
-                break
-            samples.append({"tokens": [*prompt, *ids], "answer": len(ids)})
-        return samples
-
-    def about(self, path: str, pack: int) -> dict[str, Any]:
-        return {}
 
     def why_nothing(self, verdict: Verdict) -> str:
         if any(one is not None for one in verdict["log_probs"]):

@@ -3,13 +3,14 @@
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
-One process writes a place; any may read it.
+Of a moment in 8 bits an object has blocks (weights.tiers.moments). One process writes a place; any may read it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,20 +21,23 @@ from weights.format.manifest import Manifest
 from weights.format.source import CHUNK_BYTES, chunks_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
+from weights.tiers import moments
 from weights.tiers.directory import Moved
 from weights.tiers.objects import Objects
 from weights.tiers.record import Name
 
 OWNER_KEY = "owner"
+MOMENTS = "moments_in_8_bits"
 log = logging.getLogger(__name__)
 
 
 class RemoteTier:
-    """The same verbs as `weights.tiers.directory.DirectoryTier`. Every call may raise TierUnavailable."""
+    """The same verbs as `weights.tiers.directory.DirectoryTier`. `int8_moments`: the Adam moments of snapshots are
+    stored in 8 bits. Every call may raise TierUnavailable."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
         self.where = objects.where
-        self._objects = objects
+        self._objects, self._int8_moments = objects, int8_moments
         self._records: dict[Name, Manifest] | None = None
 
     def claim(self, owner: str, first: bool) -> None:
@@ -60,6 +64,7 @@ class RemoteTier:
         return {name: manifest.created_s for name, manifest in self._known().items()}
 
     def usage_bytes(self) -> int:
+        """Bytes of the versions and snapshots; moments in 8 bits take less at the place."""
         return sum(manifest.nbytes for manifest in self._known().values())
 
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
@@ -67,17 +72,36 @@ class RemoteTier:
 
         Raises IntegrityError if its bytes differ from its manifest; nothing has a record then. Raises TierFull.
         """
-        manifest, found = Manifest.read(source), dict[str, str]()
-        manifest.check_layout(Layout.read(source), path=source)
+        manifest, layout, found = Manifest.read(source), Layout.read(source), dict[str, str]()
+        manifest.check_layout(layout, path=source)
         name = _name(manifest)
+        lossy = moments.ranges_of(layout) if self._int8_moments and name.kind == "snapshot" else {}
         for file, record in manifest.files.items():
             chunks = hashed(chunks_of(source, file, record.nbytes), record.checksum, found, path=source, file=file)
+            if file in lossy:  # the checksum is of what will be read
+                chunks = hashed(
+                    self._put_lossy(name, file, chunks, lossy[file], moved), None, found, path=source, file=file
+                )
+                for _ in chunks:
+                    pass
+                continue
             for number, chunk in enumerate(chunks):
                 self._objects.put(_object_key(name, file, number), chunk)
                 moved(len(chunk))
-        manifest = manifest.with_checksums(found)
+        exact = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
+        manifest = replace(manifest, meta=exact | ({MOMENTS: lossy} if lossy else {})).with_checksums(found)
         self._objects.put(f"copies/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
+
+    def _put_lossy(
+        self, name: Name, file: str, chunks: Iterable[bytes], ranges: list[moments.Range], moved: Moved
+    ) -> Iterator[bytes]:
+        """Writes a file's objects with moments in 8 bits; passes on what will be read of them."""
+        for number, chunk in enumerate(chunks):
+            data = moments.encode(chunk, ranges, number * CHUNK_BYTES)
+            self._objects.put(_object_key(name, file, number), data)
+            moved(len(data))
+            yield moments.decode(data, ranges, number * CHUNK_BYTES, len(chunk))
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible.
@@ -131,9 +155,12 @@ class RemoteTier:
         return self._records
 
     def _chunks(self, name: Name, file: str) -> Iterator[bytes]:
-        """The objects of a file. Raises ObjectDamaged."""
-        for number in range(-(-self._find(name).files[file].nbytes // CHUNK_BYTES)):
-            yield self._objects.get(_object_key(name, file, number))
+        """The bytes of a file. Raises ObjectDamaged."""
+        manifest = self._find(name)
+        ranges, nbytes = manifest.meta.get(MOMENTS, {}).get(file), manifest.files[file].nbytes
+        for number, start in enumerate(range(0, nbytes, CHUNK_BYTES)):
+            data = self._objects.get(_object_key(name, file, number))
+            yield moments.decode(data, ranges, start, min(CHUNK_BYTES, nbytes - start)) if ranges else data
 
 
 def _object_key(name: Name, file: str, number: int) -> str:

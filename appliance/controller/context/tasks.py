@@ -12,7 +12,7 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -83,7 +83,7 @@ def is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> AsyncIterator[list[T]]:
+async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> AsyncGenerator[list[T], None]:
     """Results in groups of those that have come meanwhile. Iterate within `contextlib.aclosing`, which ends what runs.
 
     Args:

@@ -1,4 +1,5 @@
-"""Answers of a job's model in training: sampled by engines of its base through the gateway, and judged at once."""
+"""Answers of a job's model in training: sampled by engines of its base through the gateway, where the ranks have not
+sampled them, and judged."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class _Judging:
 
 
 class RolloutSampling:
-    """judges: by the kind of question that ranks ask about their own samples."""
+    """judges: those of jobs, by the name that their ranks have for them."""
 
     def __init__(
         self, db: Database, routing: BusRouting, answers: ModelAnswers, saying: Saying, judges: Mapping[str, Answering]
@@ -58,10 +59,14 @@ class RolloutSampling:
         if failed := next((part for part in parts if isinstance(part, str)), None):
             return {"failed": f"no engine of {base['model']} samples answers: {failed}"}
         made = [one for part in parts if not isinstance(part, str) for one in part]
-        verdict = await self._judged(job_id, question["judge"], _to_judge(question, made))
-        if "failed" in verdict:
-            return verdict
-        return {"ids": [one.ids for one in made], "log_probs": [one.log_probs for one in made], "verdict": verdict}
+        asked = question | {"ids": [one.ids for one in made], "texts": [one.text for one in made]}
+        return {"ids": asked["ids"], "log_probs": [one.log_probs for one in made], **await self.judge(job_id, asked)}
+
+    async def judge(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
+        """{"verdict"} on the "ids" and "texts" of answers to one prompt, in order, or {"failed"}, in words, where
+        the job cannot go on."""
+        verdict = await self._judged(job_id, question["judge"], _to_judge(question))
+        return verdict if "failed" in verdict else {"verdict": verdict}
 
     async def _judged(self, job_id: str, kind: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """The judge's answer about these samples. It is asked about all that wait for it at once: grading has a process
@@ -108,10 +113,11 @@ class RolloutSampling:
             return str(error)
 
 
-def _to_judge(question: dict[str, Any], made: list[sampling.Sampled]) -> list[dict[str, Any]]:
-    """What is asked about these answers: a grader reads their texts, a teacher their tokens."""
+def _to_judge(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is asked about its answers: a grader reads their texts, a teacher their tokens."""
     if question["judge"] == "teach":
-        return [{"tokens": [*question["tokens"], *one.ids], "answer": len(one.ids)} for one in made]
+        return [{"tokens": [*question["tokens"], *ids], "answer": len(ids)} for ids in question["ids"]]
     return [
-        {**(calls_in(one.text) if question["tools"] else {"text": one.text}), "item": question["item"]} for one in made
+        {**(calls_in(text) if question["tools"] else {"text": text}), "item": question["item"]}
+        for text in question["texts"]
     ]

@@ -118,7 +118,8 @@ class Metrics:
             if len(self.series) >= MOST_SERIES:
                 oldest = next(iter(self.series))
                 del self.series[oldest]
-                for rows in (*self.counts.values(), *self.times.values()):
+                counted: list[dict[Any, Any]] = [*self.counts.values(), *self.times.values()]
+                for rows in counted:
                     for labels in [labels for labels in rows if labels[:3] == oldest]:
                         del rows[labels]
             self.series[key] = None

@@ -20,7 +20,7 @@ SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 _OF_ENDS = "revoked_s, expires_s, sha256"
 _TABLE = Table("keys", KeyRow, called="name")
-insert, update = _TABLE.insert, _TABLE.update
+insert, update, list_all = _TABLE.insert, _TABLE.update, _TABLE.list_all
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -128,12 +128,8 @@ def page(db: Database, **part: Unpack[Part]) -> Page[KeyRow]:
     return db.page(KeyRow, "keys", **part)
 
 
-def list_all(db: Database) -> list[KeyRow]:
-    return db.all(KeyRow, "SELECT * FROM keys ORDER BY seq")
-
-
 def list_live(db: Database) -> list[KeyRow]:
-    return db.all(KeyRow, "SELECT * FROM keys WHERE revoked_s IS NULL ORDER BY seq")
+    return list_all(db, "revoked_s IS NULL")
 
 
 def list_ended(db: Database, since_s: float) -> list[KeyRow]:

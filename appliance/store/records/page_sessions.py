@@ -12,7 +12,7 @@ from appliance.store.rows import PageSessionRow
 from appliance.store.table import Table
 
 _TABLE = Table("page_sessions", PageSessionRow)
-find = _TABLE.find
+find, end = _TABLE.find, _TABLE.delete
 
 
 class Halves(NamedTuple):
@@ -62,10 +62,6 @@ def list_live(db: Database, now_s: float, owner: str | None = None) -> list[Page
 def seen(db: Database, session_id: str, now_s: float, until_s: float) -> None:
     """Raises RowNotFound."""
     _TABLE.update(db, session_id, seen_s=now_s, until_s=until_s)
-
-
-def end(db: Database, session_id: str) -> None:
-    db.execute("DELETE FROM page_sessions WHERE id = ?", [session_id])
 
 
 def end_of_key(db: Database, key_id: str) -> int:

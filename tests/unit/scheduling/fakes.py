@@ -14,7 +14,11 @@ from scheduler.devices.discovery import HOME_NODE
 
 UNKNOWN_SIZES = SimpleNamespace(published=lambda row: (row.max_model_len, None, None))
 NO_ROUTING = SimpleNamespace(
-    models_changed=lambda: None, refresh=lambda: None, trouble=lambda model, trouble: None, inflight=lambda _: 0
+    models_changed=lambda: None,
+    refresh=lambda: None,
+    trouble=lambda model, trouble: None,
+    inflight=lambda _: 0,
+    keep_policies=lambda is_kept: None,
 )
 
 

@@ -21,7 +21,6 @@ from train.model.model import load_model
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, NothingGraded
 from train.plan.estimate import ModelShape
-from train.rollouts import teacher
 from train.rollouts.rollouts import FILE
 from train.rollouts.teacher import Teacher
 
@@ -170,17 +169,17 @@ class Taught(Box):
         if event != "ask":
             self.told.append({"event": event, **data})
             return
-        assert data["kind"] == "teach"
-        self.questions.append((data["question"], data["samples"]))
+        assert (data["kind"], data["judge"]) == ("judge", "teach")
+        self.questions.append((data["question"], data["ids"]))
         self.answer(data)
 
     def answer(self, data):
         log_probs, errors = [], []
-        for sample in data["samples"]:
+        for ids in data["ids"]:
             errors.append(self.fails(self.answered))
-            log_probs.append(None if errors[-1] else self.of_answer(**sample))
+            log_probs.append(None if errors[-1] else self.of_answer([*data["tokens"], *ids], len(ids)))
             self.answered += 1
-        self.signals.answer(data["question"], {"log_probs": log_probs, "errors": errors})
+        self.signals.answer(data["question"], {"verdict": {"log_probs": log_probs, "errors": errors}})
 
     @torch.no_grad()
     def of_answer(self, tokens, answer):
@@ -226,18 +225,6 @@ def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_
         silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
 
 
-def test_no_question_has_more_tokens_than_one_may(tmp_path, folder, monkeypatch):
-    def asked(name, most):
-        monkeypatch.setattr(teacher, "REQUEST_TOKENS", most)
-        box, spec = Taught(folder), taught_spec(tmp_path, run_dir=str(tmp_path / name), job_id=name, options=SHORT)
-        assert box.run(spec)["outcome"] == "succeeded"
-        assert len({name for name, _ in box.questions}) == len(box.questions)
-        return [one for _, part in box.questions for one in part], max(len(part) for _, part in box.questions)
-
-    whole, most = asked("whole", 1 << 17)
-    assert most == 32 and asked("parts", 1) == (whole, 1), "one alone is asked for whatever it has"
-
-
 class ImpatientTaught(Impatient, Taught):
     """Wants the devices when it is asked about the third step."""
 
@@ -251,7 +238,7 @@ def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path, folde
     outcome = first.run(spec)
     assert (outcome["outcome"], outcome["step"]) == ("suspended", 2) and (tmp_path / "other" / FILE).exists()
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
-    assert first.questions[-1] == second.questions[0], "sampled once, judged when somebody answers"
-    assert [*first.questions[:-1], *second.questions] == whole.questions
+    assert first.questions[-4:] == second.questions[:4], "sampled once, judged when somebody answers"
+    assert first.questions[:-4] + second.questions == whole.questions
     losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
     assert losses == [step["loss"] for step in whole.of("metrics")]

@@ -31,10 +31,10 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts import grader, sampler
+from train.rollouts import sampler
 from train.rollouts.form import Form
 from train.rollouts.grader import advantages, standard_error
-from train.rollouts.rollouts import FILE, REQUESTS_AT_ONCE, Rollouts
+from train.rollouts.rollouts import FILE, Rollouts
 from train.rollouts.sampler import Answers, sample
 from train.trainer.prepare import prepare
 from weights.memory.store import WeightStore
@@ -524,18 +524,19 @@ class Box:
             if (made := self.sampled(data)) is not None:
                 self.give(data, made)
             return
-        self.questions.append((data["question"], [sample["text"] for sample in data["samples"]]))
+        self.questions.append((data["question"], data["texts"]))
         self.answer(data)
 
     def answer(self, data):
-        told = [self.grade(sample["text"], sample["item"]) for sample in data["samples"]]
-        rewards, errors = ([one[part] for one in told] for part in (0, 1))
-        self.signals.answer(data["question"], {"rewards": rewards, "errors": errors})
+        self.signals.answer(data["question"], {"verdict": self.verdict(data, data["texts"])})
+
+    def verdict(self, data, texts):
+        told = [self.grade(text, data["item"]) for text in texts]
+        return {"rewards": [one[0] for one in told], "errors": [one[1] for one in told]}
 
     def give(self, data, made):
         ids, log_probs, texts = zip(*made, strict=True)
-        told = [self.grade(text, data["item"]) for text in texts]
-        verdict = {"rewards": [one[0] for one in told], "errors": [one[1] for one in told]}
+        verdict = self.verdict(data, texts)
         self.signals.answer(data["question"], {"ids": ids, "log_probs": log_probs, "verdict": verdict})
 
     def of(self, kind):
@@ -572,7 +573,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
     item = json.loads((tmp_path / "train.jsonl").read_bytes().splitlines()[0])["item"]
     assert item.keys() == {"answer"}
     train = [texts for name, texts in box.questions if name.startswith("train")]
-    assert len(train) == 24 and all(len(texts) == 32 <= REQUESTS_AT_ONCE for texts in train)
+    assert len(train) == 24 * 4 and all(len(texts) == 8 for texts in train), "a question is one prompt"
     assert [event["version"] for event in box.of("published")] == ["step-24"]
 
 
@@ -588,20 +589,6 @@ def test_a_run_learns_within_a_form(tmp_path):
     assert all(step["mismatch_max"] < 1e-3 for step in steps)
     said = [text for _, texts in box.questions for text in texts if "}" in text]
     assert said and all(json.loads(text) in ({"a": "x"}, {"a": "yy"}) for text in said)
-
-
-def test_no_question_to_the_grader_has_more_bytes_than_one_may(tmp_path, monkeypatch):
-    def texts(run, most):
-        monkeypatch.setattr(grader, "REQUEST_BYTES", most)
-        box = Box(letters)
-        spec = run_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"), n_epochs=1)
-        assert box.run(spec)["outcome"] == "succeeded"
-        assert len({name for name, _ in box.questions}) == len(box.questions)
-        return [text for _, part in box.questions for text in part], max(len(part) for _, part in box.questions)
-
-    whole, most = texts("whole", 1 << 20)
-    assert most == 32
-    assert texts("parts", 1) == (whole, 1), "one alone is asked for whatever it has"
 
 
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
@@ -630,7 +617,7 @@ class Impatient(Box):
     """Wants the devices when it is asked for the third step's rewards, and answers nothing more."""
 
     def answer(self, data):
-        if data["question"] == "train-2-0":
+        if data["question"].startswith("train-2-"):
             self.signals.ask("suspend")
         else:
             super().answer(data)
@@ -647,9 +634,8 @@ def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path):
     assert (tmp_path / "other" / FILE).exists()
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
     assert [step["step"] for box in (first, second) for step in box.of("metrics")] == list(range(1, 7))
-    assert first.questions[-1] == second.questions[0], "sampled once, graded when somebody answers"
-    asked = [question for box in (first, second) for question in box.questions[: -1 if box is first else None]]
-    assert asked == whole.questions, "no sample is lost, none counts twice"
+    assert first.questions[-4:] == second.questions[:4], "sampled once, graded when somebody answers"
+    assert first.questions[:-4] + second.questions == whole.questions, "no sample is lost, none counts twice"
     losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
     assert losses == [step["loss"] for step in whole.of("metrics")]
 
