@@ -168,7 +168,8 @@ class BusRouting:
         """Have gateways serve a model in training, to the box alone, on engines with this version of its base."""
         if self._policies.get(name) != (base, base_version):
             self._policies[name] = base, base_version
-            await self.wait_applied()
+            self.refresh()
+        await self._bus.wait_applied(self._bus.generation)  # also for who finds it offered a moment before
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
         """Withdraw the other models in training."""
