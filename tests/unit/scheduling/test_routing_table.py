@@ -102,6 +102,9 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     row = bus.table[name]
     assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
     assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
+    await routing.open("r2", "starter", "v1", "https://10.0.0.2:4000")
+    assert [one["id"] for one in bus.table[name]["replicas"]] == ["r1"], "the other machine does not have it"
+    assert len(bus.table["ft:a"]["replicas"]) == 2
     await routing.withhold_adapters("r1")
     assert bus.table[name]["replicas"] == []
     routing.offer_adapters("r1")
