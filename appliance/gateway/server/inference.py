@@ -230,7 +230,9 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
-        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=state.limits.upstream_silence_s)
+        # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
+        silence_s = None if self._in_training() else state.limits.upstream_silence_s
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)

@@ -137,6 +137,21 @@ async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_th
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 
+async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
+    async def slow(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.sleep(0.2)
+        await answer_chat(request, reply)
+
+    box = await start_box(private=listener, limits={"upstream_silence_s": 0.05})
+    await box.engine("e0", slow)
+    box.serve("m", "e0")
+    name = policy_name("ftjob-1")
+    box.models[name] = {**box.models["m"], "host": "m", "owners": []}
+    box.apply()
+    assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
+    assert (await ask_privately(box, listener, BATCH)).status == 504
+
+
 async def test_engine_without_a_model_in_training_goes_on_with_its_base(
     box: Box, listener: socket.socket, policy: str
 ) -> None:
