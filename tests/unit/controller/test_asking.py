@@ -86,6 +86,18 @@ async def test_owner_with_one_request_is_next_however_many_another_has():
     assert gateway.said[:2] == ["ann0", "ben"]
 
 
+async def test_owners_take_turns_by_sequences():
+    gateway = Gateway(engines=0)
+    gateway.end.set()
+    tasks = [gateway.ask(f"ann{number}", sequences=8) for number in range(2)]
+    tasks += [gateway.ask(f"ben{number}", "ben") for number in range(8)]
+    await turns()
+    gateway.table["m"].update(replicas=[{"state": "open"}], slots=2)
+    gateway.asking.table_changed()
+    await asyncio.gather(*tasks)
+    assert gateway.said[-1] == "ann1"
+
+
 async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake():
     gateway = Gateway(engines=0)
     gateway.end.set()
