@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import given, grader_routes
+from appliance.controller.grading import given, grader_routes, questions
 from appliance.controller.grading import judged as judged_module
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import RolloutGrading, Saying
@@ -228,6 +228,19 @@ async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothi
     assert ["too long" in text for text in said] == [False, True, False]
     assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
     assert "it is good" in said[0] and "it is good" in said[2]
+
+
+@pytest.mark.parametrize(("again_s", "times"), [(questions.SAY_AGAIN_S, 1), (0.0, 2)])
+async def test_graders_failure_at_parts_of_a_step_is_said_once_in_a_while(
+    control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
+):
+    monkeypatch.setattr(questions, "SAY_AGAIN_S", again_s)
+    job_id = await judged_job(control)
+    judged(control, "it is good", '{"result": 1}', "it is good")
+    grade = grading_of(control.context)
+    for text in "abc":
+        await grade(job_id, answers_of(text))
+    assert sum(text.startswith("the grader failed at ") for text in await control.messages(job_id)) == times
 
 
 async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):
