@@ -102,17 +102,18 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
-# under a name that an ended job of this owner's was to have.
+# under a name that an ended job of this owner's was to have. UNION ALL: SQLite looks for one name in each part by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
-    UNION SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
+    UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
         WHERE jobs.owner = ?1
 """
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:
-    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints."""
+    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints; a name
+    may come twice."""
     return db.column(_MADE, [owner])
 
 
