@@ -159,6 +159,11 @@ class TestModels:
             models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
 
 
+def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
+    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
+    assert any("(name=?)" in row["detail"] for row in plan)
+
+
 def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
     steps = [HandoverStepRow("1", n, "drain_replica", f"r{n}", "planned") for n in range(3)]
     with pytest.raises(DuplicateRow):
