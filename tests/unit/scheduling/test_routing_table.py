@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from appliance.controller.access.naming import resolve
@@ -100,6 +102,9 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     row = bus.table[name]
     assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
     assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
+    await routing.open("r2", "starter", "v1", "https://10.0.0.2:4000")
+    assert [one["id"] for one in bus.table[name]["replicas"]] == ["r1"], "the other machine does not have it"
+    assert len(bus.table["ft:a"]["replicas"]) == 2
     await routing.withhold_adapters("r1")
     assert bus.table[name]["replicas"] == []
     routing.offer_adapters("r1")
@@ -109,6 +114,20 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     assert name in bus.table
     routing.keep_policies(lambda one: False)
     assert name not in bus.table
+
+
+async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routing, bus, monkeypatch):
+    applied = asyncio.Event()
+
+    async def wait_applied(generation):
+        await applied.wait()
+
+    monkeypatch.setattr(bus, "wait_applied", wait_applied)
+    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1")) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(one.done() for one in asked)
+    applied.set()
+    await asyncio.gather(*asked)
 
 
 async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):
