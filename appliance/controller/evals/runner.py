@@ -145,7 +145,12 @@ class EvalRunner:
             graders = [parse(criterion) for criterion in of.criteria]
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
-                    await self._prepare(row, of, source)
+                    try:
+                        await self._prepare(row, of, source)
+                    except TaskFailed:  # nobody sees its items, and they would count for its owner
+                        await asyncio.to_thread(evals.delete_items, self._db, row.id)
+                        self._change(row.id, total=0, bytes=row.bytes)
+                        raise
                 await self._judge(replace(row, data_source={}), source, graders)
         except _Over:
             return

@@ -294,7 +294,8 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
     }
 
 
-async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
+async def test_a_file_is_read_and_a_bad_line_is_named(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "_CHUNK", 1)
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
     marked = b"\xef\xbb\xbf" + lines.encode()
@@ -304,6 +305,7 @@ async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
     bad = await control.upload(b'{"item": {"answer": "a"}}\n{"answer": "a"}', "items.jsonl", purpose="user_data")
     run = await ended(control, eval_id, {"type": "jsonl", "source": {"type": "file_id", "id": bad}})
     assert (run.status, run.error.code) == ("failed", "invalid_data") and "Line 2" in run.error.message
+    assert run.result_counts.total == 0 and evals.queued_items(control.db, run.id, 9) == [], "it keeps no items"
 
 
 async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_asked(control: Control):
