@@ -100,7 +100,7 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
-# under a name that an ended job of this owner's was to have. UNION ALL: SQLite looks for one name in each part by index.
+# under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
