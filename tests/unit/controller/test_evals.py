@@ -25,6 +25,7 @@ from appliance.store.records import keys, model_settings
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
@@ -293,7 +294,8 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
     }
 
 
-async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
+async def test_a_file_is_read_and_a_bad_line_is_named(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "_CHUNK", 1)
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
     marked = b"\xef\xbb\xbf" + lines.encode()
@@ -303,6 +305,7 @@ async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
     bad = await control.upload(b'{"item": {"answer": "a"}}\n{"answer": "a"}', "items.jsonl", purpose="user_data")
     run = await ended(control, eval_id, {"type": "jsonl", "source": {"type": "file_id", "id": bad}})
     assert (run.status, run.error.code) == ("failed", "invalid_data") and "Line 2" in run.error.message
+    assert run.result_counts.total == 0 and evals.queued_items(control.db, run.id, 9) == [], "it keeps no items"
 
 
 async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_asked(control: Control):
@@ -369,6 +372,24 @@ async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monk
     await control.context.tasks.idle("eval_runs")
     found = evals.find_run(control.db, run.id)
     assert found is not None and found.status == "completed" and sum(found.counts.values()) == 6
+
+
+async def test_run_grades_few_items_with_code_in_one_call(control: Control, monkeypatch: pytest.MonkeyPatch):
+    counts = dict[str, list[int]]()
+
+    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], given: Any) -> list[Graded]:
+        counts.setdefault(grader.name, []).append(len(samples))
+        return [Graded(float(place), True) for place, _ in enumerate(samples)]
+
+    async def unusable(hosts: Any, owner: str, sources: Any) -> list[tuple[str, str]]:
+        return []
+
+    monkeypatch.setattr(GraderHosts, "grade", grade)
+    monkeypatch.setattr(GraderHosts, "unusable", unusable)
+    code = {"type": "python", "name": "code", "source": "def grade(sample, item):\n    return 1.0"}
+    run = await ended(control, await made(control, CHECK, code), given(*[("a", "a")] * 7))
+    assert (run.status, run.result_counts.passed) == ("completed", 7)
+    assert counts == {"same": [7], "code": [3, 3, 1]}
 
 
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):
