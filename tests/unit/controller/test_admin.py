@@ -285,17 +285,6 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
     assert actions(control) == [("model.rollback", "m", "failed")]
 
 
-async def test_jobs_and_their_metrics(control: Control):
-    job_id = await control.job()
-    listed = (await ask(control, "GET", "/v1/fine_tuning/jobs"))["data"]
-    assert [(job["id"], job["phase"], job["reason"]) for job in listed] == [(job_id, "queued", "waiting for devices")]
-    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-    assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
-    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics"))["data"] == []
-    await ask(control, "GET", "/v1/fine_tuning/jobs/none/metrics", 404)
-    await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics?after_step={2**70}", 400)
-
-
 async def test_the_audit_log_pages(control: Control):
     for name in ("a", "b", "c"):
         await ask(control, "POST", "/keys", json={"name": name})

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.records import deployments
-from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import actions, ask
 
 
@@ -63,11 +63,6 @@ async def test_devices_of_a_lost_node_are_shown_until_they_are_forgotten(control
     assert actions(control)[-1] == ("node.forget", "n1", "done")
 
 
-async def test_draining_needs_the_admin_scope(control: Control):
-    answer = await control.http.post("/admin/v1/devices/n0/1/drain", headers=SCOPES)
-    assert answer.status_code == 403 and cordons.cordoned(control.db) == []
-
-
 async def test_a_deployment_is_changed_field_by_field(control: Control):
     assert (await ask(control, "GET", "/models/starter/deployment"))["max_replicas"] is None
     made = await ask(control, "PATCH", "/models/starter/deployment", json={"min_replicas": 1, "max_replicas": 4})
@@ -106,12 +101,6 @@ async def test_a_deployment_is_changed_field_by_field(control: Control):
 async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
     assert error["param"] == param and deployments.find(control.db, "starter") is None and actions(control) == []
-
-
-def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
-    seen = {"id": "n0/3", "health": "draining", "health_reason": "cordoned"}
-    told = {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None, "cordon": None}
-    assert cordons.shown(cordons.read(control.db), seen) == told
 
 
 async def test_an_engine_spans_no_nodes(control: Control):

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.controller.devices.mode import mode_in_force, read_mode
 from appliance.store.records import windows
-from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import actions, ask
 
 NIGHT = {"cron": "0 22 * * *", "until": "0 6 * * *", "tz": "Europe/Berlin", "policy": "train", "serving_floor": 2}
@@ -104,18 +104,3 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
     error = (await ask(control, "POST", "/mode/plan", 400, json={"policy": "split"}))["error"]
     assert error["param"] == "train_devices"
     assert read_mode(control.db).policy == "auto" and actions(control) == [] and control.scheduler.nudges == []
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/mode"),
-        ("POST", "/mode/plan"),
-        ("POST", "/mode/schedule"),
-        ("GET", "/mode/schedule/preview"),
-        ("DELETE", "/mode/schedule/x"),
-    ],
-)
-async def test_the_mode_needs_the_admin_scope(control: Control, method: str, path: str):
-    answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES)
-    assert answer.status_code == 403 and answer.json()["error"]["code"] == "insufficient_permissions"

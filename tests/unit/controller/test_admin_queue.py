@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from appliance.controller.devices import lost_nodes
-from appliance.controller.jobs import devices
 from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.records import keys
@@ -210,23 +209,6 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
     assert error["param"] == param and jobs.get(control.db, job_id) == before and actions(control) == []
 
 
-async def test_only_admins_change_the_queue(control: Control):
-    job_id = await control.job()
-    for method, path in (("GET", "/queue"), ("PATCH", f"/jobs/{job_id}"), ("POST", f"/jobs/{job_id}/hold")):
-        answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES, json={"priority": 9})
-        assert answer.status_code == 403
-
-
-async def test_bounds_for_the_planner_never_contradict_each_other(control: Control):
-    job_id = await control.job(hyperparameters={"batch_size": 8})
-    row = jobs.get(control.db, job_id)
-    assert devices.bounds(row, 4) == (1, 8, (1, 2, 4, 8)), "it waits for the devices it may have one day"
-    jobs.update(control.db, job_id, min_devices=5, max_devices=6)
-    assert devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
-    jobs.update(control.db, job_id, allowed_sizes=None, min_devices=16, max_devices=None)
-    assert devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())
-
-
 @pytest.mark.parametrize(
     ("wish", "sizes"),
     [
@@ -242,8 +224,3 @@ async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
     monkeypatch.setattr(node_sizes, "host_cores", lambda: 2)
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=wish)
     assert jobs.get(control.db, job_id).allowed_sizes == sizes
-
-
-def test_sizes_of_tensor_parallel_keep_what_was_asked():
-    resolved = {"batch_size": 8, "micro_batch": 1, "tensor_parallel": 4}
-    assert devices.sizes(devices.Wish(), resolved, node_sizes.NodeSizes((8,), cores=2))[1] == [4]

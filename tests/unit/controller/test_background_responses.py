@@ -14,7 +14,7 @@ from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned, SimulatedEngines
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
 
 
@@ -145,23 +145,6 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
         await control.sdk.responses.retrieve(other.id)
 
 
-async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted_once(control: Control):
-    """A thread finds it and the loop goes on with what was found: a cancellation wrote over an answer that had come
-    meanwhile."""
-    background = control.app.state.background
-    scripted(control, EngineAnswer(200, answer(1, "2"), "v1"))
-    engines(control).lines = 0
-    made = await asked(control)
-    found_before = responses.find(control.db, made.id)
-    engines(control).lines = 1
-    assert (await ended(control, made.id)).status == "completed"
-    assert background.cancel(found_before).status == "completed"
-    assert (await control.sdk.responses.retrieve(made.id)).output_text == "2"
-    told = await asyncio.gather(*(control.http.delete(f"/v1/responses/{made.id}") for _ in range(4)))
-    assert sorted(one.status_code for one in told) == [200, 404, 404, 404]
-    assert responses.totals(control.db) == (0, 0)
-
-
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
@@ -219,17 +202,6 @@ async def test_background_response_that_waits_for_a_day_fails(control: Control, 
     assert list(engines(control).models) == [] == engines(control).sent
 
 
-async def test_background_response_ends_with_its_key(control: Control):
-    engines(control).lines = 0
-    key_id = control.as_key("ann")
-    made = await asked(control)
-    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
-    await control.context.tasks.idle("responses")
-    row = responses.find(control.db, made.id)
-    assert row is not None and row.status == "failed" and "was revoked" in row.response
-    assert list(engines(control).models) == [] == engines(control).sent
-
-
 async def test_what_is_not_for_here(control: Control):
     engines(control).lines = 0
     for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
@@ -237,17 +209,3 @@ async def test_what_is_not_for_here(control: Control):
         assert refused.status_code == 400 and refused.json()["error"]["message"]
     bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["code"] == "invalid_json"
-
-
-async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):
-    monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
-    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
-    engines(control).lines = 0
-    made = await asked(control)
-    follow = control.app.state.background.follow(made.id, -1)
-    assert (await anext(follow)).startswith(b"event: response.created\n")
-    assert (await anext(follow)).startswith(b"event: response.queued\n")
-    assert await anext(follow) == b": waiting\n\n"
-    await control.sdk.responses.cancel(made.id)
-    rest = [piece async for piece in follow]
-    assert rest[0].startswith(b"event: response.in_progress\n") and b"response.incomplete" in rest[-1]

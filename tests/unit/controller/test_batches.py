@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import resource
 import time
 from typing import Any
@@ -15,13 +13,12 @@ import pytest
 
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
-from appliance.controller.context import tasks
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedEngines, change
-from tests.unit.controller.conftest import ADMIN, Control, disk_full, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
 
@@ -349,18 +346,6 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
 
 
-async def test_batch_resumed_under_stricter_check_fails_with_its_answers(control: Control):
-    await _hang_after(control, 1)
-    batch_id = await begun(control, [line(n) for n in range(3)])
-    await until(control, batch_id, lambda b: b.request_counts.completed == 1)
-    await control.context.tasks.stop()
-    change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 2}))
-    control.context.tasks.resume()
-    batch = await ended(control, batch_id)
-    assert (batch.status, batch.errors.data[0].code, batch.errors.data[0].line) == ("failed", "too_many_requests", 3)
-    assert len(await content(control, batch.output_file_id)) == 1
-
-
 async def test_failed_batch_keeps_its_answers(control: Control):
     may_fail = asyncio.Event()
 
@@ -379,23 +364,6 @@ async def test_failed_batch_keeps_its_answers(control: Control):
     assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
 
 
-async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(control: Control, monkeypatch):
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.0)
-    real, full = batches.update, [True]
-
-    def update(*arguments: Any, **changes: Any) -> None:
-        if full and changes.get("status") == "completed":
-            full.clear()
-            raise disk_full()
-        real(*arguments, **changes)
-
-    monkeypatch.setattr(batches, "update", update)
-    batch = await ended(control, await begun(control, [line(0)]))
-    assert batch.status == "completed" and not full
-    names = {path.name for path in control.context.files_dir.iterdir()}
-    assert names == {batch.input_file_id, batch.output_file_id}
-
-
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
     answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
@@ -412,28 +380,3 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     answers.close()
     again = Answers(tmp_path, "batch_1")
     assert again.custom_ids == {"r0", "r2"}
-
-
-def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):
-    """The good answers were written, the refused ones not, and all of them again with the next try."""
-    made = {"id": "batch_req_1", "error": None}
-    lines = [
-        made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
-        for status in (200, 400)
-    ]
-    answers, real, fails = Answers(tmp_path, "batch_1"), os.fsync, [False, True]
-
-    def sync(handle):
-        if fails and fails.pop(0):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    with pytest.raises(OSError, match="No space"):
-        answers.append(lines)
-    answers.append(lines)
-    answers.close()
-    again = Answers(tmp_path, "batch_1")
-    again.close()
-    assert (again.completed, again.failed) == (1, 1)
-    assert [path.read_text().count("\n") for path in (again.output_path, again.error_path)] == [1, 1]

@@ -20,7 +20,6 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from runtime.background_tasks import BackgroundTasks
-from tests.unit.gateway.tables import parse_table
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
 
@@ -104,17 +103,6 @@ async def test_a_gateway_gets_the_whole_table_and_every_change(bus: Bus, tmp_pat
     assert bus.set_models(models(r1="open")) == 102, "the same table again is not news"
     bus.keys_changed({})
     assert (await gateway.table())["keys"] == {}
-    await gateway.close()
-
-
-async def test_owners_of_many_names_stand_in_the_table_once(bus: Bus, tmp_path: Path):
-    owners = [f"owner-{n:060d}" for n in range(100)]
-    rows = {f"ft:a:ckpt-{n}": models(r1="open")["m"] | {"owners": owners} for n in range(50)}
-    bus.set_models(rows | {"all": models(r1="open")["m"] | {"owners": None}})
-    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    table = parse_table(await gateway.table())
-    found = {name: model.owners for name, model in table.models.items()}
-    assert found["all"] is None and found["ft:a:ckpt-49"] == frozenset(owners)
     await gateway.close()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries
@@ -77,14 +76,6 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     assert active(served) == "v1" and served.scheduler.converged == []
     (entry,) = audit.page(served.db, after=None, limit=1).data
     assert (entry.action, entry.detail["version"]) == ("model.canary", "v2")
-
-
-async def test_an_error_names_the_newest_versions(served: Control, monkeypatch: pytest.MonkeyPatch):
-    """All of 20,000 held the loop for a second."""
-    monkeypatch.setattr(model_access, "_NAMED", 1)
-    for path, verb in (("canary", "PUT"), ("rollback", "POST")):
-        said = await ask(served, verb, f"/admin/v1/models/m/{path}", 404, version="v9")
-        assert said["error"]["message"].endswith("it has v1 and older ones.")
 
 
 async def test_what_cannot_be_is_refused_in_words(served: Control):

@@ -143,34 +143,6 @@ def test_serving_one_device_or_the_next_power_of_two():
     assert "the box has 8" in many.problems[0] and many.instead == ("4 replicas over 2 devices each",)
 
 
-def test_an_engine_fits_where_its_sizing_says_so():
-    for weight_bytes in (60 * GIB, 69 * GIB, 70 * GIB, 74 * GIB):
-        starts = not sizes(weight_bytes, LLAMA_70B)(1).problem
-        assert serve(LLAMA_70B, weight_bytes, 1, 1, H100S).fits == starts, weight_bytes
-    assert not starts
-
-
-@pytest.mark.parametrize("fraction", [0.3, 0.5, 0.95])
-def test_the_room_is_what_the_models_own_share_of_a_gpu_leaves(fraction):
-    """The box's or the model's gpu_memory, and nobody's default: more than 92 % is no reason to refuse, less is one."""
-    config = EngineConfig(gpu_memory_fraction=fraction)
-    of = sizes(16 * 10**9, LLAMA_8B, config=config)
-    verdict = capacity.serve(of, 16 * 10**9, 2, 1, H100S)
-    assert verdict.fits, verdict.problems
-    device = verdict.numbers["device"]
-    assert device["room_bytes"] == int(fraction * 80 * GIB) == device["device_bytes"], "the KV cache takes the rest"
-    large = capacity.serve(sizes(60 * 10**9, LLAMA_70B, config=config), 60 * 10**9, 2, 1, H100S)
-    assert large.fits == (fraction == 0.95)
-    assert large.fits or large.instead == (f"2 replicas over {2 if fraction == 0.5 else 4} devices each",)
-
-
-def test_a_shortened_context_is_said():
-    box = BoxFacts(8, "cpu", GIB // 4, None, 10**12)
-    verdict = capacity.serve(sizes(10**7, LLAMA_8B, "cpu", GIB // 4), 10**7, 1, 1, box)
-    assert "tokens: its KV cache of" in verdict.warnings[0]
-    assert 0 < verdict.numbers["max_model_len"] < 8192
-
-
 def test_logical_devices_share_the_hosts_memory():
     box = BoxFacts(8, "cpu", 7 * 10**9, None, 10**12)
     one = serve(LLAMA_8B, 16 * 10**9, 1, 1, box)
@@ -214,31 +186,6 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
 async def test_bad_questions_are_named(control, body, status, said):
     answer = await plan(control, **body)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
-
-
-async def test_offloading_beyond_host_memory_fails_before_the_job_is_queued(control):
-    status = control.scheduler.status()
-    devices = [d | {"kind": "cuda", "memory_bytes": 80 * GIB} for d in control.scheduler.devices]
-    control.scheduler.status = lambda: (
-        status
-        | {
-            "devices": devices,
-            "memory": {
-                "budget_bytes": 2**30,
-                "used_bytes": 0,
-                "host_bytes": 60_000_000,
-                "reserve_bytes": 7_000_000,
-            },
-        }
-    )
-    asked = {"full": True, "offload": "optimizer", "max_length": 64, "precision": "bf16"}
-    told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
-    assert not told["fits"] and "Offloading takes 90.0 MB of host memory" in told["problems"][0]
-    assert told["numbers"]["host_memory"]["reserve_bytes"] == 7_000_000
-    job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": asked}})
-    made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert made.status == "failed" and made.error.code == "insufficient_memory"
-    assert "the host has 60.0 MB" in made.error.message
 
 
 async def test_a_plan_knows_that_no_job_and_no_engine_spans_nodes(control):

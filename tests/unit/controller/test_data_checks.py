@@ -99,24 +99,6 @@ async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch:
     assert begun[0].returncode == -signal.SIGKILL
 
 
-async def test_owners_take_turns(control: Control, checks: data_checks.DataWork, monkeypatch: pytest.MonkeyPatch):
-    made, checked, may_go_on = dict[str, str](), list[str](), asyncio.Event()
-
-    async def process(file_id: str, options: dict[str, Any]) -> dict[str, Any]:
-        await may_go_on.wait()
-        checked.append(made[file_id])
-        return {}
-
-    monkeypatch.setattr(checks, "_process", process)
-    for owner in ("ann", "bob"):
-        control.as_key(owner)
-        for number in range(2):
-            made[await control.upload(TWICE * (number + 1))] = f"{owner}{number}"
-    may_go_on.set()
-    await control.context.tasks.idle("data_checks")
-    assert checked == ["ann0", "bob0", "ann1", "bob1"]
-
-
 async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_checks.DataWork):
     made = await control.upload(TWICE)
     (control.context.files_dir / made).unlink()

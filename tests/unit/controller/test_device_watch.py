@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
@@ -52,14 +50,6 @@ def test_two_deaths_cordon_and_undrain_forgives(db, watch):
     assert cordoned(db) == ["n0/7"] and faults(db) == {}
     watch.died(("n0/3",), "job b", "died")
     assert cordoned(db) == ["n0/7"], "counted anew"
-
-
-def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
-    for _ in range(2):
-        watch.died(("n0/3",), "job a", "died")
-    again = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
-    again.judge()
-    assert cordoned(db) == ["n0/3"] and list(faults(db)) == ["n0/3"]
 
 
 class Clock:
@@ -195,21 +185,6 @@ def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, wat
     assert [row[:2] for row in told(db)] == [("node.lost", "n1"), ("node.joined", "n2"), ("node.joined", "n1")]
     after.began(["n0", "n2"])
     assert len(told(db)) == 3, "said once"
-
-
-def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch, caplog):
-    """The disk was full: who told of the death failed instead of telling the end of the job."""
-
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(box, "put", full)
-        for _ in range(3):
-            watch.died(("n0/3",), "job a", "died")
-    assert "cannot be cordoned now" in caplog.text and watch.nudges == []
-    watch.judge()
-    assert cordoned(db) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
 
 
 def gpus(*uuids, unfit=()):

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading import scoring
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import Saying, Teaching
 from appliance.controller.interfaces.records import EngineAnswer
@@ -221,14 +220,6 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
     assert said.endswith("waits for its teacher teacher, up to 60 minutes: no engine of the model is awake")
     engines(taught).lines = 4
     assert (await asking)["log_probs"] == [[-0.3]]
-
-
-def test_an_answer_has_a_number_for_each_of_its_tokens():
-    places = [None, {"8": {"logprob": -1.5}}, {"3": {"logprob": 0}}]
-    assert scoring.read({"choices": [{"prompt_logprobs": places}]}, [7, 8, 3], 2) == [-1.5, 0.0]
-    for broken in ({}, {"choices": []}, {"choices": [{"prompt_logprobs": places[:2]}]}, {"choices": [{}]}):
-        with pytest.raises(ValueError, match="log-prob|without|choices|unpack"):
-            scoring.read(broken, [7, 8, 3], 2)
 
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):

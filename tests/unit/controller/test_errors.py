@@ -58,22 +58,6 @@ async def test_json_sent_as_something_else_is_not_read(control: Control):
         checked(answer, 400, "invalid_body")
 
 
-async def test_bodies_over_the_limit_are_refused_announced_or_not(control: Control):
-    big = b'{"model": "' + b"a" * 4_000_000 + b'"}'
-    checked(
-        await control.http.post(JOBS, content=big, headers={"content-type": "application/json"}),
-        413,
-        "request_too_large",
-    )
-
-    async def chunks():
-        for start in range(0, len(big), 1000):
-            yield big[start : start + 1000]
-
-    answer = await control.http.post(JOBS, content=chunks(), headers={"content-type": "application/json"})
-    checked(answer, 413, "request_too_large")
-
-
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v2/files", "/v1/files/a/b/c", "/docs", "/openapi.yaml"])
 async def test_unknown_urls(control: Control, path: str):
     error = checked(await control.http.get(path), 404, "unknown_url")

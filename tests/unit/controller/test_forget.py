@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.admin.owners import forget
-from appliance.controller.files import storage
 from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
@@ -237,31 +236,3 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     jobs.set_phase(control.db, ann.job, "cancelled")
     monkeypatch.setattr(forget, "ENDS_WITHIN_S", 20.0)
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
-
-
-async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):
-    """`ModelOps.remove` has every tier delete its copy, later where it cannot be reached now (test_tier_flow)."""
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    await ask(control, cancel=True, models=True)
-    assert ann.model in [name for name, _ in control.ops.removed]
-
-
-async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
-    """Its check took longer than forgetting did, and then the file was there, by name."""
-    ann, going_on, checking = Person(control, NAME), asyncio.Event(), asyncio.Event()
-    check = storage.checked
-
-    async def slow(*told: Any, **more: Any) -> Any:
-        checking.set()
-        await going_on.wait()
-        return await check(*told, **more)
-
-    monkeypatch.setattr(storage, "checked", slow)
-    sent = {"files": {"file": (f"{NAME}.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
-    upload = asyncio.create_task(control.http.post("/v1/files", headers=ann.heads[0], **sent))
-    await checking.wait()
-    assert (await ask(control))["done"]
-    going_on.set()
-    assert (await upload).status_code == 401
-    assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)

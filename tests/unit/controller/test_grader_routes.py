@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from types import SimpleNamespace
@@ -11,19 +10,15 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import given, grader_routes
+from appliance.controller.grading import given
 from appliance.controller.grading import judged as judged_module
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import RolloutGrading, Saying
-from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.records import EngineAnswer
 from tests.simulator.control_plane import LineReturned, SimulatedEngines, grading_of
-from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
 from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.hosts import GraderHosts
 
 JUDGE: Any = {
     "type": "score_model",
@@ -168,24 +163,6 @@ async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Cont
     assert errors.api_model_grader_server_error_details == "too long"
 
 
-async def test_a_judge_without_engines_says_so_in_time(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grader_routes, "ANSWER_WITHIN_S", 0.05)
-    engines(control).lines = 0
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    assert "no answer within" in (found.metadata.errors.api_model_grader_server_error_details or "")
-
-
-async def test_judge_of_a_key_that_ends_says_so(control: Control):
-    key_id = control.as_key("carol")
-    engines(control).lines = 0
-    asking = asyncio.create_task(control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 60.0))
-    async with asyncio.timeout(60):
-        while not engines(control).models:
-            await asyncio.sleep(0)
-    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
-    assert (await asking).error == "the key that asks was revoked" and not engines(control).sent
-
-
 async def judged_job(control: Control) -> str:
     method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
     return await control.job(training_file=await control.upload(prompts()), method=method)
@@ -193,26 +170,6 @@ async def judged_job(control: Control) -> str:
 
 def answers_of(*texts: str) -> dict[str, Any]:
     return {"samples": [{"text": text, "item": {"q": ""}} for text in texts]}
-
-
-async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """It stood still for 74 s while its judge's engines were started again, and its events had not a word of it; after
-    five minutes without one (a mode `train`) it failed."""
-    job_id, context = await judged_job(control), control.context
-    judged(control, '{"result": 1}')
-    engines(control).lines, hosts = 0, GraderHosts()
-    answers = ModelAnswers(context.db, context.asking)
-    grading = RolloutGrading(context.db, hosts, answers, Saying(context.db, context.asking, after_s=0.01))
-    asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
-    try:
-        async with asyncio.timeout(60):
-            while not (said := [text for text in await control.messages(job_id) if "waits for its judge" in text]):
-                await asyncio.sleep(0)
-        assert said == ["the job waits for its judge starter, up to 60 minutes: no engine of the model is awake"]
-        engines(control).lines = 4
-        assert (await asking)["rewards"] == [1.0]
-    finally:
-        await hosts.stop()
 
 
 async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
@@ -228,55 +185,3 @@ async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothi
     assert ["too long" in text for text in said] == [False, True, False]
     assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
     assert "it is good" in said[0] and "it is good" in said[2]
-
-
-async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):
-    deep: Any = "x"
-    for _ in range(500):
-        deep = [deep]
-    with pytest.raises(openai.BadRequestError, match="nested deeper"):
-        await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item=deep)
-
-
-async def test_what_nobody_waits_for_any_more_is_ended(control: Control):
-    """The client has left, or its key was revoked: code of a grader ran on for an hour, and the judge was asked."""
-    begun, ended, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        raise AssertionError
-
-    engines(control).rule = rule
-    body = json.dumps({"grader": JUDGE, "model_sample": "4", "item": {"q": "2+2"}}).encode()
-    received, sent = [{"type": "http.request", "body": body, "more_body": False}], []
-
-    async def receive() -> Any:
-        if not received:
-            await left.wait()
-        return received.pop() if received else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/v1/fine_tuning/alpha/graders/run",
-        "query_string": b"",
-        "headers": [
-            (name.encode(), value.encode()) for name, value in (SCOPES | {"content-type": "application/json"}).items()
-        ],
-    }
-    asking = asyncio.create_task(FromBox(control.app)(scope, receive, send))
-    async with asyncio.timeout(30):
-        await begun.wait()
-        left.set()
-        await asking
-        await ended.wait()
-    assert sent[0]["status"] == 499

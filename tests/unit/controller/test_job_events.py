@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import base64
 import csv
-import errno
 import io
-import os
-from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.files import results
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
@@ -170,14 +165,6 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
     assert "mismatch_kl" not in str(line)
 
 
-async def test_steps_run_again_after_a_resume_replace_their_rows(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    for step in (1, 2, 3, 2, 3, 4):
-        events.ingest(job_id, metrics(step, float(step)))
-    assert [row.step for row in job_records.list_metrics(control.db, job_id)] == [1, 2, 3, 4]
-
-
 async def test_steps_read_all_at_once_were_done_when_the_ranks_say(control: Control, events: JobEvents):
     """After a restart of the controller a job said that it had 90 ms left."""
     job_id = await control.job()
@@ -281,56 +268,6 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
     assert (await control.messages(job_id))[-1] == "Step 1/20: validation loss=not finite"
 
 
-async def test_messages_snapshots_and_unknown_events(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.ingest(job_id, {"event": "message", "level": "warn", "text": "slow step"})
-    events.ingest(job_id, {"event": "message", "level": "shouting", "text": "odd level"})
-    events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", "bytes": 1, "seconds": 0.1})
-    events.ingest(job_id, {"event": "from the future"})
-    assert (await control.messages(job_id))[-3:] == ["slow step", "odd level", "Snapshot of step 4: 0.0 MB in 0.1 s"]
-    kept = jobs.get(control.db, job_id).snapshot
-    assert kept is not None and (kept["step"], kept["path"]) == (4, "/dev/shm/s")
-    with pytest.raises(RowNotFound):
-        events.ingest("ftjob-none", {"event": "message", "text": "x"})
-
-
-async def test_of_many_snapshots_one_a_minute_is_told(control: Control, events: JobEvents, monkeypatch):
-    """A small model on a CPU wrote one at nearly every step, and its events were little else."""
-    job_id, now_s = await control.job(), 1_000_000.0
-    monkeypatch.setattr("appliance.controller.jobs.events.time.time", lambda: now_s)
-    for step in range(1, 125):
-        now_s += 1
-        events.ingest(job_id, {"event": "snapshot", "step": step, "path": f"/s{step}"})
-        events.ingest(job_id, {"event": "snapshot", "step": step, "path": f"/s{step}"})
-    assert [text for text in await control.messages(job_id) if text.startswith("Snapshot")] == [
-        "Snapshot of step 1",
-        "Snapshot of step 61",
-        "Snapshot of step 121",
-    ]
-    kept = jobs.get(control.db, job_id).snapshot
-    assert kept is not None and (kept["step"], kept["path"]) == (124, "/s124")
-    events.started(job_id, ["n0/0"], resumed=True)
-    events.suspended(job_id, 124, "/s124", reason="a person asked")
-    assert jobs.get(control.db, job_id).snapshot == kept
-    assert (await control.messages(job_id))[-1] == "Fine-tuning job suspended at step 124: a person asked"
-
-
-async def test_what_writing_cost_training_is_told_once(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    cost = {"bytes": 65_000_000, "seconds": 0.31}
-    for _ in range(2):  # a new controller may hear it again
-        events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", **cost})
-        events.ingest(job_id, {**published(5), **cost})
-    told = "65.0 MB in 0.31 s"
-    assert (await control.messages(job_id))[-2:] == [
-        f"Snapshot of step 4: {told}",
-        f"Checkpoint created at step 5: {told}",
-    ]
-    data = [event.data async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=20)]
-    assert [one["seconds"] for one in data if one and "seconds" in one] == [0.31, 0.31]
-
-
 async def test_a_tuned_model_tuned_again_is_named_after_the_root(control: Control, events: JobEvents):
     first = await control.job(suffix="one")
     events.started(first, ["n0/0"], resumed=False)
@@ -362,33 +299,6 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
 
 
-async def test_metrics_keep_seconds_of_each_rank(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/2", "n0/5"], resumed=False)
-    events.ingest(job_id, metrics(20, 2.0) | {"rank_seconds": [0.5, 0.8]})
-    assert job_records.metric_at(control.db, job_id, 20).rank_seconds == [0.5, 0.8]
-
-
-async def test_a_full_disk_costs_the_table_and_not_the_success(
-    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
-):
-    """It was raised into the round of the scheduler's loop that told of the end, and into every round after it."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, metrics(1, 2.0))
-    events.ingest(job_id, published(1))
-    monkeypatch.setattr(results, "make", full)
-    events.succeeded(job_id)
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "succeeded" and job.fine_tuned_model and job.result_files == []
-    said = "The table of its steps could not be written: No space left on device."
-    assert any(text.startswith(said) for text in await control.messages(job_id))
-
-
 async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):
     job_id = await control.job(hyperparameters={"n_epochs": 5})
     events.started(job_id, ["n0/0"], resumed=False)
@@ -404,19 +314,6 @@ async def test_job_success_ends_with_a_verdict(control: Control, events: JobEven
     assert (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=ADMIN)).json()["verdict"] == shown[
         "verdict"
     ]
-
-
-async def test_job_best_version_is_judged_up_to_its_step(control: Control, events: JobEvents):
-    job_id = await control.job(hyperparameters={"n_epochs": 2})
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, {"event": "validation", "step": 0, "loss": 2.0})
-    for step in range(1, 21):
-        events.ingest(job_id, metrics(step, 2.0 - step / 20))
-    for step, loss in ((10, 1.2), (20, 3.0)):
-        events.ingest(job_id, {"event": "validation", "step": step, "loss": loss})
-    events.ingest(job_id, published(10))
-    events.succeeded(job_id)
-    assert jobs.get(control.db, job_id).verdict["code"] in ("generalises", "still_falling")
 
 
 async def test_job_with_equal_rewards_warns_and_fails(control: Control, events: JobEvents):

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import openai
 import pytest
 
-from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
+from appliance.controller.access.naming import is_model_name, resolve
 from appliance.controller.interfaces.records import VersionPaths
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, keys
@@ -183,14 +183,6 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
         jobs.set_phase(db, job.id, "failed")
     canaries.update(db, TUNED, state="rolled_back", ended_s=time.time())
     assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
-
-
-def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
-    insert_tuned(control)
-    name = fine_tuned_name("starter", "local", None)
-    assert name.startswith("ft:starter:local::") and is_model_name(name)
-    found = models.find(control.db, TUNED)
-    assert found is not None and root_base(control.db, found) == "starter"
 
 
 @pytest.mark.parametrize(

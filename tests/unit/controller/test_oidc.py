@@ -232,16 +232,6 @@ async def test_a_way_back_is_gone_once_and_not_for_ever(way: Way, monkeypatch: p
     assert (await way.back()).status_code == 403
 
 
-async def test_so_many_are_on_their_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oidc_routes, "MOST_WAITING", 2)
-    begun = [(await way.http.post(f"{OIDC}/begin")).json() for _ in range(3)]
-    ends = []
-    for one in begun:
-        body = {**way.provider.visited(one["url"]), "binder": one["binder"]}
-        ends.append((await way.http.post(f"{OIDC}/finish", json=body)).status_code)
-    assert ends == [403, 201, 201]
-
-
 async def test_groups_that_stand_in_userinfo_alone_count_if_they_are_the_same_persons(way: Way) -> None:
     del way.provider.claims["groups"]
     way.provider.userinfo = {"sub": "7", "groups": ["ops"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -93,11 +92,6 @@ async def test_on_the_peoples_socket_no_identity_is_the_box_and_half_of_one_is_n
 async def test_an_app_that_no_listener_stands_before_serves_nobody(control: Control):
     answer = await _send(control.app, "GET", "/admin/v1/keys", WHOLE)
     assert answer.status_code == 401
-
-
-def test_without_a_token_there_is_no_gateway_socket(control: Any):
-    with pytest.raises(AssertionError):
-        FromGateways(control.app, "")
 
 
 async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, control: Control):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.retention import keep_house
 from appliance.store.database import Database
 from appliance.store.objects import models, responses
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, ResponseRow, VersionRow
-from tests.simulator.control_plane import SimulatedEngines, simulated_context
+from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from tests.unit.controller.test_batches import engines
 
@@ -274,44 +273,3 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
     assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
     error = answers[-1].json()["error"]
     assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")
-
-
-async def batch_of(control: Control, who: dict[str, str], lines: int, answer: int) -> dict[str, Any]:
-    """One whose every line is answered with so many bytes, four at once."""
-    engines = control.context.asking
-    assert isinstance(engines, SimulatedEngines)
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        return EngineAnswer(200, {"text": "x" * answer})
-
-    engines.rule = rule
-    asked = [LINE.replace(b'"1"', b'"%d"' % number) for number in range(lines)]
-    made = await file(control, who, b"".join(asked), "batch")
-    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    found = await control.http.post("/v1/batches", headers=who, json=batch)
-    assert found.status_code == 200, found.text
-    return found.json()
-
-
-async def until(control: Control, who: dict[str, str], batch_id: str, seen: Callable[[dict[str, Any]], Any]) -> Any:
-    async with asyncio.timeout(60):
-        while True:
-            batch = (await control.http.get(f"/v1/batches/{batch_id}", headers=who)).json()
-            if found := seen(batch):
-                return found
-            await asyncio.sleep(0.01)
-
-
-async def test_answers_of_batches_wait_below_the_floor(control: Control, db: Database) -> None:
-    ann = caller(db, "ann")
-    free = [100 * GIB]
-    control.context.quotas.disk = Disk(Path("/"), None, lambda _: volume(100 * GIB, free[0])(Path("/")))
-    engines = control.context.asking
-    assert isinstance(engines, SimulatedEngines)
-    engines.lines = 0
-    made = await batch_of(control, ann, 3, 10)
-    free[0], engines.lines = GIB, 4
-    why = await until(control, ann, made["id"], lambda batch: "disk" in (batch["waiting_for"] or "") and batch)
-    assert why["waiting_for"] == "the disk of the box is short of space" and not engines.sent
-    free[0] = 100 * GIB
-    await until(control, ann, made["id"], lambda batch: batch["status"] == "completed")

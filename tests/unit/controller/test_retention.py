@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.controller import retention
-from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs
@@ -154,15 +153,3 @@ def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path,
     retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
     assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
     assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
-
-
-def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
-    assert {name for name, days in RetentionSettings() if days is not None} == {
-        "job_data_days",
-        "operations_days",
-        "usage_days",
-        "handovers_days",
-        "jobs_days",
-        "batches_days",
-        "eval_runs_days",
-    }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from pathlib import Path
 
 import openai
 import pytest
@@ -135,21 +133,3 @@ async def test_parts_are_bounded_by_number_however_small_they_are(control: Contr
     assert refused.value.code == "too_many_parts"
     folder = control.context.uploads_dir / upload_id
     assert len(list(folder.iterdir())) == 3
-
-
-async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control: Control, monkeypatch):
-    """Its parts had gone under the hand that joined them: a 500."""
-    join = upload_routes._join
-
-    def cancelled_meanwhile(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-        cancelling = asyncio.run_coroutine_threadsafe(control.sdk.uploads.cancel(made.id), loop)
-        cancelling.result(timeout=60)
-        return join(folder, part_ids, target)
-
-    loop = asyncio.get_running_loop()
-    made = await control.sdk.uploads.create(bytes=4, filename="a", mime_type="text/plain", purpose="user_data")
-    part = await control.sdk.uploads.parts.create(made.id, data=b"abcd")
-    monkeypatch.setattr(upload_routes, "_join", cancelled_meanwhile)
-    with pytest.raises(openai.BadRequestError, match="is cancelled"):
-        await control.sdk.uploads.complete(made.id, part_ids=[part.id])
-    assert not list(control.context.files_dir.iterdir()) and not list(control.context.uploads_dir.iterdir())

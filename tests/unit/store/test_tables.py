@@ -10,13 +10,12 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
-from appliance.store.objects import idempotency, job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers, keys
 from appliance.store.rows import (
     CheckpointRow,
     HandoverRow,
     HandoverStepRow,
-    IdempotencyRow,
     JobMetricRow,
     JobRow,
     ModelRow,
@@ -166,21 +165,3 @@ def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
     assert [row.id for row in handovers.list_open(db)] == ["1"]
     handovers.update(db, "1", state="done", ended_s=2.0)
     assert handovers.list_open(db) == []
-
-
-def test_requests_are_found_by_key_and_by_body(db: Database):
-    def remember(resource: str, key: str | None, body: str, created_s: float, owner: str = "k1") -> None:
-        idempotency.remember(db, IdempotencyRow(owner, "jobs", key, body, resource, created_s))
-
-    remember("a", None, "body", 10.0)
-    remember("b", "idem", "body", 20.0)
-    remember("c", None, "body", 30.0, owner="k2")
-    found = idempotency.last_by_body(db, "k1", "jobs", "body", since_s=5.0)
-    assert found is not None and found.resource_id == "b"
-    assert idempotency.last_by_body(db, "k1", "jobs", "body", since_s=25.0) is None
-    assert idempotency.last_by_body(db, "k1", "files", "body", since_s=5.0) is None
-    by_key = idempotency.by_key(db, "k1", "jobs", "idem")
-    assert by_key is not None and by_key.resource_id == "b"
-    assert idempotency.by_key(db, "k2", "jobs", "idem") is None
-    idempotency.delete_before(db, 15.0, 0.0)
-    assert db.column("SELECT resource_id FROM idempotency") == ["b", "c"]
