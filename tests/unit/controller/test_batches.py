@@ -21,6 +21,12 @@ from tests.simulator.control_plane import SimulatedEngines, change
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
+ANSWER = {
+    "id": "batch_req_1",
+    "error": None,
+    "response": {"status_code": 200, "request_id": "req_1", "body": {}},
+}
+"""A line of an output file, without its custom_id."""
 
 
 def line(number: int, **changes: Any) -> dict[str, Any]:
@@ -122,20 +128,18 @@ async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, 
     assert engines(control).sent == [] and batch.output_file_id is None
 
 
-@pytest.mark.parametrize(("version", "status"), [("v1", "failed"), ("v2", "completed"), ("v3", "failed")])
-async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, status):
+@pytest.mark.parametrize(
+    ("version", "code"), [("v1", "model_version_not_served"), ("v2", None), ("v3", "model_not_found")]
+)
+async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, code):
     insert_model(control.db, "two", versions=("v1", "v2"))
     batch = await ended(control, await begun(control, [line(0, body={"model": f"two@{version}", "messages": []})]))
-    assert batch.status == status
-    if version == "v1":
-        (error,) = batch.errors.data
-        assert error.code == "model_version_not_served" and "`v2` of the model is" in error.message
-    elif version == "v3":
-        assert batch.errors.data[0].code == "model_not_found"
+    assert batch.status == ("failed" if code else "completed")
+    assert [error.code for error in (batch.errors.data if batch.errors else [])] == ([code] if code else [])
 
 
 async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(control: Control):
-    """Told before an engine starts for it; an adapter has the template of its base."""
+    """An adapter has the template of its base."""
     insert_model(control.db, "silent")
     models.update_version(control.db, "silent", "v1", meta={"chat_template": False})
     insert_model(control.db, "adapter")
@@ -143,17 +147,14 @@ async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(contr
     models.update_version(control.db, "adapter", "v1", meta=meta)
     for name in ("silent", "adapter"):
         batch = await ended(control, await begun(control, [line(0, body={"model": name, "messages": []})]))
-        (error,) = batch.errors.data
-        assert (batch.status, error.code) == ("failed", "model_not_supported") and "no chat template" in error.message
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "model_not_supported")
     prompts = [line(0, url="/v1/completions", body={"model": "silent", "prompt": "x"})]
     assert (await ended(control, await begun(control, prompts, "/v1/completions"))).status == "completed"
 
 
-@pytest.mark.parametrize(
-    ("given", "code"), [(["x"] * 128, None), ([[1]] * 128, None), ([1] * 5000, None), (["x"] * 129, "too_many_inputs")]
-)
+@pytest.mark.parametrize(("given", "code"), [(["x"] * 128, None), ([1] * 5000, None), (["x"] * 129, "too_many_inputs")])
 async def test_a_line_of_embeddings_has_few_inputs(control: Control, given, code):
-    """Their vectors are one answer, which is read and written on the controller's loop: 2,048 were up to 170 MB."""
+    """Their vectors are one answer, which is read and written on the controller's loop."""
     insert_model(control.db, "embedder", task="embed")
     rows = [line(0, url="/v1/embeddings", body={"model": "embedder", "input": given})]
     batch = await ended(control, await begun(control, rows, "/v1/embeddings"))
@@ -203,9 +204,7 @@ async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, 
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
-            return EngineAnswer(
-                400, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}}
-            )
+            return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
         return None
 
     engines(control).rule = rule
@@ -329,16 +328,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     await until(control, batch_id, lambda b: b.status == "in_progress")
     await control.context.tasks.stop()
     answers = Answers(control.context.batches_dir, batch_id)
-    answers.append(
-        [
-            {
-                "id": "batch_req_1",
-                "custom_id": "r0",
-                "error": None,
-                "response": {"status_code": 200, "request_id": "req_1", "body": {}},
-            }
-        ]
-    )
+    answers.append([ANSWER | {"custom_id": "r0"}])
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
     control.context.tasks.resume()
@@ -366,17 +356,15 @@ async def test_failed_batch_keeps_its_answers(control: Control):
 
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
-    answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
     answers = Answers(tmp_path, "batch_1")
-    answers.append([answer | {"custom_id": "r0"}])
+    answers.append([ANSWER | {"custom_id": "r0"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            answers.append([answer | {"custom_id": "r1"}])
+            answers.append([ANSWER | {"custom_id": "r1"}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    answers.append([answer | {"custom_id": "r2"}])
+    answers.append([ANSWER | {"custom_id": "r2"}])
     answers.close()
-    again = Answers(tmp_path, "batch_1")
-    assert again.custom_ids == {"r0", "r2"}
+    assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
