@@ -34,13 +34,6 @@ async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
     assert error["code"] == "device_not_found"
 
 
-async def test_a_cordon_that_the_box_set_itself_shows_its_reason_and_is_lifted(control: Control):
-    cordons.write(control.db, {"n0/1": {**cordons.new_row(control.db, "n0/1"), "fault": "Xid 79"}})
-    device = (await ask(control, "GET", "/devices"))["data"][1]
-    assert (device["health"], device["health_reason"], device["drain"]) == ("draining", "Xid 79", None)
-    assert (await ask(control, "POST", "/devices/n0/1/undrain"))["health"] == "ok"
-
-
 async def test_devices_of_a_lost_node_are_shown_until_they_are_forgotten(control: Control):
     there = control.scheduler.devices
     away = [{**there[0], "id": f"n1/{index}", "node": "n1", "index": index} for index in range(2)]

@@ -25,17 +25,6 @@ async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
     assert error["param"] == "serving_floor" and "8 devices" in error["message"]
 
 
-async def test_a_floor_that_leaves_training_nothing_is_said(control: Control):
-    assert (await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 0}))["notes"] == []
-    all_of_them = await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 8})
-    assert all_of_them["notes"] == ["The serving floor of 8 keeps all 8 devices: training gets none."]
-    control.scheduler.devices = control.scheduler.devices[:3]  # the node with the others left
-    beyond = ["The serving floor of 8 keeps all there are, 3 devices: training gets none."]
-    assert (await ask(control, "GET", "/mode"))["notes"] == beyond
-    assert (await ask(control, "GET", "/status"))["notes"] == beyond
-    assert (await ask(control, "PUT", "/mode", json={"policy": "serve"}))["notes"] == []
-
-
 async def test_a_window_is_added_listed_previewed_and_removed(control: Control):
     made = await ask(control, "POST", "/mode/schedule", json=NIGHT)
     assert made["id"].startswith("win_") and made["next_s"] > time.time()

@@ -11,7 +11,6 @@ import pytest
 from appliance.controller.devices import lost_nodes
 from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
-from appliance.store.records import keys
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -131,17 +130,6 @@ async def test_contradictions_are_refused_at_once(control: Control, fields: dict
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(extra_body=fields)
     assert refused.value.param == param
-
-
-async def test_jobs_belong_to_the_owner_of_the_key_they_were_made_with(control: Control):
-    made = await ask(control, "POST", "/keys", json={"name": "laptop", "owner": "alice"})
-    assert made["owner"] == "alice"
-    assert (await ask(control, "POST", "/keys", json={"name": "ci"}))["owner"] == "ci"
-    control.http.headers["x-appliance-key-id"] = made["id"]
-    job_id = await control.job()
-    keys.revoke(control.db, "laptop")
-    (entry,) = (await ask(control, "GET", "/queue"))["data"]
-    assert (entry["id"], entry["owner"]) == (job_id, "alice"), "and stay theirs when the key is gone"
 
 
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):

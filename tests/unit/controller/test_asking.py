@@ -109,12 +109,6 @@ async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_wai
     assert not gateway.asking._queues and not gateway.asking._taken.total()
 
 
-async def test_request_of_an_unknown_model_is_the_gateways_to_refuse():
-    gateway = Gateway()
-    gateway.end.set()
-    assert (await gateway.ask("hi", model="x")).status == 200
-
-
 async def test_request_that_gives_way_is_sent_again_and_keeps_its_place():
     gateway = Gateway(slots=2)
     refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
@@ -171,16 +165,6 @@ async def test_waiting_requests_of_a_key_that_ends_are_refused_and_others_go_on(
     gateway.table["m"]["replicas"] = [{"state": "open"}]
     gateway.asking.table_changed()
     assert (await tasks[1]).status == 200 and not gateway.asking._taken.total()
-
-
-async def test_answer_that_is_not_json_is_an_error():
-    gateway = Gateway()
-
-    async def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=b"<html>")
-
-    gateway.answer = answer
-    assert (await gateway.ask("hi")).status == 502
 
 
 async def test_request_of_which_two_engines_die_is_not_sent_again(monkeypatch):

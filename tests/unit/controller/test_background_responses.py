@@ -11,7 +11,6 @@ import pytest
 
 from appliance.controller.batches import background_responses
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned, SimulatedEngines
 from tests.unit.controller.conftest import Control
@@ -166,23 +165,6 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
 
 
-def test_events_never_change_while_a_response_goes_on():
-    call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
-    begun = objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
-    end = objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
-
-    def told(response: dict[str, Any], after: int = -1) -> list[bytes]:
-        return [event for _, event in objects.events(response, after)]
-
-    queued, going, done = told(begun), told({**begun, "status": "in_progress"}), told(end)
-    assert told(end, 3) == done[4:] and [place for place, _ in objects.events(end, 3)][0] == 4
-    kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in done]
-    assert len(queued) == 2 and len(going) == 3
-    assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
-    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
-    assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
-
-
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     engines(control).lines = 0
     made = await asked(control)
@@ -200,12 +182,3 @@ async def test_background_response_that_waits_for_a_day_fails(control: Control, 
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
     assert list(engines(control).models) == [] == engines(control).sent
-
-
-async def test_what_is_not_for_here(control: Control):
-    engines(control).lines = 0
-    for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
-        refused = await control.http.post("/v1/responses", json=body)
-        assert refused.status_code == 400 and refused.json()["error"]["message"]
-    bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
-    assert bad.json()["error"]["code"] == "invalid_json"

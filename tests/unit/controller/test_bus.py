@@ -188,18 +188,6 @@ async def test_an_open_replica_is_never_drained(tmp_path: Path):
             await bus.wait_drained("r1", 0.1)
 
 
-async def test_a_replica_that_left_the_table_drains_too(bus: Bus, tmp_path: Path):
-    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    bus.set_models(models(r1="open"))
-    gone = bus.set_models({})
-    waiting = asyncio.create_task(bus.wait_drained("r1", 60))
-    await gateway.report(gone, {"r1": 1})
-    await reported(bus, "r1", 1)
-    assert not waiting.done()
-    await gateway.report(gone)
-    await waiting
-
-
 async def test_a_gateway_that_died_blocks_a_drain_only_for_its_grace(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
         gateway = await GatewayEnd.connect(path)

@@ -111,23 +111,6 @@ async def test_promotion_and_roll_back_by_hand(served: Control):
     assert actions == ["model.promote", "model.canary", "model.rollback", "model.canary"]
 
 
-async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Control, monkeypatch):
-    await ask(served, "PUT", version="v2")
-    seen, switch = [], activation.switch
-
-    async def slow(*arguments: Any) -> Any:
-        swap = await switch(*arguments)
-        seen.append((await ask(served, "GET"))["decision"])
-        seen.append((await look_later(served, 5)).state)
-        return swap
-
-    monkeypatch.setattr(activation, "switch", slow)
-    await ask(served, "POST", "/admin/v1/models/m/promote")
-    assert seen[0] == {"verdict": "promote", "reason": "v2 becomes the active version"}
-    assert seen[1] == "running", "a look at it ends nothing that a promotion has in hand"
-    assert (await ask(served, "GET"))["reason"] == "asked for"
-
-
 async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))
@@ -222,18 +205,3 @@ async def test_other_settings_while_it_runs_keep_what_was_counted(served: Contro
     first = await ask(served, "PUT", version="v2", share=0.1)
     again = await ask(served, "PUT", version="v2", share=0.5, auto=True)
     assert (again["created_s"], again["share"], again["auto"]) == (first["created_s"], 0.5, True)
-
-
-async def test_a_change_is_answered_when_the_gateways_know_it_and_a_look_at_once(served: Control, monkeypatch):
-    known = asyncio.Event()
-    monkeypatch.setattr(served.context.bus, "caught_up", known.wait)
-    await ask(served, "GET", status=404)
-    await ask(served, "PUT", status=404, version="v9")
-    begun = asyncio.create_task(ask(served, "PUT", version="v2"))
-    while canaries.find(served.db, "m") is None:
-        await asyncio.sleep(0)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert not begun.done()
-    known.set()
-    assert (await begun)["version"] == "v2"

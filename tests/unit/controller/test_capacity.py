@@ -11,7 +11,6 @@ from appliance.store.objects import models
 from serve.core.config import EngineConfig
 from serve.core.sizing import ServedShape, engine_size
 from tests.unit.controller.conftest import ADMIN
-from train.plan import estimate
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.estimate import ModelShape
 
@@ -43,16 +42,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     assert any("LoRA" in text for text in verdict.instead)
     smaller = capacity.job(LLAMA_8B, fields(full=False, activation_checkpointing=True), (1, 2), H100S)
     assert smaller.fits
-
-
-def test_the_base_shared_out_shorter_rows_or_nothing_is_offered_where_lora_alone_does_not_fit():
-    a10s = BoxFacts(2, "cuda", 23_028 * 2**20, None, 1 << 62)
-    full = capacity.job(LLAMA_8B, fields(full=True, max_length=4096), (1, 2), a10s)
-    assert any("LoRA" in text and "zero_stage 3 on 2 devices" in text for text in full.instead)
-    long = capacity.job(LLAMA_8B, fields(max_length=8192, activation_checkpointing=True), (1,), a10s)
-    assert not long.fits and any(text.startswith("max_length ") for text in long.instead)
-    huge = capacity.job(LLAMA_70B, fields(LLAMA_70B), (1, 2), a10s)
-    assert not huge.instead and "more devices, larger ones, or a smaller model" in huge.problems[1]
 
 
 def test_a_result_beyond_the_budget_can_never_fit():
@@ -91,15 +80,6 @@ def test_what_is_offloaded_must_fit_host_memory():
     assert any("offload none" in text for text in small.instead)
     assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
     assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, hosted(128 * 10**9, 20 * 10**9)).fits
-
-
-def test_offloading_saves_nothing_on_logical_devices():
-    """They are the host's memory: a job that does not fit them does not fit by offloading either."""
-    needs = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=2), 1).device_bytes
-    box = BoxFacts(1, "cpu", needs, None, 10**12, host_memory_bytes=needs)
-    assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=2), (1,), box).fits
-    away = capacity.job(LLAMA_8B, fields(full=True, zero_stage=2, offload="optimizer"), (1,), box)
-    assert not away.fits and "which is the same memory here" in away.problems[0]
 
 
 def sizes(weight_bytes, shape, kind="cuda", memory_bytes=80 * GIB, config=None):

@@ -3,14 +3,12 @@
 import asyncio
 import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller import data_checks
-from appliance.store.objects import files, models, tasks
-from tests.train_support.tiny import tokenizer
+from appliance.store.objects import files, tasks
 from tests.unit.controller.conftest import Control
 
 
@@ -106,15 +104,3 @@ async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Contr
     row = files.find(control.db, made, viewer=None, now_s=0)
     assert row is not None and row.check_status == "failed"
     assert str(control.context.files_dir) not in json.dumps(row.data_check)
-
-
-@pytest.mark.usefixtures("checked_here")
-async def test_tokens_are_counted_by_a_model(control: Control, tmp_path: Path):
-    wordy = "{% for m in messages %}" + "You are a helpful fox. " * 40 + "{{ m['content'] }}{% endfor %}"
-    tokenizer(wordy).save_pretrained(tmp_path / "v1")
-    made = await control.upload(TWICE)
-    refused = await control.http.post(f"/v1/files/{made}/check", json={"model": "starter"})
-    assert refused.json()["error"]["code"] == "model_not_ready"
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
-    report = await asked(control, f"/v1/files/{made}/check", {"model": "starter", "max_tokens": 300})
-    assert report["tokens"]["exact"] and report["checks"]["too_long"]["count"] == 3, "its template is long"

@@ -229,9 +229,3 @@ def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
-
-
-def test_logical_devices_leave_no_identity(db, watch):
-    cordons.drain(db, "n0/1", "", "ann", 1.0)
-    watch.found(logical_devices(4))
-    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}

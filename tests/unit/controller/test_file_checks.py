@@ -34,17 +34,6 @@ def test_the_same_tokens_are_counted_in_a_process_of_its_own(tmp_path: Path, che
     assert check_apart(source, method="dpo", tokenizer=model, cut_at=64) == here
 
 
-def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
-    source = tmp_path / "in"
-    heard: list[tuple[int, float]] = []
-    source.write_bytes(chat_lines())
-    assert check_apart(source, heard=lambda *far: heard.append(far)).ok
-    (first,) = heard
-    assert first[0] == 1 and 0 < first[1] < 0.5
-    check_training_file(source, heard=lambda *far: heard.append(far))
-    assert heard[-1] == (12, pytest.approx(1.0)) and len(heard) == 13
-
-
 def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())

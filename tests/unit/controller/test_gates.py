@@ -15,7 +15,7 @@ from appliance.store.objects import jobs, models, tasks
 from appliance.store.records import audit, deployments
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_evals import CHECK
-from tests.unit.controller.test_stable_names import active, published, run
+from tests.unit.controller.test_stable_names import active, run
 
 SCHEMA: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
 ITEMS = 12
@@ -189,13 +189,6 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
         and jobs.gated(control.db) == []
         and "eval_runs" not in {one.kind for one in tasks.list_all(control.db)}
     )
-
-
-async def test_epochs_of_a_gated_job_do_not_answer(control: Control, events: JobEvents, answers: Answers):
-    job_id = await gated(control, await evaluation(control))
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, published(control, job_id, 10))
-    assert active(control) is None
 
 
 async def test_what_cannot_be_a_gate_is_refused(control: Control, events: JobEvents, answers: Answers):

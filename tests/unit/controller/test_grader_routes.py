@@ -10,14 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import given
 from appliance.controller.grading import judged as judged_module
 from appliance.controller.interfaces.records import EngineAnswer
 from tests.simulator.control_plane import LineReturned, SimulatedEngines, grading_of
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
-from train.graders import hosts as hosts_module
 from train.graders import worker
 
 JUDGE: Any = {
@@ -101,23 +99,6 @@ async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused
             with pytest.raises(openai.BadRequestError) as caught:
                 await validate(grader=grader)
             assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
-
-
-async def test_a_worker_that_breaks_of_itself_is_no_fault_of_what_was_asked(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(hosts_module, "_BEGIN", "raise SystemExit")
-    monkeypatch.setattr(given, "refusal", lambda: "")
-    body: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
-    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
-        await control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders.validate(grader=body)
-    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
-    config: Any = {"type": "custom", "item_schema": {"type": "object"}}
-    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
-        await control.sdk.with_options(max_retries=0).evals.create(
-            data_source_config=config, testing_criteria=[{**CHECK, "input": "1", "reference": "1"}]
-        )
-    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):

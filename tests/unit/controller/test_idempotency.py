@@ -134,19 +134,6 @@ async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control
     await control.settle()
 
 
-@pytest.mark.parametrize("more", [KEYED, {"x-stainless-retry-count": "1"}])
-async def test_a_file_that_is_there_is_told_of_though_no_more_may_come(control: Control, more: dict[str, str]):
-    control.as_key("ann", owner="ann", bounds={"bytes": 4})
-    body, post = form("file", b"abc", purpose="user_data"), control.http.post
-    first = await post("/v1/files", headers=KEYED, **body)
-    again = await post("/v1/files", headers=more, **body)
-    assert first.status_code == again.status_code == 200 and first.json() == again.json()
-    other = form("file", b"xyz", purpose="user_data")
-    refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
-    assert refused.status_code == 413, refused.text
-    assert len(list(control.context.files_dir.iterdir())) == 1
-
-
 async def repeated(control: Control, path: str, body: Any = None, **more: str) -> Any:
     return await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | KEYED | more)
 

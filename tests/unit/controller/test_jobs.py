@@ -11,7 +11,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.jobs.validation import VALIDATIONS, JobValidation
+from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import change, grading_of
@@ -211,13 +211,6 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
     assert jobs.get(control.db, job_id).started_s is None
 
 
-async def test_a_file_in_another_shape_is_converted_and_that_is_no_warning(control: Control):
-    job_id = await control.job(training_file=await control.upload(b'{"question": "q", "answer": "a"}\n' * 12))
-    events = await control.sdk.fine_tuning.jobs.list_events(job_id)
-    level = {event.message.partition(": ")[2]: event.level for event in events.data}
-    assert level["converted 12 examples from the question_answer shape to chat"] == "info"
-
-
 async def test_bad_lines_are_listed_of_file_and_job(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
@@ -291,24 +284,6 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
     # That the short one fits was seen: it is the training file of the job whose validation file is at fault.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
-
-
-@pytest.mark.usefixtures("checked_here")
-async def test_validation_keeps_a_change_made_while_it_counts_tokens(control: Control, tmp_path: Path, monkeypatch):
-    tokenizer().save_pretrained(tmp_path / "base")
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "base"))
-
-    async def check_cut(_: object, row: jobs.JobRow, *__: object) -> None:
-        answer = await control.http.patch(f"/admin/v1/jobs/{row.id}", headers=ADMIN, json={"max_devices": 2})
-        assert answer.status_code == 200
-
-    monkeypatch.setattr(JobValidation, "_check_cut", check_cut)
-    pairs = await control.upload((json.dumps(PAIR) + "\n").encode() * 12)
-    job_id = await control.job(
-        training_file=pairs, hyperparameters={"batch_size": 4}, extra_body={"method": {"type": "dpo"}}
-    )
-    row = jobs.get(control.db, job_id)
-    assert (row.phase, row.max_devices, row.allowed_sizes) == ("queued", 2, [1, 2])
 
 
 async def test_pause_resume_and_cancel_change_the_job_and_may_be_repeated(control: Control):

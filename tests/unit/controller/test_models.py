@@ -124,18 +124,6 @@ async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Co
     assert models.find(control.db, TUNED) is None and control.ops.removed[0][0] == TUNED
 
 
-async def test_who_cannot_delete_a_model_because_of_anothers_adapter_is_told_who_can(control: Control):
-    """ "Delete the adapter first" was said to somebody who does not see it."""
-    insert_model(control.db, TUNED, kind="fine-tuned", base="starter")
-    insert_model(control.db, "anns", kind="fine-tuned", base=TUNED, owner="ann")
-    models.update_version(control.db, "anns", "v1", meta={"adapter": {"base": TUNED, "base_version": "v1", "rank": 8}})
-    path = f"/v1/models/{quote(TUNED, safe='')}"
-    for headers, said, not_said in (({}, "by an administrator", "anns"), (ADMIN, "anns is an adapter", "admin")):
-        answer = await control.http.delete(path, headers=headers)
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 409 and said in message and not_said not in message, message
-
-
 async def test_deleting_a_model_twice_at_once_deletes_it_once(control: Control):
     insert_tuned(control)
     path = f"/v1/models/{quote(TUNED, safe='')}"

@@ -13,7 +13,7 @@ from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.plan.estimate import parameters_of
-from train.plan.known_shapes import SHAPES, shape_named
+from train.plan.known_shapes import shape_named
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -146,12 +146,6 @@ def test_engines_on_devices_that_nobody_has():
     assert device["whole_sequences"] == device["kv_cache_tokens"] // 131_072 == 3
     alone = planned.serve_imagined("70b", replicas=1, tensor_parallel=1, devices=8, accelerator="h100")
     assert not alone["fits"] and alone["instead"] == ["1 replica over 4 devices each"]
-
-
-def test_of_a_quantised_config_the_size_is_not_guessed(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"] | {"quantization_config": {"bits": 4}}))
-    with pytest.raises(planned.BadShape, match="quantised"):
-        planned.serve_imagined(str(tmp_path), replicas=1, tensor_parallel=1, devices=1, accelerator="l4")
 
 
 async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):

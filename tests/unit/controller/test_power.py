@@ -70,12 +70,6 @@ async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, 
     assert keeper.status()["refused"] == {} and driver.limits_w["GPU-a"] == 450.0
 
 
-async def test_box_without_limits_sets_none(db, driver):
-    keeper = PowerKeeper({}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
-    await keeper.look()
-    assert driver.calls == 0 and keeper.status() == {"set": False, "limit_w": None, "refused": {}}
-
-
 class Meters:
     """Two devices whose counters the test turns; a job holds the first."""
 
@@ -140,14 +134,6 @@ async def test_a_job_tells_its_energy(control: Control):
     }
     own = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)).json()
     assert own["energy"] == told, "its owner sees it too"
-
-
-async def test_of_a_job_that_was_counted_for_half_its_time_nothing_is_told_per_step(control: Control):
-    job_id = await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=50.0)
-    told = (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"]
-    assert told["metered_share"] == 0.5
-    assert told["joules_per_step"] is None and told["joules_per_1000_tokens"] is None
 
 
 async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_devices(control: Control):

@@ -162,18 +162,6 @@ def test_the_floor_fits_the_volume(total: int, floor: float):
     assert floor_of(total) == int(floor)
 
 
-def test_what_would_go_below_the_floor_is_refused():
-    disk = Disk(Path("/"), None, volume(100 * GIB, 3 * GIB))
-    disk.check()
-    disk.check(GIB)
-    with pytest.raises(ApiError) as short:
-        disk.check(GIB + 4096)
-    assert (short.value.status_code, short.value.code) == (507, "insufficient_storage")
-    with pytest.raises(ApiError):
-        Disk(Path("/"), None, volume(100 * GIB, 2 * GIB)).check()
-    Disk(Path("/"), 0, volume(100 * GIB, 4096)).check()
-
-
 async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: Control):
     ann, post = caller(control.db, "ann"), control.http.post
     kept = (await file(control, ann, b"x")).json()["id"]

@@ -122,11 +122,6 @@ async def test_a_copy_that_comes_twice_is_one(control: Control):
     assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
 
 
-async def test_only_gateways_send_copies(control: Control):
-    assert (await control.http.post("/internal/responses", json=[copy(1)])).status_code == 403
-    assert not [path for path in control.app.openapi()["paths"] if "internal" in path]
-
-
 async def test_who_is_faster_than_the_copy_waits_for_it(control: Control):
     asking = [asyncio.create_task(control.sdk.responses.retrieve(name(1))), asyncio.create_task(context(control, 1))]
     await asyncio.sleep(0)

@@ -85,16 +85,6 @@ async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_a
         assert samples == [{"tokens": [1, 2, 10 + number], "answer": 1} for number in range(9)]
 
 
-async def test_prompts_that_wait_for_their_judge_are_judged_together_each_by_its_own(control, sampling):
-    job_id = await control.job()
-    engines(control).rule = written
-    numbers = range(1, 6)
-    asked = [sampling.sample(job_id, QUESTION | {"judge": "grade", "n": number}) for number in numbers]
-    found = await asyncio.gather(*asked)
-    assert [one["verdict"]["rewards"] for one in found] == [list(range(number)) for number in numbers]
-    assert len(sampling.judged) < 5 and sum(map(len, sampling.judged)) == sum(numbers) and not sampling._judging
-
-
 async def test_calls_of_tools_are_what_a_grader_reads(control, sampling):
     job_id = await control.job()
 

@@ -13,7 +13,6 @@ from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers, keys
 from appliance.store.rows import (
-    CheckpointRow,
     HandoverRow,
     HandoverStepRow,
     JobMetricRow,
@@ -94,21 +93,6 @@ class TestJobs:
         with pytest.raises(IllegalTransition):
             jobs.set_wanted(db, "ftjob-1", "run")
 
-    def test_lists_by_metadata_bind_keys_as_values(self, db: Database):
-        insert_job(db, "ftjob-1", metadata={"team": "a", "x'] OR 1=1 --": "y"})
-        insert_job(db, "ftjob-2", metadata={"team": "b"})
-        insert_job(db, "ftjob-3")
-
-        def ids(**kwargs) -> list[str]:
-            return [row.id for row in jobs.page(db, viewer=None, after=None, limit=9, **kwargs).data]
-
-        assert ids() == ["ftjob-3", "ftjob-2", "ftjob-1"]
-        assert ids(metadata={"team": "b"}) == ["ftjob-2"]
-        assert ids(metadata={"x'] OR 1=1 --": "y"}) == ["ftjob-1"]
-        assert ids(metadata={"x'] OR 1=1 --": "z"}) == []
-        assert ids(metadata={"team": "a", "other": ""}) == []
-        assert ids(null_metadata=True) == ["ftjob-3"]
-
     def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
         insert_job(db)
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
@@ -137,21 +121,6 @@ class TestModels:
         before = models.version_before(db, "m", "v2")
         assert before is not None and before.version == "v1"
         assert models.version_before(db, "m", "v1") is None
-
-    def test_deleting_a_model_takes_versions_and_checkpoints_along(self, db: Database):
-        self.insert(db, "v1")
-        insert_job(db)
-        job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "m:ckpt-step-1", "m", "v1", 1, 1.0))
-        models.delete(db, "m")
-        assert models.list_versions(db, "m") == []
-        assert job_records.find_checkpoint(db, "m:ckpt-step-1") is None
-        with pytest.raises(RowNotFound):
-            models.delete(db, "m")
-
-    def test_the_same_version_twice_is_an_error(self, db: Database):
-        self.insert(db, "v1")
-        with pytest.raises(DuplicateRow, match="m/v1"):
-            models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
 
 
 def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
