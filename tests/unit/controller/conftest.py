@@ -20,12 +20,13 @@ from appliance.controller import data_checks
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import FromBox
+from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
 from appliance.store.rows import ModelRow, VersionRow
-from tests.simulator.control_plane import SimulatedModelOps, SimulatedScheduler, simulated_context
+from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
 from train.graders import hosts
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
@@ -63,6 +64,10 @@ class Control:
     @property
     def scheduler(self) -> SimulatedScheduler:
         return self.context.scheduler  # type: ignore[return-value]
+
+    @property
+    def engines(self) -> SimulatedEngines:
+        return self.context.asking  # type: ignore[return-value]
 
     @property
     def ops(self) -> SimulatedModelOps:
@@ -150,6 +155,11 @@ def db(tmp_path: Path) -> Iterator[Database]:
     with Database(tmp_path / "appliance.db") as opened:
         insert_model(opened, "starter")
         yield opened
+
+
+@pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
 
 
 @pytest.fixture

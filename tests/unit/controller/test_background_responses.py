@@ -12,14 +12,9 @@ import pytest
 from appliance.controller.batches import background_responses
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import responses
-from tests.simulator.control_plane import LineReturned, SimulatedEngines
+from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
@@ -31,7 +26,7 @@ def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
             raise given
         return given
 
-    engines(control).rule = rule
+    control.engines.rule = rule
 
 
 async def ended(control: Control, response_id: str) -> Any:
@@ -50,24 +45,24 @@ async def asked(control: Control, given: Any = "1+1?", model: str = "starter", *
 
 
 async def test_it_is_queued_at_once_and_answered_later(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
-    while not engines(control).models:
+    while not control.engines.models:
         await asyncio.sleep(0)
-    assert list(engines(control).models) == ["starter"]
+    assert list(control.engines.models) == ["starter"]
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
     assert caught.value.code == "previous_response_not_ready"
-    engines(control).lines = 4
+    control.engines.lines = 4
     found = await ended(control, made.id)
     assert (found.status, found.output_text, found.id) == ("completed", "2", made.id)
     assert found.background and found.created_at == made.created_at
-    body = engines(control).sent[0]
+    body = control.engines.sent[0]
     assert body["store"] is False and not {"background", "stream", "previous_response_id"} & set(body)
     row = responses.find(control.db, made.id)
-    assert row is not None and row.request is None and list(engines(control).models) == []
+    assert row is not None and row.request is None and list(control.engines.models) == []
 
 
 async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: Control):
@@ -76,7 +71,7 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
     made = await asked(control, "and 1?", previous_response_id=name(1))
     found = await ended(control, made.id)
     assert found.previous_response_id == name(1)
-    assert engines(control).sent[0]["input"] == [
+    assert control.engines.sent[0]["input"] == [
         {"type": "message", "role": "user", "content": "1+1?"},
         *answer(1)["output"],
         {"type": "message", "role": "user", "content": "and 1?"},
@@ -97,7 +92,7 @@ async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Con
         previous = {"previous_response_id": made.id}
     assert made.status == "failed" and "begin a new one" in made.error.message
     most = 2 * control.context.config.json_body_bytes
-    assert max(len(json.dumps(body)) for body in engines(control).sent) < most
+    assert max(len(json.dumps(body)) for body in control.engines.sent) < most
     asked_by_gateway = await control.http.get("/internal/responses/context", params={"id": made.id})
     assert asked_by_gateway.json()["error"]["code"] == "context_length_exceeded"
 
@@ -127,7 +122,7 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
             stopped.set()
         raise AssertionError
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     made = await asked(control)
     await asyncio.wait_for(begun.wait(), 60)
     assert (await control.sdk.responses.retrieve(made.id)).status == "in_progress"
@@ -166,11 +161,11 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
 
 
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
-    engines(control).lines = 4
+    control.engines.lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
@@ -178,7 +173,7 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
     monkeypatch.setattr(background_responses, "DAY_S", 0.05)
-    engines(control).lines = 0
+    control.engines.lines = 0
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert list(engines(control).models) == [] == engines(control).sent
+    assert list(control.engines.models) == [] == control.engines.sent

@@ -17,7 +17,7 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import SimulatedEngines, change
+from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
@@ -43,11 +43,6 @@ def deep(levels: int) -> Any:
 
 def jsonl(rows: list[Any]) -> bytes:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
@@ -93,12 +88,12 @@ async def test_a_batch_answers_every_line_once(control: Control):
         assert row["error"] is None and row["response"]["status_code"] == 200
         number = row["custom_id"][1:]
         assert row["response"]["body"]["echo"]["messages"][0]["content"] == f"{number}+1?"
-    assert 1 < engines(control).most_at_once <= engines(control).lines
+    assert 1 < control.engines.most_at_once <= control.engines.lines
     file = await control.sdk.files.retrieve(batch.output_file_id)
     assert file.purpose == "batch_output" and file.filename == f"{batch_id}_output.jsonl"
     assert list(control.context.batches_dir.iterdir()) == []
     assert [b.id for b in (await control.sdk.batches.list()).data] == [batch_id]
-    assert list(engines(control).models) == []
+    assert list(control.engines.models) == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +120,7 @@ async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, 
     batch = await ended(control, await begun(control, rows))
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
-    assert engines(control).sent == [] and batch.output_file_id is None
+    assert control.engines.sent == [] and batch.output_file_id is None
 
 
 @pytest.mark.parametrize(
@@ -182,8 +177,8 @@ async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Con
     key_id = control.as_key("ann")
     rows = [line(0, url="/v1/responses", body={"model": "starter", "input": "x", "store": True})]
     assert (await ended(control, await begun(control, rows, "/v1/responses"))).status == "completed"
-    assert engines(control).asked_by == [key_id]
-    assert engines(control).sent == [{"model": "starter", "input": "x", "store": False}]
+    assert control.engines.asked_by == [key_id]
+    assert control.engines.sent == [{"model": "starter", "input": "x", "store": False}]
 
 
 async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, monkeypatch):
@@ -193,11 +188,11 @@ async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, 
     async def rule(_: dict[str, Any]) -> EngineAnswer:
         return EngineAnswer(429, spent)
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)
     assert (batch.status, batch.waiting_for) == ("in_progress", spent["error"]["message"])
-    engines(control).rule = None
+    control.engines.rule = None
     assert (await ended(control, batch_id)).request_counts.completed == 3
 
 
@@ -207,7 +202,7 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
             return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
         return None
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
     assert batch.status == "completed" and batch.request_counts.failed == 1
     (failed,) = await content(control, batch.error_file_id)
@@ -216,15 +211,15 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
 
 
 async def test_a_batch_waits_for_room_and_says_why(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)
     assert batch.status == "in_progress"
-    assert batch.waiting_for == "no engine of the model is awake" and engines(control).sent == []
-    assert list(engines(control).models) == ["starter"]
-    engines(control).lines = 2
+    assert batch.waiting_for == "no engine of the model is awake" and control.engines.sent == []
+    assert list(control.engines.models) == ["starter"]
+    control.engines.lines = 2
     assert (await ended(control, batch_id)).request_counts.completed == 3
-    assert engines(control).most_at_once <= 2
+    assert control.engines.most_at_once <= 2
 
 
 async def _hang_after(control: Control, answered: int) -> None:
@@ -238,7 +233,7 @@ async def _hang_after(control: Control, answered: int) -> None:
             await asyncio.Event().wait()
         return None
 
-    engines(control).rule = rule
+    control.engines.rule = rule
 
 
 async def test_cancelling_keeps_what_was_answered(control: Control):
@@ -308,15 +303,15 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     await control.context.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
-    engines(control).rule = None
+    control.engines.rule = None
     kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
     answered_before = {json.loads(row)["custom_id"] for row in kept}
-    sent_before = len(engines(control).sent)
+    sent_before = len(control.engines.sent)
     storage.sweep(control.context)
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9
-    assert (batch.usage.total_tokens, len(engines(control).sent) - sent_before) == (45, 4)
+    assert (batch.usage.total_tokens, len(control.engines.sent) - sent_before) == (45, 4)
     rows = await content(control, batch.output_file_id)
     assert sorted(row["custom_id"] for row in rows) == [f"r{n}" for n in range(9)]
     assert {row["custom_id"] for row in rows[:5]} == answered_before
@@ -344,7 +339,7 @@ async def test_failed_batch_keeps_its_answers(control: Control):
             await may_fail.wait()
             raise RecursionError
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
     batch_id = await begun(control, [line(0), line(1), line(2, body=odd)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)

@@ -18,7 +18,6 @@ from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
 from appliance.store.upkeep import retention
-from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.hosts import GraderHosts
 
@@ -117,7 +116,6 @@ async def ended(control: Control, eval_id: str, source: Any) -> Any:
 
 
 def answers(control: Control, text: str) -> list[dict[str, Any]]:
-    assert isinstance(control.context.asking, SimulatedEngines)
     sent: list[dict[str, Any]] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -126,7 +124,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
         used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
         return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
 
-    control.context.asking.rule = rule
+    control.engines.rule = rule
     return sent
 
 
@@ -283,8 +281,7 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
 
 async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     control.as_key("carol")
-    assert isinstance(control.context.asking, SimulatedEngines)
-    control.context.asking.lines = 0
+    control.engines.lines = 0
     eval_id = await made(control)
     run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
     while len(evals.queued_items(control.db, run.id, 9)) != 2:
@@ -292,7 +289,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
     await control.context.tasks.idle("eval_runs")
-    assert not control.context.asking.models
+    assert not control.engines.models
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 

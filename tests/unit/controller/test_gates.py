@@ -21,18 +21,13 @@ SCHEMA: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sam
 ITEMS = 12
 
 
-@pytest.fixture
-def events(control: Control) -> JobEvents:
-    return JobEvents(control.db, control.context.files_dir, "local")
-
-
 class Answers:
     """How many of the items each model gets right, by a part of the requested name; 8 of 12 otherwise."""
 
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
         self.asked: list[str] = []
-        control.context.asking.rule = self._rule  # type: ignore[attr-defined]
+        control.engines.rule = self._rule  # type: ignore[attr-defined]
 
     async def _rule(self, body: dict[str, Any]) -> EngineAnswer:
         self.asked.append(body["model"])

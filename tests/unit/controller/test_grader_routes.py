@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.grading import judged as judged_module
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.simulator.control_plane import LineReturned, SimulatedEngines, grading_of
+from tests.simulator.control_plane import LineReturned, grading_of
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
@@ -24,11 +21,6 @@ JUDGE: Any = {
     "model": "starter",
     "input": [{"role": "user", "content": "{{item.q}}: {{sample.output_text}}"}],
 }
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> list[dict[str, Any]]:
@@ -46,7 +38,7 @@ def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> lis
         used = {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29}
         return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     return sent
 
 
@@ -71,34 +63,24 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
     assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
 
 
-async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused(control: Control):
-    validate = control.sdk.fine_tuning.alpha.graders.validate
-    nameless: Any = {name: value for name, value in CHECK.items() if name != "name"}
-    with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'grader.name'") as caught:
-        await validate(grader=nameless)
-    assert (caught.value.param, caught.value.code) == ("grader.name", "missing_required_parameter")
-    if worker.refusal():
-        return
-    good: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
-    await validate(grader=good)
-    for source in (
+@pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
+@pytest.mark.parametrize(
+    "source",
+    [
         "def grade(sample, item)\n    return 1",
-        "def grade(sample, item):\n    return 1\nreturn 2",
         "def grade(s, i): return " + "-" * 8_000 + "1",
         "import rdkit\ndef grade(sample, item):\n    return 1",
         "def grade(sample):\n    return 1",
         "async def grade(sample, item):\n    return 1",
-    ):
-        both: Any = {
-            "type": "multi",
-            "name": "m",
-            "calculate_output": "p",
-            "graders": {"p": {**good, "source": source}},
-        }
-        for grader, param in (({**good, "source": source}, "grader.source"), (both, "grader.graders.p.source")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await validate(grader=grader)
-            assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
+    ],
+)
+async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
+    bad: Any = {"type": "python", "name": "p", "source": source}
+    both: Any = {"type": "multi", "name": "m", "calculate_output": "p", "graders": {"p": bad}}
+    for grader, param in ((bad, "grader.source"), (both, "grader.graders.p.source")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await control.sdk.fine_tuning.alpha.graders.validate(grader=grader)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -119,50 +101,32 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
     key_id = control.as_key("carol")
-    clock = itertools.count()  # a second between two looks
-    monkeypatch.setattr(judged_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     sent = judged(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"q": "2+2"})
     assert found.reward == 0.75 and found.metadata.token_usage == 29
     assert found.metadata.sampled_model_name == "starter"
-    assert found.metadata.execution_time > 1, "with the time of the judge"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
-    assert list(engines(control).models) == [] and engines(control).asked_by == [key_id]
+    assert list(control.engines.models) == [] and control.engines.asked_by == [key_id]
 
 
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
-    refused = EngineAnswer(400, {"error": {"message": "too long"}})
-    judged(control, "it is good", refused)
-    graders = control.sdk.fine_tuning.alpha.graders
-    assert (
-        await graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    ).metadata.errors.api_model_grader_parse_error
-    errors = (await graders.run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors
-    assert errors.api_model_grader_server_error_details == "too long"
-
-
-async def judged_job(control: Control) -> str:
-    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
-    return await control.job(training_file=await control.upload(prompts()), method=method)
-
-
-def answers_of(*texts: str) -> dict[str, Any]:
-    return {"samples": [{"text": text, "item": {"q": ""}} for text in texts]}
+    judged(control, "it is good", EngineAnswer(400, {"error": {"message": "too long"}}))
+    run = control.sdk.fine_tuning.alpha.graders.run
+    first, second = [(await run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors for _ in range(2)]
+    assert first.api_model_grader_parse_error and second.api_model_grader_server_error_details == "too long"
 
 
 async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
-    """Of some answers of each step: the events had their share alone, whatever it was."""
-    job_id = await judged_job(control)
+    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
     bad, good = "it is good", '{"result": 1}'
     judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
     grade = grading_of(control.context)
     for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
-        told = await grade(job_id, answers_of(*texts))
+        told = await grade(job_id, {"samples": [{"text": text, "item": {"q": ""}} for text in texts]})
         assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
     said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
     assert ["too long" in text for text in said] == [False, True, False]
-    assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
-    assert "it is good" in said[0] and "it is good" in said[2]

@@ -15,11 +15,6 @@ from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
 
 
-@pytest.fixture
-def events(control: Control) -> JobEvents:
-    return JobEvents(control.db, control.context.files_dir, "local")
-
-
 def metrics(step: int, loss: float, total: int = 20) -> dict:
     return {
         "event": "metrics",

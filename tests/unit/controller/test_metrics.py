@@ -119,25 +119,20 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
 
 async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Control) -> None:
     running = await control.job()
-    bf16 = {"precision": "bf16", "full": True}
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5, resolved=bf16)
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5)
     control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
 
-    async def told() -> float | None:
+    async def told(full: bool, precision: str = "bf16") -> float | None:
+        jobs.update(control.db, running, resolved={"precision": precision, "full": full})
         found = await scrape(control)
         return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
 
-    assert await told() is None, "nobody publishes the rate of a processor"
+    assert await told(True) is None, "nobody publishes the rate of a processor"
     for device in control.scheduler.devices:
         device["name"] = "NVIDIA H100 80GB HBM3"
-    assert await told() == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
-    jobs.update(control.db, running, resolved=bf16 | {"full": False})
-    assert await told() == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
-    jobs.update(control.db, running, resolved=bf16 | {"precision": "fp32"})
-    assert await told() is None
-    jobs.update(control.db, running, resolved=bf16)
-    control.db.execute("UPDATE models SET arch = 'Qwen3MoeForCausalLM' WHERE id = 'starter'")
-    assert await told() is None
+    assert await told(True) == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
+    assert await told(False) == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
+    assert await told(True, "fp32") is None
 
 
 async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:

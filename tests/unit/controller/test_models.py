@@ -179,12 +179,8 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
         ("My Great Model", "my-great-model"),
         ("a:b/c..d", "a-b-c-d"),
         ("<script>", "script"),
-        ("Büro_2.1 ", "b-ro_2.1"),
         ("A" * 64, "a" * 64),
-        ("客服", "xn--ubtq9x"),
         ("中文 模型", "xn----kq6at31adrolnf"),
-        ("поддержка", "xn--80ahaefyxhn"),
-        ("हिन्दी", "xn--j2bd4cyah0f"),
         ("客服 v2", "v2"),
     ],
 )
@@ -194,8 +190,6 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
     told = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
     assert told["user_provided_suffix"] == suffix
-    if part.startswith("xn--"):
-        assert part.removeprefix("xn--").encode().decode("punycode") == suffix.replace(" ", "-")
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])

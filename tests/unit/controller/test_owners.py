@@ -19,7 +19,7 @@ from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
-from tests.unit.controller.test_batches import begun, engines, line, until
+from tests.unit.controller.test_batches import begun, line, until
 from tests.unit.controller.test_completions import completion
 from tests.unit.controller.test_responses import copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
@@ -154,7 +154,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
         keys.create(control.db, key, scopes, owner)[0]
         for key, owner in (("alice", "alice"), ("laptop", "bob"), ("desktop", "bob"))
     )
-    engines(control).lines = 0
+    control.engines.lines = 0
     control.http.headers.update(headers(alice))
     own_file = await control.upload()
     control.http.headers.update(headers(laptop))

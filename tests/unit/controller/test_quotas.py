@@ -24,7 +24,6 @@ from appliance.store.records import keys
 from appliance.store.rows import ResponseRow, VersionRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
-from tests.unit.controller.test_batches import engines
 
 BOUNDS = {"unfinished": 3, "models": 4, "bytes": 10_000, "responses": 3, "responses_bytes": 100_000}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
@@ -81,7 +80,7 @@ async def test_bytes_are_bounded_for_all_keys_of_an_owner_and_for_no_admin(contr
 
 async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ended(control: Control):
     given = (await file(control, ADMIN, LINE, "batch")).json()["id"]
-    engines(control).lines = 0
+    control.engines.lines = 0
     made = await control.http.post("/v1/batches", headers=ADMIN, json=BATCH | {"input_file_id": given})
     later_s = time.time() + 31 * 86400
     keep_house(control.context, later_s)
@@ -94,7 +93,7 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
 
 async def test_unfinished_work_of_all_kinds_is_bounded_together(control: Control):
     ann, ben = caller(control.db, "ann"), caller(control.db, "ben")
-    engines(control).lines = 0
+    control.engines.lines = 0
     given = (await file(control, ann, LINE, "batch")).json()["id"]
     training = (await file(control, ann, chat_lines(), "fine-tune")).json()["id"]
     asked = {"model": "starter", "input": "hello", "background": True}

@@ -17,7 +17,6 @@ from appliance.controller.jobs import pauses
 from appliance.store.objects import jobs, responses, tasks
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, Control
-from tests.unit.controller.test_batches import engines
 
 
 async def revoke(control: Control, key_id: str) -> Any:
@@ -118,7 +117,7 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
         await answers.wait()
         return EngineAnswer(200, {"output": []}, "v1")
 
-    engines(control).rule, engines(control).lines = rule, 1
+    control.engines.rule, control.engines.lines = rule, 1
     flying, waiting = [
         await control.sdk.responses.create(model="starter", input="1", background=True) for _ in range(2)
     ]
@@ -131,7 +130,7 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
     control.as_key("desktop", owner="alice")
     found = [await control.sdk.responses.retrieve(response_id) for response_id in stopped]
     assert [(one.status, one.error.code) for one in found] == [("failed", "invalid_prompt")] * 2
-    assert tasks.list_all(control.db) == [] and len(engines(control).sent) == 1
+    assert tasks.list_all(control.db) == [] and len(control.engines.sent) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_know_sinc
     assert made["expires_s"] == until_s == control.gateway_keys[digest]["expires_s"]
     control.http.headers.update({"x-appliance-key-id": made["id"], "x-appliance-scopes": "inference,fine_tuning"})
     job_id = await control.job()
-    engines(control).lines = 0
+    control.engines.lines = 0
     response = await control.sdk.responses.create(model="starter", input="1", background=True)
     await end_expired(control.context)
     assert not keys.is_revoked(control.db, made["id"])

@@ -14,11 +14,6 @@ from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
 
-@pytest.fixture
-def events(control: Control) -> JobEvents:
-    return JobEvents(control.db, control.context.files_dir, "local")
-
-
 async def made(control: Control, **fields: Any) -> str:
     """A queued job that makes a version of `fraud`."""
     return await control.job(extra_body={"publish_as": "fraud", **fields})
@@ -107,22 +102,20 @@ async def test_no_epoch_of_a_job_that_is_not_to_answer_is_one_to_go_back_to(cont
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param"),
     [
-        ({"publish_as": "a:b"}, "publish_as", "letters"),
-        ({"publish_as": "ft:starter:local:x:12345678"}, "publish_as", "letters"),
-        ({"publish_as": "org/name"}, "publish_as", "letters"),
-        ({"publish_as": ".x"}, "publish_as", "letters"),
-        ({"publish_as": "a..b"}, "publish_as", "letters"),
-        ({"publish_as": "a@b"}, "publish_as", "letters"),
-        ({"publish_as": "fraud", "suffix": "x"}, "suffix", "one of them"),
-        ({"activate": False}, "activate", "publish_as"),
+        ({"publish_as": "ft:starter:local:x:12345678"}, "publish_as"),
+        ({"publish_as": "org/name"}, "publish_as"),
+        ({"publish_as": ".x"}, "publish_as"),
+        ({"publish_as": "a@b"}, "publish_as"),
+        ({"publish_as": "fraud", "suffix": "x"}, "suffix"),
+        ({"activate": False}, "activate"),
     ],
 )
-async def test_names_that_cannot_be_are_named(control: Control, fields: dict[str, Any], param: str, says: str):
+async def test_names_that_cannot_be_are_refused(control: Control, fields: dict[str, Any], param: str):
     with pytest.raises(openai.BadRequestError) as caught:
         await control.job(extra_body=fields)
-    assert caught.value.param == param and says in str(caught.value)
+    assert caught.value.param == param
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
