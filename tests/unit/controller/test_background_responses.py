@@ -84,7 +84,6 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
 
 
 async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Control):
-    """Ten turns of 12 kB, which one request of at most 16 KiB could not have held, came to an engine as 120 kB."""
     scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
     previous: dict[str, str] = {}
     for _ in range(4):

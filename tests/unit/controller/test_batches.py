@@ -21,11 +21,7 @@ from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
-ANSWER = {
-    "id": "batch_req_1",
-    "error": None,
-    "response": {"status_code": 200, "request_id": "req_1", "body": {}},
-}
+ANSWER = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
 """A line of an output file, without its custom_id."""
 
 

@@ -114,11 +114,7 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
     two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
     await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "tpot_p95_s": None})
-    await two.report(
-        100,
-        {"r1": 3, "r2": 1},
-        m={"inflight": 4, "held": 0, "last_request_s": 9.0, "tpot_p95_s": 0.03},
-    )
+    await two.report(100, {"r1": 3, "r2": 1}, m={"inflight": 4, "held": 0, "last_request_s": 9.0, "tpot_p95_s": 0.03})
     await reported(bus, "r1", 5)
     await reported(bus, "r2", 1)
     load = bus.load()

@@ -64,10 +64,7 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     begun = await ask(served, "PUT", version="v2", share=0.2)
     assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
     assert begun["message"] == "All requests go to v1: no engine of v2 is open yet"
-    assert begun["decision"] == {
-        "verdict": "wait",
-        "reason": "v2 answered 0 of 50 requests",
-    }
+    assert begun["decision"] == {"verdict": "wait", "reason": "v2 answered 0 of 50 requests"}
     served.scheduler.replicas = [{"model": "m@v2", "state": "open"}]
     counted(served, v2=good(60), v1=good(240))
     shown = await ask(served, "GET", "/admin/v1/models/m")
@@ -154,7 +151,6 @@ async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(serv
 
 
 async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Control, monkeypatch: pytest.MonkeyPatch):
-    """A swap may take minutes, and a canary that failed everybody had its share for as long."""
     insert_model(served.db, "n", versions=("v2", "v1"))
     deployments.insert(served.db, DeploymentRow("n", 1.0))
     swaps, lasts = list[str](), asyncio.Event()

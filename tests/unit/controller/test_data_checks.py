@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.controller import data_checks
-from appliance.store.objects import files, tasks
+from appliance.store.objects import tasks
 from tests.unit.controller.conftest import Control
 
 
@@ -64,8 +64,7 @@ async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}],
+    "body", [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}]
 )
 async def test_bad_requests_are_refused(control: Control, body: dict):
     made = await control.upload(TWICE)
@@ -95,12 +94,3 @@ async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert begun[0].returncode == -signal.SIGKILL
-
-
-async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_checks.DataWork):
-    made = await control.upload(TWICE)
-    (control.context.files_dir / made).unlink()
-    await control.context.tasks.idle("data_checks")
-    row = files.find(control.db, made, viewer=None, now_s=0)
-    assert row is not None and row.check_status == "failed"
-    assert str(control.context.files_dir) not in json.dumps(row.data_check)

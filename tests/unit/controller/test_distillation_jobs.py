@@ -200,7 +200,6 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
 
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):
-    """It was deleted, and the job failed at its next step."""
     taught.as_key("ann")
     judge = {"type": "score_model", "name": "j", "model": "teacher@v1", "input": [{"role": "user", "content": "x"}]}
     several = {"type": "multi", "name": "m", "calculate_output": "j", "graders": {"j": judge}}

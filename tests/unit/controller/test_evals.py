@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.records import EngineAnswer
@@ -461,18 +459,3 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
-
-
-DEAR = {
-    "a long line": b'{"item": {"answer": "' + b"x" * (1 << 20) + b'"}}',
-    "deep": b'{"item": {"answer": "", "x": ' + b"[" * 200 + b"]" * 200 + b"}}",
-    "no text": b'{"item": {"answer": "\xff"}}',
-    "a list": b"[1]",
-}
-
-
-@pytest.mark.parametrize("line", DEAR.values(), ids=DEAR)
-def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
-    (tmp_path / "f").write_bytes(line)
-    with pytest.raises(TaskFailed):
-        list(runner.entries(tmp_path / "f"))

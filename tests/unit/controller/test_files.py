@@ -72,13 +72,6 @@ async def test_lists_page_in_both_orders_and_by_purpose(control: Control):
     assert (await control.sdk.files.list(purpose="no-such-purpose")).data == []
 
 
-async def test_bad_lines_are_listed_with_their_numbers(control: Control):
-    data = chat_lines(3) + b"not json\n" + b'{"messages": []}\n'
-    made = await control.sdk.files.create(file=("bad.jsonl", data), purpose="fine-tune")
-    assert made.status == "error"
-    assert "line 4: is not valid JSON" in made.status_details and "line 5: 'messages' must be" in made.status_details
-
-
 async def test_other_shapes_are_accepted_and_it_says_so(control: Control):
     rows = [json.dumps({"instruction": f"add 1 to {n}", "input": "", "output": str(n + 1)}) for n in range(12)]
     made = await control.sdk.files.create(file=("alpaca.jsonl", "\n".join(rows).encode()), purpose="fine-tune")

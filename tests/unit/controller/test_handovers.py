@@ -37,21 +37,14 @@ def test_what_a_step_moved(verb: str, detail: dict[str, Any], expected: tuple[An
 
 
 async def test_a_hand_over_says_who_asked_and_how_fast_it_was(control: Control):
-    handovers.insert(
-        control.db,
-        HandoverRow("7", "mode train: …", "done", 10.0, 14.0, {"asked_by": "ops", "asked_for": "mode train"}),
-        [
-            HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
-            HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE),
-        ],
-    )
+    why = {"asked_by": "ops", "asked_for": "mode train"}
+    steps = [
+        HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
+        HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE),
+    ]
+    handovers.insert(control.db, HandoverRow("7", "mode train: …", "done", 10.0, 14.0, why), steps)
     shown = await ask(control, "GET", "/handovers/7")
-    assert (shown["seconds"], shown["bytes"], shown["asked_by"], shown["asked_for"]) == (
-        4.0,
-        28_000_000_000,
-        "ops",
-        "mode train",
-    )
+    assert shown | why | {"seconds": 4.0, "bytes": 28_000_000_000} == shown
     assert [step["bytes_per_s"] for step in shown["steps"]] == [8e9, 1e10]
     assert (await ask(control, "GET", "/handovers"))["data"] == [shown]
     assert (await ask(control, "GET", "/handovers/8", 404))["error"]["code"] == "handover_not_found"

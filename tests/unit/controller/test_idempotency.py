@@ -79,7 +79,6 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
 
 @pytest.mark.usefixtures("checked_here")
 async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Control):
-    """A retry was refused for a file that its first attempt had named, though that had been accepted."""
     control.as_key("ann", owner="ann")
     made = await bodies(control)
     routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/responses", "/v1/evals/{eval_id}/runs")

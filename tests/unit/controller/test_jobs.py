@@ -216,6 +216,7 @@ async def test_bad_lines_are_listed_of_file_and_job(control: Control):
     job_id = await control.job(training_file=file_id)
     message = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).error.message
     assert "line 4 " in message and "line 5 " not in message, "each cause once"
+    assert (await control.sdk.files.retrieve(file_id)).status == "error"
     for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
         assert url in message or "files" in url
         found = (await control.http.get(url)).json()
@@ -471,12 +472,7 @@ def rewarded(**block: Any) -> dict[str, Any]:
 
 
 async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Control):
-    hyperparameters = {
-        "compute_multiplier": 0.5,
-        "eval_samples": "auto",
-        "batch_size": 4,
-        "reasoning_effort": "medium",
-    }
+    hyperparameters = {"compute_multiplier": 0.5, "eval_samples": "auto", "batch_size": 4, "reasoning_effort": "medium"}
     job_id = await control.job(
         training_file=await control.upload(prompts()),
         validation_file=await control.upload(prompts(3)),
@@ -525,14 +521,6 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
         await control.job(training_file=await control.upload(prompts()), method=rewarded(**block))
     assert refused.value.param == f"method.reinforcement.{param}"
     assert jobs.list_unfinished(control.db) == []
-
-
-async def test_no_engine_samples_answers_of_a_form(control: Control):
-    control.context.sizes.adapter_rank_limit = lambda row: 32
-    method = rewarded(response_format=form({}), hyperparameters={"rollouts": "engine", "lora_rank": 8})
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.job(training_file=await control.upload(prompts()), method=method)
-    assert refused.value.param == "method.reinforcement.response_format"
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,6 @@ main.main(["--config", "/nowhere", "--ray-address", "nowhere"])
 
 
 def test_it_ends_though_a_thread_goes_on():
-    """`down` waited two minutes for a model that was being made, killed the controller, and said that not all was
-    saved."""
     with subprocess.Popen([sys.executable, "-c", ENDS], stdin=subprocess.PIPE) as controller:
         assert controller.wait(60) == 0
 
@@ -54,5 +52,4 @@ def built(tmp_path):
     ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
 )
 async def test_build_names_the_endpoint_by_its_scheme(built, table, scheme):
-    """`appliance status` said http:// of an endpoint with TLS: who believed it sent a key in clear."""
     assert built(table).context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"

@@ -86,23 +86,6 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     assert kept["appliance_handover_seconds_sum", (("outcome", "done"),)] == 5.5
 
 
-async def test_each_ranks_own_time_is_told_with_its_device(control: Control) -> None:
-    running = await control.job()
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/3"])
-
-    async def told() -> dict[tuple[str, str], float]:
-        found = [(dict(labels), value) for (name, labels), value in (await scrape(control)).items() if name == series]
-        return {(labels["rank"], labels["device"]): value for labels, value in found}
-
-    series = "appliance_job_rank_seconds"
-    job_records.upsert_metric(control.db, JobMetricRow(running, 1, time.time()))
-    assert await told() == {}, "ranks of an older release do not tell it"
-    job_records.upsert_metric(control.db, JobMetricRow(running, 2, time.time(), rank_seconds=[0.5, 0.75]))
-    assert await told() == {("0", "n0/0"): 0.5, ("1", "n0/3"): 0.75}
-    jobs.update(control.db, running, devices=["n0/0", "n0/3", "n0/4", "n0/5"])
-    assert await told() == {}, "the job has other devices and no step on them yet"
-
-
 async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:
     found = await scrape(control)
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
@@ -139,10 +122,7 @@ async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> No
     control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
     found = await scrape(control)
     told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
-    assert told == {
-        (("code", "31"), ("device", "n0/0")): 2,
-        (("code", "94"), ("device", "n0/0")): 1,
-    }
+    assert told == {(("code", "31"), ("device", "n0/0")): 2, (("code", "94"), ("device", "n0/0")): 1}
 
 
 # As vLLM writes them, between hundreds of others.

@@ -63,7 +63,6 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
 
 
 async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
-    """It had no end, and each row of it reads the model's versions."""
     for number in range(5):
         insert_model(control.db, f"org/m{number}")
     names, after = [], ""

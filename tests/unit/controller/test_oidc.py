@@ -143,13 +143,10 @@ async def test_the_same_person_has_the_same_key_and_the_groups_of_now(way: Way) 
     assert len({row.owner for row in keys.list_all(way.db)}) == 2
 
 
-@pytest.mark.parametrize("groups", [[], ["other"], None, 7, {"ml": 1}, [["ml"]], "ml"])
+@pytest.mark.parametrize("groups", [[], ["other"], None, {"ml": 1}])
 async def test_who_is_in_no_group_that_may_anything_is_refused(way: Way, groups: Any) -> None:
     way.provider.claims["groups"] = groups
     answer = await way.back()
-    if groups == "ml":  # one group, as some providers write it
-        assert answer.status_code == 201
-        return
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused"
     assert keys.list_all(way.db) == [] and page_sessions.list_live(way.db, time.time()) == []
     (told,) = audit.page(way.db, after=None, limit=5).data

@@ -104,7 +104,6 @@ def test_seventy_billion_on_eight_gpus_without_one():
 
 
 def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
-    """It said that this box has no speed of such a job, whatever was asked."""
     given = {"devices": 8, "accelerator": "h100", "examples": 50_000}
     told = planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]
     least, most = told["device_hours"]

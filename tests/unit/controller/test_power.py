@@ -136,23 +136,6 @@ async def test_a_job_tells_its_energy(control: Control):
     assert own["energy"] == told, "its owner sees it too"
 
 
-async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_devices(control: Control):
-    asked = {"job": {"model": "starter", "examples": 1000}}
-    plan = await ask(control, "POST", "/plan", json=asked)
-    assert plan["device_hours"] is None and plan["energy"] is None
-    job_id = await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=0.0, metered_s=0.0)
-    assert (await ask(control, "POST", "/plan", json=asked))["energy"] is None, "nothing tells what they draw"
-    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, power_limit_w=700.0)}
-    plan = await ask(control, "POST", "/plan", json=asked)
-    assert (plan["energy"]["watts_per_device"], plan["energy"]["watts_from"]) == (700.0, "limit")
-    jobs.add_energy(control.db, job_id, 30_000.0, 100.0)
-    plan = await ask(control, "POST", "/plan", json=asked)
-    told, hours = plan["energy"], plan["device_hours"]
-    assert (told["watts_per_device"], told["watts_from"]) == (300.0, "jobs")
-    assert told["kwh"] == pytest.approx(0.3 * hours)
-
-
 async def test_the_report_has_jobs_that_had_not_ended(control: Control):
     job_id, ended = await control.job(), await control.job()
     trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)

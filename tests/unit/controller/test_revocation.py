@@ -64,7 +64,6 @@ async def test_what_gateways_still_pass_on_for_a_revoked_key_is_refused(control:
 
 
 async def test_a_key_that_ends_itself_is_answered_and_its_row_written(control: Control):
-    """Its record asks who it was, not whether it may go on."""
     key_id = control.as_key("laptop", scopes=["admin"])
     answer = await control.http.delete(f"/admin/v1/keys/{key_id}")
     assert answer.status_code == 200 and answer.json()["revoked_s"] is not None
@@ -210,7 +209,6 @@ async def test_a_keys_end_is_moved_and_lifted_and_never_past(control: Control):
 
 
 async def test_the_key_of_who_comes_by_a_login_provider_has_no_end(control: Control):
-    """It came, and each login after it said that somebody had revoked their access; nothing let them in again."""
     keys.create(control.db, "ann", ["inference"], subject="ab" * 32)
     for until_s, status in ((time.time() + 60, 400), (None, 200)):
         answer = await control.http.patch("/admin/v1/keys/ann", headers=ADMIN, json={"expires_s": until_s})

@@ -79,20 +79,6 @@ async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_a
         assert samples == [{"tokens": [1, 2, 10 + number], "answer": 1} for number in range(9)]
 
 
-async def test_calls_of_tools_are_what_a_grader_reads(control, sampling):
-    job_id = await control.job()
-
-    async def calls(body: dict[str, Any]) -> EngineAnswer:
-        text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-        choice = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "text": text}
-        return EngineAnswer(200, {"choices": [choice]}, "v1")
-
-    control.engines.rule = calls
-    await sampling.sample(job_id, QUESTION | {"judge": "grade", "n": 1, "tools": True})
-    ((sample,),) = sampling.judged
-    assert sample["text"] == "" and sample["tools"][0]["function"]["name"] == "f"
-
-
 async def test_answer_that_no_engine_gives_fails_the_step_in_words(control, sampling):
     job_id = await control.job()
 

@@ -12,14 +12,7 @@ from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers, keys
-from appliance.store.rows import (
-    HandoverRow,
-    HandoverStepRow,
-    JobMetricRow,
-    JobRow,
-    ModelRow,
-    VersionRow,
-)
+from appliance.store.rows import HandoverRow, HandoverStepRow, JobMetricRow, JobRow, ModelRow, VersionRow
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
