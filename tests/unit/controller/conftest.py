@@ -24,7 +24,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import keys, usage
+from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
 from train.graders import hosts
@@ -105,11 +105,6 @@ class Control:
         return [event.message for event in events.data][::-1]
 
 
-def spent(control: Control, by: usage.By = "key") -> dict[str, usage.Spent]:
-    now_s = time.time()
-    return {found.name: found for found in usage.report(control.db, by, now_s - 60, now_s)}
-
-
 @pytest.fixture(scope="session", autouse=True)
 def graders_load_what_they_use() -> Iterator[None]:
     """A box's worker loads all that any grader may use before its first request, which is half of the processor time of
@@ -136,18 +131,6 @@ def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_checks_of_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be a process of a second."""
     monkeypatch.setattr(data_checks, "AT_ONCE", 0)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

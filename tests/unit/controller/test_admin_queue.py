@@ -131,19 +131,6 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     assert len((await ask(control, "GET", "/queue"))["data"]) == 2
 
 
-async def test_hold_and_release_are_idempotent_and_said(control: Control):
-    job_id = await control.job()
-    for _ in range(2):
-        assert (await ask(control, "POST", f"/jobs/{job_id}/hold"))["held"] is True
-    assert (await ask(control, "POST", f"/jobs/{job_id}/release"))["held"] is False
-    assert len(await control.messages(job_id)) == 4, "each change once, after creation and validation"
-    assert [name for name, _, _ in actions(control)] == ["job.hold", "job.hold", "job.release"]
-    jobs.set_phase(control.db, job_id, "failed")
-    error = (await ask(control, "POST", f"/jobs/{job_id}/hold", 409))["error"]
-    assert error["code"] == "invalid_job_state"
-    await ask(control, "POST", "/jobs/ftjob-none/hold", 404)
-
-
 async def test_a_job_is_changed_while_it_waits(control: Control):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     assert jobs.get(control.db, job_id).allowed_sizes == [1, 2, 4, 8]

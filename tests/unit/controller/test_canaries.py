@@ -92,24 +92,6 @@ async def test_what_cannot_be_is_refused_by_code(served: Control):
     assert await code("PUT", PATH, 409, version="v2") == "no_room_for_canary"
 
 
-async def test_promotion_and_roll_back_by_hand(served: Control):
-    await ask(served, "PUT", version="v2")
-    assert (await ask(served, "POST", "/admin/v1/models/m/rollback")) == {
-        "model": "m",
-        "from": "v2",
-        "to": "v1",
-        "swap": {},
-    }
-    assert active(served) == "v1" and canaries.list_running(served.db) == [] and served.ops.let_go_of == ["m@v2"]
-    await ask(served, "PUT", version="v2")
-    promoted = await ask(served, "POST", "/admin/v1/models/m/promote")
-    assert (promoted["from"], promoted["to"], active(served)) == ("v1", "v2", "v2")
-    assert served.scheduler.converged == ["m"]
-    assert (await ask(served, "GET"))["state"] == "promoted"
-    actions = [row.action for row in audit.page(served.db, after=None, limit=4).data]
-    assert actions == ["model.promote", "model.canary", "model.rollback", "model.canary"]
-
-
 async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))

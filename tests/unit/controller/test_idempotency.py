@@ -77,36 +77,35 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-@pytest.mark.usefixtures("checked_here")
 async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Control):
     control.as_key("ann", owner="ann")
     made = await bodies(control)
-    routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/responses", "/v1/evals/{eval_id}/runs")
-    named_none = routes[2:]
+    naming = ("/v1/batches", "/v1/fine_tuning/jobs")
     first = {}
-    for path in routes:
+    for path in (*naming, "/v1/responses", "/v1/evals/{eval_id}/runs"):
         answer = await control.http.post(made[path][0], headers=KEYED, **made[path][1])
-        assert answer.status_code < 300, answer.text
-        first[path] = answer.json()["id"]
+        first[path] = answer.raise_for_status().json()["id"]
     control.db.execute("UPDATE files SET owner = 'bob'")
     control.db.execute("UPDATE models SET owner = 'bob'")
-    for path in routes:
+    for path, made_first in first.items():
         url, same, _ = made[path]
-        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == first[path], path
-        assert (await control.http.post(url, **same)).status_code >= 400 or path in named_none, path
+        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == made_first, path
+        assert (await control.http.post(url, **same)).status_code >= 400 or path not in naming, path
     await control.settle()
 
 
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
-    first = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
-    again = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+
+    async def post(**headers: str) -> Any:
+        return await control.http.post("/v1/evals", json=body, headers=headers)
+
+    first, again = await post(**KEYED), await post(**KEYED)
     assert first.status_code == again.status_code == 201 and again.json() == first.json()
-    assert (await control.http.post("/v1/evals", json=body)).status_code == 413
-    deleted = await control.http.delete(f"/v1/evals/{first.json()['id']}")
-    assert deleted.status_code == 200
-    later = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+    assert (await post()).status_code == 413
+    (await control.http.delete(f"/v1/evals/{first.json()['id']}")).raise_for_status()
+    later = await post(**KEYED)
     assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
 
 

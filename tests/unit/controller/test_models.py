@@ -63,18 +63,15 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
 
 
 async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
-    for number in range(5):
+    for number in range(3):
         insert_model(control.db, f"org/m{number}")
-    names, after = [], ""
-    for expected in (2, 2, 2):
-        answer = await control.http.get(f"/admin/v1/models?limit=2{after}", headers=ADMIN)
-        assert answer.status_code == 200, answer.text
-        page = answer.json()
-        assert len(page["data"]) == expected and page["has_more"] == (len(names) < 4)
+    names, page = [], {"has_more": True, "last_id": ""}
+    while page["has_more"]:
+        after = {"after": page["last_id"]} if names else {}
+        answer = await control.http.get("/admin/v1/models", params={"limit": 2, **after}, headers=ADMIN)
+        page = answer.raise_for_status().json()
         names += [row["name"] for row in page["data"]]
-        after = f"&after={page['last_id']}"
-    assert names == ["org/m4", "org/m3", "org/m2", "org/m1", "org/m0", "starter"]
-    assert len((await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]) == 6
+    assert names == ["org/m2", "org/m1", "org/m0", "starter"]
     assert (await control.http.get("/admin/v1/models?after=nobodys", headers=ADMIN)).status_code == 400
 
 

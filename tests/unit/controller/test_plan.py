@@ -94,15 +94,6 @@ def test_shapes_have_as_many_parameters_as_their_publishers_say(name: str, billi
     assert parameters_of(shape_named(name)) == pytest.approx(billions * BILLION, rel=0.003)
 
 
-def test_seventy_billion_on_eight_gpus_without_one():
-    full = planned.plan_imagined("70b", {"full": True}, devices=8, accelerator="h100")
-    assert not full["fits"] and any("LoRA" in text for text in full["instead"])
-    lora = planned.plan_imagined("70b", {"lora_rank": 16}, devices=8, accelerator="h100")
-    assert lora["fits"] and lora["sizes"][-1] == 8
-    host = lora["numbers"]["host"]
-    assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
-
-
 def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
     given = {"devices": 8, "accelerator": "h100", "examples": 50_000}
     told = planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]

@@ -134,17 +134,3 @@ async def test_a_job_tells_its_energy(control: Control):
     }
     own = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)).json()
     assert own["energy"] == told, "its owner sees it too"
-
-
-async def test_the_report_has_jobs_that_had_not_ended(control: Control):
-    job_id, ended = await control.job(), await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)
-    trained(control, ended, steps=50, tokens=20_000, joules=1_000.0, metered_s=95.0)
-    jobs.set_phase(control.db, ended, "cancelled", finished_s=NOON)
-    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, energy_j=1.0), "n0/1": Reading("n0/1", 0)}
-    told = await ask(control, "GET", f"/power?since_s={2 * NOON}")
-    assert [(one["job"], one["joules"], one["joules_per_1000_tokens"]) for one in told["data"]] == [
-        (job_id, 36_000.0, 1800.0)
-    ]
-    assert told["meters"] == 1
-    assert [one["job"] for one in (await ask(control, "GET", "/power"))["data"]] == [job_id, ended]
