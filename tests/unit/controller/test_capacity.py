@@ -8,8 +8,6 @@ from appliance.controller.jobs.settings import box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
-from serve.core.config import EngineConfig
-from serve.core.sizing import ServedShape, engine_size
 from tests.unit.controller.conftest import ADMIN
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.estimate import ModelShape
@@ -74,47 +72,6 @@ def test_what_is_offloaded_must_fit_host_memory():
     assert not capacity.job(LLAMA_8B, given, SIZES, small).fits
     assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
     assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, small).fits
-
-
-def sizes(weight_bytes, shape, kind="cuda", memory_bytes=80 * GIB, config=None):
-    """An engine's size by its devices."""
-    about = {
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.hidden // shape.head_dim,
-        "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": 8192,
-    }
-    served = ServedShape.from_config(about, weight_bytes, shape.n_parameters)
-
-    def size(devices):
-        return engine_size(
-            config or EngineConfig(),
-            served,
-            task="generate",
-            arch="LlamaForCausalLM",
-            tensor_parallel=devices,
-            device_kind=kind,
-            device_memory_bytes=memory_bytes,
-            asleep_per_device=2,
-        )
-
-    return size
-
-
-def serve(shape, weight_bytes, replicas, devices, box):
-    of = sizes(weight_bytes, shape, box.device_kind, box.device_memory_bytes)
-    return capacity.serve(of, weight_bytes, replicas, devices, box)
-
-
-def test_serving_one_device_or_the_next_power_of_two():
-    one = serve(LLAMA_8B, 16 * 10**9, 8, 1, H100S)
-    assert one.fits and one.numbers["device"]["kv_cache_tokens"] > 400_000 and one.numbers["max_model_len"] == 8192
-    large = serve(LLAMA_70B, 141 * 10**9, 1, 1, H100S)
-    assert not large.fits and large.instead == ("1 replica over 2 devices each",)
-    assert serve(LLAMA_70B, 141 * 10**9, 1, 2, H100S).fits
-    many = serve(LLAMA_70B, 141 * 10**9, 5, 2, H100S)
-    assert "the box has 8" in many.problems[0] and many.instead == ("4 replicas over 2 devices each",)
 
 
 async def plan(control, **body):

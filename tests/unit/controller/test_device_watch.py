@@ -7,7 +7,6 @@ import pytest
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
@@ -124,23 +123,6 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
         await watch.look(clock)
         assert not clock.let_go
     assert faults(db) == {"n0/3": "had 1 uncorrected memory error"}
-
-
-async def test_the_newest_reading_is_shown_of_devices_that_answer_on_nodes_that_are_there(db):
-    clock = Clock([{"temperature_c": 50}])
-    watch = clock.watch(db)
-    await watch.look(clock)
-    clock.read = [{"temperature_c": 61, "power_w": 300.0}]
-    await watch.look(clock)
-    (shown,) = metered([{"id": "n0/3"}], watch.newest())
-    assert (shown["meters"]["temperature_c"], shown["meters"]["power_w"], shown["meters"]["busy"]) == (61, 300.0, None)
-    clock.read = [{"lost": "GPU is lost"}]
-    await watch.look(clock)
-    assert metered([{"id": "n0/3"}], watch.newest()) == [{"id": "n0/3", "meters": None}]
-    clock.read = [{"temperature_c": 50}]
-    await watch.look(clock)
-    watch.node_changed("n0", "lost", ())
-    assert watch.newest() == {}
 
 
 DEVICES = logical_devices(2, "n1")

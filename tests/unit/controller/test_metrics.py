@@ -46,44 +46,48 @@ async def test_box_at_rest(control: Control) -> None:
     assert ended == {"done": 0, "undone": 0, "failed": 0}, "there before the first one fails"
 
 
-async def test_jobs_devices_and_handovers(control: Control) -> None:
+async def test_jobs_and_devices(control: Control) -> None:
     running, waiting = await control.job(), await control.job()
-    jobs.set_phase(
-        control.db, running, "running", devices=["n0/0", "n0/1"], loss=1.5, tokens_per_s=900.0, step=3, total_steps=9
-    )
+    told = {"loss": 1.5, "tokens_per_s": 900.0, "step": 3, "total_steps": 9}
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], **told)
     control.scheduler.devices[0]["holder"] = {"kind": "job", "id": running}
     control.scheduler.devices[1]["health"] = "failed"
-    now_s = time.time()
-    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0)):
-        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, now_s + seconds), [])
-    handovers.insert(control.db, HandoverRow("4", "r", "running", now_s), [])
     found = await scrape(control)
     job = (("job", running), ("model", "starter"))
     assert found["appliance_job_loss", job] == 1.5 and found["appliance_job_tokens_per_second", job] == 900
     assert found["appliance_job_step", job] == 3 and found["appliance_job_devices", job] == 2
     assert ("appliance_job_energy_joules", job) not in found, "nothing counts it"
     assert ("appliance_job_gradient_norm", job) not in found, "no step has told it yet"
-    for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
-        job_records.upsert_metric(control.db, JobMetricRow(running, step, now_s, grad_norm=norm, learning_rate=rate))
-    told = await scrape(control)
-    assert (told["appliance_job_gradient_norm", job], told["appliance_job_learning_rate", job]) == (0.7, 1e-4)
-    jobs.add_energy(control.db, running, 250.0, 5.0)
-    assert (await scrape(control))["appliance_job_energy_joules", job] == 250
     assert not any(dict(labels).get("job") == waiting for _, labels in found)
     assert found["appliance_job_queue_length", ()] == 1
     assert found["appliance_devices", (("health", "ok"), ("holder", "job"))] == 1
     assert found["appliance_devices", (("health", "failed"), ("holder", "none"))] == 1
-    assert found["appliance_handover_seconds_count", (("outcome", "done"),)] == 2
-    assert round(found["appliance_handover_seconds_sum", (("outcome", "done"),)], 3) == 5
-    assert found["appliance_handover_seconds_count", (("outcome", "undone"),)] == 1
-    assert found["appliance_handovers_running", ()] == 1
+    for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
+        row = JobMetricRow(running, step, time.time(), grad_norm=norm, learning_rate=rate)
+        job_records.upsert_metric(control.db, row)
+    jobs.add_energy(control.db, running, 250.0, 5.0)
+    found = await scrape(control)
+    assert (found["appliance_job_gradient_norm", job], found["appliance_job_learning_rate", job]) == (0.7, 1e-4)
+    assert found["appliance_job_energy_joules", job] == 250
+
+
+async def test_counts_of_handovers_stay_when_old_ones_are_deleted(control: Control) -> None:
+    """A count that falls is an increase to Prometheus, of all that is left."""
+    now_s = time.time()
+
+    def add(number: int, state: str, seconds: float | None) -> None:
+        ended_s = None if seconds is None else now_s + seconds
+        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, ended_s), [])
+
+    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0), (4, "running", None)):
+        add(number, state, seconds)
+    assert (await scrape(control))["appliance_handovers_running", ()] == 1
     retention.delete_aged(control.db, "handovers", now_s + 60)
-    handovers.insert(control.db, HandoverRow("5", "r", "done", now_s, now_s + 0.5), [])
+    add(5, "done", 0.5)
     retention.delete_aged(control.db, "handovers", now_s + 60)
-    kept = await scrape(control)
-    counted = {state: kept["appliance_handover_seconds_count", (("outcome", state),)] for state in ("done", "undone")}
-    assert counted == {"done": 3, "undone": 1}, "a count that falls is an increase to Prometheus, of all that is left"
-    assert kept["appliance_handover_seconds_sum", (("outcome", "done"),)] == 5.5
+    kept, series = await scrape(control), "appliance_handover_seconds"
+    counted = [kept[f"{series}_count", (("outcome", state),)] for state in ("done", "undone")]
+    assert counted == [3, 1] and kept[f"{series}_sum", (("outcome", "done"),)] == pytest.approx(5.5, abs=1e-3)
 
 
 async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:

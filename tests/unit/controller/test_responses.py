@@ -30,29 +30,21 @@ GATEWAY = {
 
 def answer(number: int, text: str = "2", **more: Any) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}] if text else []
-    message = {
-        "id": f"msg_out{number}",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": content,
-    }
+    message = {"id": f"msg_out{number}", "type": "message", "role": "assistant", "status": "completed"}
+    nothing = dict.fromkeys(("error", "incomplete_details", "instructions", "metadata"))
     return {
         "id": name(number),
         "object": "response",
         "created_at": 7,
         "model": "starter",
-        "output": [message],
+        "output": [message | {"content": content}],
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
         "status": "completed",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "metadata": None,
         "temperature": 1.0,
         "top_p": 1.0,
+        **nothing,
         **more,
     }
 

@@ -23,15 +23,8 @@ async def ask(control: Control, method: str, path: str, status: int = 200, **kwa
 
 
 def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, completion: int = 5, model: str = "m"):
-    return {
-        "key": key,
-        "model": model,
-        "version": "v1",
-        "requests": requests,
-        "errors": errors,
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-    }
+    told = {"key": key, "model": model, "version": "v1", "requests": requests, "errors": errors}
+    return told | {"prompt_tokens": prompt, "completion_tokens": completion}
 
 
 async def test_limits_reach_the_gateways_and_can_be_lifted(control: Control):

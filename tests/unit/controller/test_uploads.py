@@ -76,18 +76,17 @@ async def test_limits(control: Control):
     with pytest.raises(openai.BadRequestError) as refused:
         await begun(control, size=control.context.config.upload_total_bytes + 1)
     assert refused.value.code == "upload_too_large"
-    with pytest.raises(openai.BadRequestError, match="purpose"):
+    with pytest.raises(openai.BadRequestError) as refused:
         await begun(control, purpose="nonsense")
+    assert refused.value.param == "purpose"
     upload_id = await begun(control, size=10)
     with pytest.raises(openai.APIStatusError) as large:
         await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
     assert large.value.status_code == 413
-    with pytest.raises(openai.BadRequestError, match="more than twice"):
-        await part(control, upload_id, b"x" * 40_000)  # announced: 10
     for _ in range(2):  # the second is the first one again, whose answer was lost
         await part(control, upload_id, b"x" * 10)
-    with pytest.raises(openai.BadRequestError, match="more than twice"):
-        await part(control, upload_id, b"x")
+    with pytest.raises(openai.BadRequestError):
+        await part(control, upload_id, b"x")  # announced: 10, and twice as many may come
     folder = control.context.uploads_dir / upload_id
     assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
 
