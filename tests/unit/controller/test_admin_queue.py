@@ -33,20 +33,6 @@ async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(cont
     assert refused.value.param == "allowed_sizes"
 
 
-async def test_a_job_that_no_size_suits_any_more_fails_and_says_so(control: Control):
-    """The box lost devices while the data was checked, and the batch that follows from accumulation depends on them."""
-    made = await control.sdk.fine_tuning.jobs.create(
-        model="starter",
-        training_file=await control.upload(),
-        extra_body={"allowed_sizes": [8]},
-        hyperparameters={"gradient_accumulation": 2},  # type: ignore[typeddict-unknown-key]
-    )
-    control.scheduler.devices = control.scheduler.devices[:1]
-    await control.settle()
-    row = jobs.get(control.db, made.id)
-    assert row.phase == "failed" and row.error is not None and row.error["code"] == "invalid_devices"
-
-
 def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
     return [{**control.scheduler.devices[0], "id": f"{node}/{i}", "node": node, "index": i} for i in range(count)]
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.objects import models
 from appliance.store.records import audit, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
-from tests.unit.controller.test_admin import ask, ended
+from tests.unit.controller.test_admin import ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
@@ -161,20 +160,3 @@ async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_it
     assert (await repeated(control, path, body)).json()["operation"]["id"] == first
     retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
     assert retried.status_code == 202 and retried.json()["operation"]["id"] != first
-
-
-async def test_promotion_repeated_after_it_succeeded_answers_the_same(control: Control, monkeypatch):
-    insert_model(control.db, "m", versions=("v3", "v2", "v1"))
-    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
-    await ask(control, "PUT", "/models/m/canary", json={"version": "v2"})
-
-    async def fails(model: str) -> dict[str, Any]:
-        raise SwapFailed(model, "v2", "no memory")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(control.scheduler, "converge_model", fails)
-        assert (await repeated(control, "/models/m/promote")).status_code == 409
-    assert (await repeated(control, "/models/m/promote")).json()["to"] == "v2"
-    again = await repeated(control, "/models/m/promote")
-    assert (again.status_code, again.json()["from"], again.json()["to"]) == (200, "v1", "v2")
-    assert models.find(control.db, "m").active_version == "v2"

@@ -367,13 +367,6 @@ async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, q
     assert (answer.status_code, told.get("error", {}).get("code")) == (400 if code else 200, code)
 
 
-async def test_an_event_of_another_job_is_no_cursor(control: Control):
-    first, second = await control.job(), await control.job()
-    foreign = (await control.sdk.fine_tuning.jobs.list_events(second)).data[0].id
-    with pytest.raises(openai.BadRequestError, match="is in this list"):
-        await control.sdk.fine_tuning.jobs.list_events(first, after=foreign)
-
-
 async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):
     job_id = await control.job()
     # As a controller that was killed between creation and validation left it.
