@@ -150,6 +150,7 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     context = simulated_context(
         tmp_path, db, upload_bytes=64 * 1024, upload_part_bytes=64 * 1024, json_body_bytes=16 * 1024
     )
+    context.box["public_url"] = "https://box.example.org"
     app = create_app(context)
     transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
     async with (

@@ -21,7 +21,7 @@ from appliance.controller.retention import keep_house
 from appliance.store.database import Database
 from appliance.store.objects import models, responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow, VersionRow
+from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
@@ -190,8 +190,9 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
 
 def fine_tuned(db: Database, owner: str, number: int, size: int) -> None:
     name = f"ft:{owner}:{number}"
-    insert_model(db, name, kind="fine-tuned", base="starter", owner=owner, versions=())
-    models.insert_version(db, VersionRow(model=name, version="v1", source="job", bytes=size, created_s=1.0))
+    insert_model(db, name, kind="fine-tuned", base="starter", owner=owner)
+    models.update(db, name, bytes=size)
+    models.update_version(db, name, "v1", bytes=size)
 
 
 def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control, db: Database) -> None:
