@@ -16,6 +16,7 @@ from appliance.cli import formats, output
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.http import peers
 from appliance.controller.interfaces.principal import Identity
+from appliance.controller.models import node_sizes
 from appliance.store import database
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
@@ -239,7 +240,10 @@ def test_job_list_cuts_a_long_reason_that_job_get_shows_whole(box: ControlledBox
     assert "another end" in box.run("job", "get", job_id).stdout
 
 
-def test_job_queue_shows_bounds_and_update_changes_them(box: ControlledBox, tmp_path: Path):
+def test_job_queue_shows_bounds_and_update_changes_them(
+    box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(node_sizes, "host_cores", lambda: 8)
     options = ("--priority", "3", "--sizes", "2,4", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
     row = box.do(lambda: jobs.get(box.context.db, job_id))

@@ -173,6 +173,17 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     assert row.state == "rolled_back" and row.reason.startswith("v3 became the active version")
 
 
+async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
+    await ask(served, "PUT", version="v2")
+    served.scheduler.replicas = [{"model": "m@v2", "state": "starting"}]
+    await ask(served, "DELETE")
+    await look_later(served, 1)
+    assert served.ops.let_go_of == []
+    served.scheduler.replicas = []
+    await look_later(served, 2)
+    assert served.ops.let_go_of == ["m@v2"]
+
+
 async def test_its_version_cannot_be_deleted_and_its_model_takes_it_along(served: Control):
     await ask(served, "PUT", version="v2")
     answer = await served.http.delete("/v1/models/m@v2", headers=ADMIN)

@@ -17,6 +17,7 @@ from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
 from appliance.store.upkeep import retention
 from tests.unit.controller.conftest import ADMIN, Control
+from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
@@ -279,6 +280,24 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert not control.engines.models
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
+
+
+async def test_run_grades_few_items_with_code_in_one_call(control: Control, monkeypatch: pytest.MonkeyPatch):
+    counts = dict[str, list[int]]()
+
+    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], given: Any) -> list[Graded]:
+        counts.setdefault(grader.name, []).append(len(samples))
+        return [Graded(float(place), True) for place, _ in enumerate(samples)]
+
+    async def unusable(hosts: Any, owner: str, sources: Any) -> list[tuple[str, str]]:
+        return []
+
+    monkeypatch.setattr(GraderHosts, "grade", grade)
+    monkeypatch.setattr(GraderHosts, "unusable", unusable)
+    code = {"type": "python", "name": "code", "source": "def grade(sample, item):\n    return 1.0"}
+    run = await ended(control, await made(control, CHECK, code), given(*[("a", "a")] * 7))
+    assert (run.status, run.result_counts.passed) == ("completed", 7)
+    assert counts == {"same": [7], "code": [3, 3, 1]}
 
 
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):

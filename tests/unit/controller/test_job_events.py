@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import sqlite3
+from unittest.mock import Mock
 
 import openai
 import pytest
 
+from appliance.controller.files import results
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
@@ -270,6 +273,14 @@ async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control,
     await control.sdk.models.delete(name)
     assert control.scheduler.unloaded == [f"{name}@step-10"] and control.ops.removed[0][0] == name
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
+
+
+async def test_a_table_whose_row_is_not_written_leaves_no_bytes(control: Control, monkeypatch: pytest.MonkeyPatch):
+    db, folder = control.db, control.context.files_dir
+    monkeypatch.setattr(results.files, "insert", Mock(side_effect=sqlite3.OperationalError))
+    with pytest.raises(sqlite3.OperationalError):
+        results.make(db, folder, b"step", "step_metrics.csv", owner="ann")
+    assert list(folder.iterdir()) == []
 
 
 async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):

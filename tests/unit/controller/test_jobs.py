@@ -497,6 +497,16 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
     assert jobs.list_unfinished(control.db) == []
 
 
+@pytest.mark.parametrize(("rollouts", "status"), [("engine", 403), ("ranks", 200)])
+async def test_engine_rollouts_need_the_scope_inference(control: Control, rollouts: str, status: int):
+    control.context.sizes.adapter_rank_limit = lambda row: 32
+    control.as_key("tuner", scopes=["fine_tuning"])
+    block = {"grader": GRADER, "hyperparameters": {"rollouts": rollouts, "lora_rank": 8}}
+    method = {"type": "reinforcement", "reinforcement": block}
+    body = {"model": "starter", "training_file": await control.upload(prompts()), "method": method}
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == status
+
+
 @pytest.mark.parametrize(
     ("scopes", "name"), [(["inference", "fine_tuning"], "nosuch"), (["admin"], "nosuch"), (["admin"], "starter@v9")]
 )

@@ -79,6 +79,18 @@ async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_a
         assert samples == [{"tokens": [1, 2, 10 + number], "answer": 1} for number in range(9)]
 
 
+async def test_samples_of_ranks_that_have_ended_are_not_judged_later(control, sampling):
+    job_id = await control.job()
+    control.engines.rule = written
+    asked = [asyncio.create_task(sampling.sample(job_id, QUESTION | {"judge": "grade"})) for _ in range(3)]
+    while not sampling.judged:
+        await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not sampling._judging
+
+
 async def test_answer_that_no_engine_gives_fails_the_step_in_words(control, sampling):
     job_id = await control.job()
 

@@ -66,14 +66,16 @@ async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job,
     last = 10_003
     (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
     db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
-    ingested, read_on = list[int](), set[int]()
-    monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
+    ingested, read_on = list[tuple[int, bool]](), set[int]()
+    monkeypatch.setattr(
+        events, "ingest", lambda _, event: ingested.append((event["step"], db._connection.in_transaction))
+    )
     steps_of = job_records.steps_of
     monkeypatch.setattr(
         job_records, "steps_of", lambda *asked: (read_on.add(threading.get_ident()), steps_of(*asked))[1]
     )
     await runs.catch_up("ftjob-1")
-    assert ingested == [last] and threading.get_ident() not in read_on
+    assert ingested == [(last, True)] and threading.get_ident() not in read_on
 
 
 @contextlib.contextmanager

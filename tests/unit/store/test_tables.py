@@ -86,6 +86,10 @@ class TestJobs:
         with pytest.raises(IllegalTransition):
             jobs.set_wanted(db, "ftjob-1", "run")
 
+    def test_names_made_by_an_owner_are_found_by_indexes_alone(self, db: Database):
+        plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"])
+        assert not [row["detail"] for row in plan if "SCAN" in row["detail"]]
+
     def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
         insert_job(db)
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
@@ -114,6 +118,11 @@ class TestModels:
         before = models.version_before(db, "m", "v2")
         assert before is not None and before.version == "v1"
         assert models.version_before(db, "m", "v1") is None
+
+
+def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
+    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
+    assert any("(name=?)" in row["detail"] for row in plan)
 
 
 def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
