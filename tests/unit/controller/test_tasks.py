@@ -81,27 +81,6 @@ async def test_task_started_on_thread_runs_once_its_transaction_commits(db: Data
     assert await work.end() == ["run a", "end a"]
 
 
-async def test_changed_object_is_run_again_after_its_coroutine_has_ended(db: Database):
-    work, ended = Work(db), list[str]()
-
-    async def run(task: TaskRow) -> None:
-        work.log.append(f"run {task.id}")
-        try:
-            await work.may_end.wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append(task.id)
-            assert len(ended) == len(work.log)
-
-    work.tasks.add(Kind("things", run, work.fail, "thing"))
-    work.tasks.start("things", "a", None)
-    await work.until(1)
-    for _ in range(3):
-        work.tasks.restart("things", "a")
-    await work.until(2)
-    assert await work.end() == ["run a", "run a"]
-
-
 async def test_key_end_fails_its_tasks_alone(db: Database):
     key, other = (keys.create(db, name, ["inference"])[0] for name in ("ann", "bob"))
     work = Work(db, per_owner=1)
