@@ -13,7 +13,7 @@ from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
+from scheduler.loop.mode_schedule import Window, in_force, preview
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 TRAIN, SERVE, AUTO = Policy("train"), Policy("serve"), Policy("auto")
@@ -38,32 +38,11 @@ def test_a_persons_choice_lasts_until_the_next_firing() -> None:
     assert in_force(BERLIN, AUTO, set_s, at("2026-03-03 06:00:00")).policy == SERVE
 
 
-def test_without_windows_a_persons_choice_lasts() -> None:
-    found = in_force((), TRAIN, 5.0, 1e9)
-    assert (found.policy, found.since_s, found.until_s, found.window) == (TRAIN, 5.0, None, None)
-
-
 def test_local_time_is_kept_over_the_change_of_the_clocks() -> None:
     before, after = at("2026-03-28 21:00:00"), at("2026-03-29 21:00:00")  # 29 March: clocks go forward at 2:00
     assert in_force(BERLIN, AUTO, 0.0, before).until_s == at("2026-03-28 22:00:00")
     assert in_force(BERLIN, AUTO, 0.0, after).until_s == at("2026-03-29 22:00:00")
     assert at("2026-03-29 22:00:00") - at("2026-03-28 22:00:00") == 23 * 3600
-
-
-def test_preview_of_a_day() -> None:
-    now_s = at("2026-03-02 12:00:00")
-    assert told(preview(BERLIN, AUTO, now_s, now_s)) == [
-        ("12:00", "22:00", "auto", True),
-        ("22:00", "06:00", "train", False),
-        ("06:00", "12:00", "serve", False),
-    ]
-
-
-def told(segments: list[InForce]) -> list[tuple[str, str, str, bool]]:
-    def clock(at_s: float | None) -> str:
-        return datetime.fromtimestamp(at_s or 0.0, ZoneInfo("Europe/Berlin")).strftime("%H:%M")
-
-    return [(clock(h.since_s), clock(h.until_s), h.policy.kind, h.overridden is not None) for h in segments]
 
 
 NIGHT = Window("0 22 * * *", TRAIN, "Europe/Berlin", until="0 6 * * *")
@@ -102,10 +81,6 @@ def test_a_preview_is_the_same_as_looking_at_every_minute() -> None:
         assert (shown.policy, shown.window) == (holds.policy, holds.window)
 
 
-def test_a_preview_is_bounded() -> None:
-    assert len(preview((Window("* * * * *", TRAIN), Window("*/2 * * * *", SERVE)), AUTO, 0.0, 1e9, most=10)) == 10
-
-
 def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
     half_past_two = Window("30 2 * * *", TRAIN, "Europe/Berlin")
     assert half_past_two.next_s(at("2026-03-28 12:00")) == at("2026-03-29 03:00")
@@ -129,11 +104,6 @@ def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
 def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidSchedule, match=told):
         Window("0 22 * * *", TRAIN, **named)
-
-
-def test_a_date_that_never_comes() -> None:
-    with pytest.raises(InvalidSchedule, match="never fires"):
-        Window("0 0 30 2 *", TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -177,20 +147,6 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
         await running
 
     virtual_time.run(life(), start_s=at("2026-03-02 21:00:00", "UTC"))
-
-
-@in_virtual_time
-async def test_explain_says_why_a_job_would_be_suspended() -> None:
-    store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
-    world = World(box_of(2))
-    loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), clock=virtual_time.VirtualClock())
-    running = asyncio.create_task(loop.run())
-    await loop.wait_settled(loop.nudge())
-    assert loop.explain(SERVE)["steps"] == [
-        "Job j is suspended at its next step, because it needs 1 device: mode serve gives training no devices."
-    ]
-    loop.stop()
-    await running
 
 
 @in_virtual_time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import shutil
 import tempfile
 from dataclasses import replace
@@ -21,7 +20,7 @@ from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
-from weights.format.errors import StoreFull, VersionLeased
+from weights.format.errors import VersionLeased
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -126,27 +125,6 @@ async def test_a_snapshot_that_memory_has_no_room_for_goes_to_disk(nodes):
     tight = Node(replace(home.config, budget_bytes=1000))
     path, _ = await tight.keep(away.agent, SNAPSHOT, made.path)
     assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
-
-
-async def test_memory_that_fills_up_while_a_copy_arrives_is_named_and_a_snapshot_goes_to_disk(nodes, monkeypatch):
-    home, away = nodes
-    made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
-    base = write(away.store, "v1", model="m")
-    copy = node_copies.copy_directory
-
-    async def full(source, remote, target, *names):
-        received = await copy(source, remote, target, *names)
-        if target.is_relative_to(home.config.shm_root):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return received
-
-    monkeypatch.setattr(node_copies, "copy_directory", full)
-    path, _ = await home.node.keep(away.agent, SNAPSHOT, made.path)
-    assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
-    with pytest.raises(StoreFull, match="no room for"):
-        await home.node.take(away.agent, BASE, base.path, "serve m")
-    for root in (home.config.shm_root, home.config.jobs_dir / "job-1" / "snapshots"):
-        assert list((root / "incoming").glob("*")) == []
 
 
 async def test_only_a_jobs_data_travels(nodes):

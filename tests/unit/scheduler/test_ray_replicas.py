@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.workload import ReplicaPlan
 from scheduler.ray import replicas
 from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
@@ -94,36 +93,6 @@ async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):
     assert [name for name, engine in found._engines.items() if engine.watcher is not None] == ["r1"]
 
 
-async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):
-    """The looks are a minute apart, and its supervisor was stopped between its start and the next."""
-    found, supervisors = two
-    node_config = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l")
-
-    async def nothing(*_: Any) -> None: ...
-
-    async def version(*_: Any) -> tuple[Path, int]:
-        return Path("/v"), 0
-
-    monkeypatch.setattr(
-        found,
-        "_nodes",
-        SimpleNamespace(
-            config_of=lambda *_: node_config,
-            config=lambda node: None,
-            wait_warm=nothing,
-            here=lambda *_: supervisors[0],
-            home=SimpleNamespace(name="elsewhere"),
-        ),
-    )
-    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
-    monkeypatch.setattr(found, "_version_path", version)
-    monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
-    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"))
-    supervisors[0].stopped = True
-    after = {replica.id: replica for replica in await found.observe()}
-    assert not after["r0"].answered and after["r1"].answered
-
-
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
     """After a restart of the controller its devices would look free."""
     found, supervisors = two
@@ -159,20 +128,6 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
     assert failed.value.blame == blame
-
-
-async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
-    avoided: dict[str, bool] = {}
-    routing, nodes = SimpleNamespace(avoid=avoided.__setitem__), SimpleNamespace(config=lambda name: None)
-    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
-    for silent in (True, False):
-        status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
-        actor = SimpleNamespace(
-            over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
-        )
-        found._engines.setdefault("r1", replicas._Engine(None)).supervisor = actor
-        await found._observe_replica("r1")
-        assert avoided == {"r1": silent}
 
 
 async def loadable(found: Replicas) -> None:

@@ -75,11 +75,6 @@ def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
     assert f"self.{name}(" in inspect.getsource(Node.start_head_processes)
 
 
-def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
-    with pytest.raises(ValueError, match="no dashboard"):
-        _without_dashboard(None, include_dashboard=None, raise_on_failure=True)
-
-
 @pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])
 def test_ray_ends_with_each_process_of_its_however_that_ended(code):
     """A raylet ends with 0 when its agent is killed, and `ray start --block` would go on without it."""

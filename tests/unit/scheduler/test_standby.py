@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.shadow import Seen, Shadow, standby_costs
-from scheduler.autoscale.standby import StandbyLearner, levels
+from scheduler.autoscale.shadow import Seen, standby_costs
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -43,13 +43,6 @@ def lived(
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return found, chosen
-
-
-def test_levels_are_every_number_up_to_eight_then_few() -> None:
-    assert levels(0, 3) == [0, 1, 2, 3] and levels(1, 8) == list(range(1, 9)) and levels(2, 2) == [2]
-    many = levels(1, 512)
-    assert many[-1] == 512 and many == sorted(set(many)) and len(many) < 40
-    assert levels(3, 0) == [0], "never more than there may be"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,24 +144,3 @@ def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
         changes += last is not None and best != last
         last = best
     assert changes <= 6
-
-
-def test_until_something_is_known_the_careful_way_is_in_force() -> None:
-    found = learner(least=0)
-    for look in range(4 * 60):
-        # A request every four seconds.
-        best = found.seen(look * LOOK_S, Seen([0.05] if look % 16 == 0 else [], awake=1))
-        assert (best.replicas, best.backlog_share) == (1, 0.25)
-
-
-@pytest.mark.parametrize(("running", "late"), [(0.5, 0), (0.9, 20)])
-def test_requests_that_wait_fill_caches_only_where_they_wait_for_room(running: float, late: int) -> None:
-    shadow = Shadow(Standby(2), 2.0)
-    burst = Seen([0.1] * 20, load=3.0, running=running, awake=1)
-    shadow.live(10.0, 0.25, burst, 8, standby_costs(CONFIG, 8))
-    assert shadow.late == late, "two compute twenty prompts in a second"
-
-
-def test_the_only_device_costs_the_job_a_stop_in_both_directions() -> None:
-    costs = standby_costs(CONFIG, 1)
-    assert costs.stop_s(1) == costs.stop_s(0) == costs.pause_s, "else going there and back for a second seems worth it"
