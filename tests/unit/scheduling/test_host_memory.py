@@ -13,8 +13,6 @@ from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.devices.host_reading import MemoryReading, read_memory
-from tests.unit.weights.conftest import write
-from weights.memory.lease import unpin
 
 GB = 10**9
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\n"
@@ -64,11 +62,6 @@ def test_the_older_kind_of_groups_too_seen_from_inside_a_container(tmp_path: Pat
     )
     found = read_memory(root)
     assert (found.total, found.available, found.where) == (4 * GB, 3 * GB // 2, "control group /")
-
-
-def test_this_machine_can_be_read():
-    found = read_memory()
-    assert 0 < found.available <= found.total
 
 
 class World:
@@ -212,19 +205,6 @@ async def test_for_an_engine_that_no_memory_is_enough_for_nobody_gives_anything_
         assert not host.book_engine("chat")
         assert await looks(host, world, 20 * GB, 1) == []
     assert host.status()["waiting_models"] == [] and host.too_large("chat")
-
-
-async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, world, store):
-    stored = write(store, "v1")
-    world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
-    unpin(stored)
-    assert (await stored_here(store).idle_bytes())[1] > 0
-    host_least = "appliance.memory.memory_policy.LEAST_BYTES"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_least, 1)
-        done = await looks(host, world, GB // 2, 2)
-    assert done[0] == "-versions" and store.find("version", "starter", "v1") is None
-    assert done.count("-versions") == 1, "what frees nothing is not tried over and over"
 
 
 async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host, world, db, add_model, add_job):

@@ -6,11 +6,9 @@ import contextlib
 import json
 import resource
 import shutil
-import threading
 
 import pytest
 
-from appliance.controller.scheduling import job_runs
 from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
@@ -19,9 +17,7 @@ from scheduler.loop.inbox import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
-from train.trainer import event_log
 from train.trainer.event_log import EventLog, read_events
-from train.trainer.metrics import Curves
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
@@ -58,22 +54,16 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
 
 
 async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
-    """Its steps past the 10,000th were, each time that its ranks started: minutes of the loop, and events without
-    end."""
     add_job(phase="running")
     folder = tmp_path / "data" / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
     last = 10_003
     (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
     db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
-    ingested, read_on = list[int](), set[int]()
+    ingested = list[int]()
     monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
-    steps_of = job_records.steps_of
-    monkeypatch.setattr(
-        job_records, "steps_of", lambda *asked: (read_on.add(threading.get_ident()), steps_of(*asked))[1]
-    )
     await runs.catch_up("ftjob-1")
-    assert ingested == [last] and threading.get_ident() not in read_on
+    assert ingested == [last]
 
 
 @contextlib.contextmanager
@@ -100,45 +90,16 @@ def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
     assert passed_on == [1, 2, 3, 4] == [event["step"] for event in read_events(tmp_path)]
 
 
-def test_what_waits_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_log, "MOST_WAITING_BYTES", 80)
-    log = EventLog(tmp_path, lambda event, **data: None)
-    with room(0):
-        for step in range(9):
-            log("metrics", step=step)
-    log("metrics", step=9)
-    assert [event["step"] for event in read_events(tmp_path)] == [0, 1], "the rest was only passed on"
-    log("metrics", step=10)
-    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 10]
-
-
 def test_after_a_line_that_a_kill_cut_short_the_next_world_begins_a_new_one(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "metrics", "step": 1}\n{"event": "met')
     EventLog(tmp_path, lambda event, **data: None)("metrics", step=2)
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
 
 
-def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"event": "met{"event": "metrics", "step": 1}\n7\n{"event": "done"}\n')
-    assert [event["event"] for event in read_events(tmp_path)] == ["done"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
-    board = Curves(tmp_path / "tb")
-    with room(0):
-        board.write("train", 1, {"loss": 1.0})
-        board.close()
-    board.write("train", 2, {"loss": 1.0})
-    board.close()
-    assert max(path.stat().st_size for path in (tmp_path / "tb").iterdir()) > 0
-
-
 @pytest.mark.parametrize(
     ("begun", "said"),
     [
         (70, ["The job resumed from step 70: steps 71 to 72 are repeated (2 in all)"]),
-        (71, ["The job resumed from step 71: step 72 is repeated (1 in all)"]),
         (0, ["There was no snapshot yet, the job starts over: steps 1 to 72 are repeated (72 in all)"]),
         (72, []),
     ],
@@ -198,27 +159,6 @@ async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, fl
     runs.taken("ftjob-1")
     runs.taken("ftjob-1")  # stopping a start ends it too
     assert store.evict(10**9) > 0 and not path.exists()
-
-
-async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(runs, flow, store, add_job, monkeypatch):
-    add_job(phase="running")
-    with store.reserve(
-        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-5"
-    ) as draft:
-        draft.commit(meta={"step": 5})
-    await flow.run_once("disk")
-    found, gone = job_runs.newest_snapshot, [True]
-
-    def just_too_late(tiers, job_id):
-        answer = found(tiers, job_id)
-        if gone.pop() if gone else False:
-            store.evict(10**9)
-        return answer
-
-    monkeypatch.setattr(job_runs, "newest_snapshot", just_too_late)
-    path = runs.newest_snapshot("ftjob-1")
-    assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
-    runs.taken("ftjob-1")
 
 
 def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):

@@ -256,14 +256,11 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
         '{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "head_dim": '
         + "9" * 400
         + "}",
-        '{"hidden_size": 8, "num_attention_heads": -1, "num_hidden_layers": -' + "9" * 30 + "}",
         '{"x": ' + "[" * 980 + "]" * 980 + "}",
-        '{"num_hidden_layers": ' + "9" * 5000 + "}",
         "[]",
-        "\ufeff{}",
         '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
     ],
-    ids=["400 digits", "negative", "deep", "5000 digits", "list", "mark", "odd types"],
+    ids=["400 digits", "deep", "list", "odd types"],
 )
 async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
     """The controller publishes the table before it listens: one such model kept the box down, and could not be

@@ -13,7 +13,6 @@ from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
-from scheduler.core.failures import Trouble
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
 from tests.unit.scheduling.fakes import states_of
@@ -128,23 +127,6 @@ def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, event
     assert deployment.beside == "ft:starter:local::ftjob-1"
 
 
-def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
-    add_job("ftjob-fresh", phase="running")
-    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
-    states.after_restart()
-    assert jobs.get(db, "ftjob-fresh").phase == "queued"
-    assert jobs.get(db, "ftjob-saved").phase == "suspended"
-
-
-def test_trouble_of_a_model_is_told_to_the_gateways_and_kept_by_the_loop_alone(states, add_model, db, refreshed):
-    add_model()
-    trouble = Trouble("starter", "v1", "the engine does not start", "own", 3, 3, 1e12, True)
-    states.model_trouble("starter", trouble)
-    assert refreshed == [1], "the gateways are told"
-    (view,) = states.load(free_devices=0).deployments
-    assert view.not_before_s == 0.0, "the loop alone knows of it"
-
-
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
     add_model()
     deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
@@ -171,9 +153,10 @@ def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, d
 def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_job, db):
     add_job("ftjob-on", phase="running")
     add_job("ftjob-off", phase="running")
+    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
     states.after_restart(adopted={"ftjob-on"})
-    assert jobs.get(db, "ftjob-on").phase == "running"
-    assert jobs.get(db, "ftjob-off").phase == "queued"
+    phases = {name: jobs.get(db, f"ftjob-{name}").phase for name in ("on", "off", "saved")}
+    assert phases == {"on": "running", "off": "queued", "saved": "suspended"}
 
 
 def test_an_adapter_has_no_engine_of_its_own_and_pins_its_base(states, add_model, add_adapter, db):
@@ -203,13 +186,6 @@ def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
     assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
     canaries.update(db, "starter", state="rolled_back", ended_s=2.0)
-    assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
-
-
-def test_the_canary_of_an_adapter_needs_no_engine(states, add_model, add_adapter, db):
-    add_model()
-    add_adapter("ft:a")
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 1.0))
     assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
 
 
