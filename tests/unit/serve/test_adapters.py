@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from serve.vllm.adapters import EngineAdapters
 from weights.format.names import encode_name
@@ -86,14 +85,6 @@ async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_vers
     assert engine.models.model_name(found) == "ft:a" and engine.models.model_name() == "starter"
     assert await engine.request(other) is None and await engine.request("ft:none@v1") is None
     assert engine.free(other)
-
-
-async def test_adapter_reaches_the_core_as_a_plain_request(engine: Engine) -> None:
-    found = await engine.request(engine.save("ft:a"))
-    assert found is not None
-    assert MsgpackDecoder(LoRARequest).decode(MsgpackEncoder().encode(found)) == LoRARequest(
-        "ft:a@v1", found.lora_int_id, found.lora_path
-    )
 
 
 async def test_least_recently_requested_adapter_is_released_unless_a_request_uses_it(engine: Engine) -> None:

@@ -11,19 +11,6 @@ from serve.core.errors import EngineFailed
 from serve.engine.main import until_started
 
 
-async def test_server_that_starts_is_waited_for():
-    server = SimpleNamespace(started=False)
-
-    async def serve():
-        server.started = True
-        await asyncio.Event().wait()
-
-    serving = asyncio.create_task(serve())
-    await until_started(server, serving)
-    assert server.started
-    serving.cancel()
-
-
 @pytest.mark.parametrize("error", [OSError("address in use"), None])
 async def test_server_that_ends_before_it_listens_fails_the_start(error):
     async def serve():

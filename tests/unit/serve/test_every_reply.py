@@ -67,12 +67,3 @@ def test_engine_ends_if_a_worker_fails_and_another_is_silent(monkeypatch):
     workers = Workers([(SUCCESS, None)], [(FAILURE, "lost its device")], [])
     with pytest.raises(Ended, match=str(executor_module.OUT_OF_STEP)):
         workers.executor().collective_rpc("sleep")
-
-
-def test_a_call_in_time_one_too_late_and_one_of_a_single_worker_are_as_vllm_has_them():
-    workers = Workers([(SUCCESS, 1), (SUCCESS, 3), (SUCCESS, 4)], [(SUCCESS, 2)])
-    executor = workers.executor()
-    assert executor.collective_rpc("first", timeout=60.0) == [1, 2]
-    assert executor.collective_rpc("execute_model", unique_reply_rank=0) == 3
-    with pytest.raises(TimeoutError, match="second"):
-        executor.collective_rpc("second", timeout=0.0)

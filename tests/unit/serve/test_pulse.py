@@ -6,17 +6,12 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, ChildError, ChildTimeout
+from runtime.errors import ChildDied, ChildTimeout
 from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.core.spec import ReplicaSpec
 from serve.engine import replica
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    monkeypatch.setattr(replica, "PULSE_EVERY_S", 0.001)
 
 
 class StuckChild:
@@ -53,65 +48,6 @@ class StuckChild:
 
     def log_end(self):
         return "\n".join(f"line {n}" for n in range(9))
-
-
-async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeypatch, tmp_path):
-    child = StuckChild()
-
-    async def spawn(*_, **__):
-        return child
-
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30)
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=0.01))
-    await supervisor.start(spec)
-    async with asyncio.timeout(60):
-        assert "it hung" in (await supervisor.wait_dead())["exit"]
-    assert (await supervisor.status())["state"] == "dead"
-
-
-async def test_supervisor_keeps_a_silent_engine_during_an_operation(fast, tmp_path):
-    child, asked = StuckChild(), asyncio.Event()
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=1e-6))
-    supervisor._child, supervisor._operations = child, 1
-    watching = asyncio.create_task(supervisor._end_if_hung(child))
-    call = child.call
-
-    async def counted(*args, **named):
-        if asked.is_set():
-            child.kill()
-        asked.set()
-        return await call(*args, **named)
-
-    child.call = counted
-    await watching
-    assert not supervisor._killed
-
-
-@pytest.mark.parametrize(("error", "killed"), [("VersionBroken", True), ("VersionMismatch", False)])
-async def test_supervisor_kills_an_engine_whose_load_failed(monkeypatch, tmp_path, error, killed):
-    child = StuckChild()
-
-    async def spawn(*_, **__):
-        return child
-
-    async def call(method, **_):
-        raise ChildError(error, "v2 failed to load")
-
-    child.call = call
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig())
-    await supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30))
-    with pytest.raises(getattr(errors, error)):
-        await supervisor.swap("m", "v2", "/v2")
-    assert child.alive is not killed
-    if killed:
-        ended = await supervisor.wait_dead()
-        assert ended["load_failed"] and "v2 failed to load" in ended["exit"]
 
 
 async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypatch, tmp_path):
