@@ -75,11 +75,6 @@ def test_an_error_in_the_middle(prepared):
     assert result.exit_code == 1 and "the engine died" in result.stderr
 
 
-def test_an_unknown_model(prepared):
-    prepared.prepare("POST", CHAT, (404, openai_error("no such model", "model_not_found")))
-    assert prepared.run("chat", "nobody", "Hi").exit_code == 3
-
-
 def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):
     (tmp_path / "asking.sock").symlink_to(prepared.socket_path)
     write_box_file(

@@ -52,11 +52,6 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
-def test_a_run_where_an_evaluation_belongs_is_told_apart(box: ControlledBox):
-    shown = box.run("eval", "show", "evalrun_abc")
-    assert shown.exit_code == 2 and "`appliance eval list` shows them" in shown.stderr
-
-
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))

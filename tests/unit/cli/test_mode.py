@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 
 from appliance.cli import formats
-from appliance.cli.commands import mode
-from scheduler.core import workload
 from tests.unit.cli.conftest import ControlledBox
-
-
-def test_a_floor_is_set_and_shown_with_bounds(box: ControlledBox):
-    assert box.json("mode", "set", "train", "--floor", "1")["serving_floor"] == 1
-    text = box.run("mode", "show").stdout
-    assert "serving floor  1" in text
 
 
 def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: ControlledBox):
@@ -120,37 +111,3 @@ def test_a_plan_is_told_in_sentences(prepared):
     assert "Job j runs" in text and "none are left" in text and "keep 3 replicas awake" in text
     (sent,) = prepared.sent("POST", "/admin/v1/mode/plan")
     assert json.loads(sent["content"]) == {"policy": "split", "train_devices": 6, "serving_floor": 1}
-
-
-def test_mode_plan_without_steps_says_so(box: ControlledBox):
-    assert "Nothing would move." in box.run("mode", "plan").stdout
-
-
-def test_a_failed_step_says_why_in_the_list_too(prepared):
-    step = {
-        "verb": "start_replica",
-        "target": "r3-0",
-        "state": "failed",
-        "seconds": 0.1,
-        "bytes": None,
-        "bytes_per_s": None,
-        "path": None,
-        "detail": {"error": "no room for 45 bytes"},
-    }
-    told = {
-        "id": "3",
-        "reason": "mode auto",
-        "state": "undone",
-        "seconds": 0.1,
-        "bytes": 0,
-        "asked_by": None,
-        "asked_for": None,
-        "error": None,
-        "steps": [step, {**step, "verb": "open_replica", "detail": None}],
-    }
-    prepared.prepare("GET", "/admin/v1/handovers", (200, {"data": [told]}))
-    assert "start_replica r3-0: no room for 45 bytes" in prepared.run("mode", "history").stdout
-
-
-def test_the_command_line_knows_the_modes_that_the_scheduler_has():
-    assert mode.MODES == get_args(workload.PolicyKind)
