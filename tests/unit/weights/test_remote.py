@@ -255,13 +255,6 @@ def test_put_onto_a_full_file_system_raises_tier_full(store, tmp_path):
         os.system(f"umount {small}")
 
 
-def test_a_lost_mount_is_unavailable_and_not_filled_in_beneath(store, tmp_path):
-    tier = RemoteTier(DirectoryObjects(tmp_path / "mnt"))
-    with pytest.raises(TierUnavailable, match="mounted"):
-        tier.put(write(store).path)
-    assert not (tmp_path / "mnt").exists()
-
-
 def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
     tier.claim("box-1", first=True)
     tier.claim("box-1", first=False)

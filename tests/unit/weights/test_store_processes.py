@@ -100,28 +100,6 @@ def test_a_killed_writer_leaves_only_what_sweep_removes(store, root):
     check(store, stored)
 
 
-def test_ranks_write_their_parts_and_rank_zero_commits(store, root):
-    layout = Layout.plan([TensorSpec("w", "U8", (4 * 70_000,))])
-    draft = store.reserve(layout, kind="version", model="m", version="1")
-    ranks = [
-        Process(
-            root,
-            f"d = store.attach({str(draft.path)!r}); pause()\n"
-            f"d.view('w')[{rank} * 70_000 : {rank + 1} * 70_000] = content('w', '{rank}', 70_000); d.close()",
-        )
-        for rank in range(4)
-    ]
-    for rank in ranks:
-        rank.says()
-    for rank in ranks:
-        rank.goes_on()
-    for rank in ranks:
-        rank.ends_well()
-    stored = draft.commit(meta={})
-    with store.lease(stored) as lease:
-        assert bytes(lease.view("w")) == b"".join(content("w", str(rank), 70_000) for rank in range(4))
-
-
 @pytest.mark.parametrize("dead", ["writer", "owner"])
 def test_who_dies_before_all_have_written_leaves_the_older_snapshot_and_no_litter(store, root, dead):
     older = write(store)
