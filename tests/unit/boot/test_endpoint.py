@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import os
@@ -66,22 +65,6 @@ def box(tmp_path, foreign, monkeypatch):
 async def test_a_port_that_is_taken_is_said_before_anything_starts(box, foreign):
     with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*by PID {os.getpid()}.*--port"):
         await box.start()
-
-
-async def test_it_is_not_ready_while_another_box_answers(box):
-    """The port was taken after it was looked at; the gateway ends, and the answers are another's."""
-
-    class Ending:
-        name, restarts, probe = "gateway", 0, box._gateway.probe
-
-    gateway = Ending()
-    waiting = asyncio.create_task(box._wait_for(gateway, boot=box._boot))
-    (box._paths.logs / "gateway.log").write_text("cannot listen")
-    done, _ = await asyncio.wait([waiting], timeout=0.3)
-    assert not done, "another box's answer was taken for ours"
-    gateway.restarts = 3
-    with pytest.raises(BoxError, match=rf"by PID {os.getpid()}"):
-        await waiting
 
 
 def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch, tmp_path):

@@ -8,7 +8,6 @@ import sys
 
 import httpx
 import psutil
-import pytest
 
 from appliance.boot import supervised_process
 from appliance.boot.box_state import BoxState
@@ -98,16 +97,6 @@ async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
     assert group_pids(pid) == []
 
 
-async def test_what_the_first_start_raises_reaches_the_caller():
-    async def start():
-        raise OSError("no such program")
-
-    one = Supervised("absent", start, lambda _: None)
-    with pytest.raises(OSError, match="no such program"):
-        await one.begin()
-    assert await one.end(1)
-
-
 def test_leftovers_of_this_box_and_of_no_other_are_killed():
     def sleeper(box):
         return subprocess.Popen(
@@ -184,21 +173,6 @@ async def test_look_kills_only_after_a_long_silence(monkeypatch):
     process.now_s += HUNG_S + 1
     await process.one.look()  # and one that is being started is its keeper's
     assert len(process.said) == 1
-
-
-async def test_look_gives_each_restart_twice_the_time_of_the_last(monkeypatch):
-    process, waited = Answers(monkeypatch), []
-    for _ in range(6):
-        began_s, pid = process.now_s, process.pids
-        while process.pids == pid:
-            await process.one.look()
-            process.now_s += HUNG_S / 2
-        waited.append((process.now_s - began_s) // HUNG_S)
-    assert waited == [1, 2, 4, 8, 8, 8], "a start that takes ten minutes comes to its end"
-    process.answers = True
-    await process.one.look()
-    await process.one.look()
-    assert process.one._hung_s == HUNG_S, "whoever answers has proved that the time is enough"
 
 
 async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -18,19 +17,6 @@ from tests.unit.cli.test_tree import is_command
 def test_the_dashboard_is_what_its_list_of_panels_says():
     written = subprocess.run([sys.executable, MONITORING / "dashboard.py"], capture_output=True, text=True, check=True)
     assert written.stdout == (MONITORING / "dashboard.json").read_text(), "python images/monitoring/dashboard.py"
-
-
-def test_panels_do_not_overlap_and_have_one_id_each():
-    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    cells = [
-        (x, y)
-        for panel in panels
-        for place in [panel["gridPos"]]
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in panels}) == len(panels)
 
 
 def test_every_alert_says_who_gets_up_and_what_to_do():
