@@ -24,8 +24,6 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
 
 
 def test_versions_asked_by_their_names_share_their_models_turn() -> None:
-    """Each name was a model with a turn of its own: of fifty checkpoints, whose owner asked them all, a neighbour's
-    model was one of fifty-one."""
     versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
     other = replace(MODEL, model="z", demand=Demand(inflight=1))
     waiting = {d.model: Hysteresis(replicas=1, waiting_since_s=1000.0 + n) for n, d in enumerate([*versions, other])}
@@ -40,7 +38,6 @@ def test_versions_asked_by_their_names_share_their_models_turn() -> None:
 
 
 def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
-    """They were ordered by name: of four that shared a device, the last had none of it in twenty minutes."""
     versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
     waits_since_s = {d.model: 1000.0 for d in versions}
     opened, opened_s, had_s = "", 0.0, dict.fromkeys(waits_since_s, 0)
@@ -59,7 +56,6 @@ def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
 
 
 def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_asks() -> None:
-    """It held a request for ever, beside a device that only a minimum kept."""
     asked = [
         replace(MODEL, model="a:ck", beside="a", min_replicas=0, demand=Demand(inflight=1)),
         replace(MODEL, model="a", min_replicas=0, demand=Demand(inflight=1)),

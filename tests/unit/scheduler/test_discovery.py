@@ -22,10 +22,6 @@ def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):
     assert all(d.memory_bytes > 0 for d in devices)
 
 
-def test_a_number_asks_for_that_many_logical_devices():
-    assert [d.id for d in discovery.discover_devices(4, node="n3")] == ["n3/0", "n3/1", "n3/2", "n3/3"]
-
-
 def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     devices = discovery.discover_devices("auto")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.simulator import virtual_time
 from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame, EffectFailed, Stopped
+from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import (
     Build,
-    Demand,
     DeploymentView,
     JobView,
     Policy,
@@ -27,17 +27,14 @@ from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in
 class Rig:
     """World, effects, store, journal and a running loop."""
 
-    def __init__(self, store: FakeStore, devices: int = 4, **config):  # noqa: ANN003
+    def __init__(self, store: FakeStore, devices: int = 4, asked: dict[str, Any] | None = None, **config: float):
         self.world, self.store, self.journal = World(box_of(devices)), store, MemoryJournal()
-        self.effects = FakeEffects(self.world)
+        self.effects, self.asked = FakeEffects(self.world), asked or {}
         self.config = SchedulerConfig(**config)
 
-    def begin(self, **asked) -> None:  # noqa: ANN003
-        clock = virtual_time.VirtualClock()
-        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=clock, config=self.config, **asked)
-
     async def __aenter__(self) -> Rig:
-        self.begin()
+        clock, asked = virtual_time.VirtualClock(), self.asked
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=clock, config=self.config, **asked)
         self.task = asyncio.create_task(self.loop.run())
         return self
 
@@ -51,17 +48,6 @@ class Rig:
     @property
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-    async def serve_two_of_which_one_sleeps(self, hook: Callable[[str, str, str], None]) -> None:
-        """Where one engine of the model sleeps beside a job, two are wanted; `hook` from then on."""
-        await self.settle()
-        self.store.policy = Policy("train")
-        self.store.jobs["j1"] = JOB
-        await self.settle()
-        self.effects.hook = hook
-        self.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
-        self.store.policy = Policy("serve")
-        await self.settle()
 
     def states(self) -> list[str]:
         return sorted(r.state for r in self.world.replicas.values())
@@ -83,31 +69,6 @@ def failing(times: int, verb: str, when: str = "in") -> Callable[[str, str, str]
             raise EffectFailed(verb, target, "injected")
 
     return hook
-
-
-@in_virtual_time
-async def test_ten_switches_in_a_row() -> None:
-    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-        await rig.settle()
-        for n in range(10):
-            rig.store.policy = Policy("train" if n % 2 == 0 else "serve")
-            await rig.settle()
-            assert rig.jobs() == ({"j1": 4} if n % 2 == 0 else {})
-            assert rig.states() == (["asleep"] if n % 2 == 0 else ["open"])
-        assert rig.store.coming["j1"] == (("n0/0", "n0/1", "n0/2", "n0/3"), 1)
-        starts = [v for v, _ in rig.world.verbs_done if v == "start_replica"]
-        assert len(starts) == 1, "the process is kept"
-
-
-@in_virtual_time
-async def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-        began: list[str] = []
-        await rig.serve_two_of_which_one_sleeps(
-            lambda when, verb, target: began.append(verb) if when == "before" else None
-        )
-        assert rig.states() == ["open", "open"]
-        assert began.index("wake_replica") < began.index("open_replica") < began.index("start_replica")
 
 
 @in_virtual_time
@@ -235,18 +196,6 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
         assert len(rig.world.held) == 2
 
 
-@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.3, 1.0, 2.0])
-@in_virtual_time
-async def test_a_rank_and_its_supervisor_that_die_within_a_second_end_no_job(apart_s: float) -> None:
-    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-        await rig.settle()
-        rig.effects.end_group("j1", "failed", error="a rank was killed")
-        await asyncio.sleep(apart_s)
-        rig.world.groups.pop("j1", None)
-        await asyncio.sleep(30.0 + rig.config.observe_every_s)
-        assert rig.jobs() == {"j1": 4} and len(rig.world.held) == 1
-
-
 @in_virtual_time
 async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
     """It is told of as it was when it last answered, which may be long ago."""
@@ -266,33 +215,6 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
         rig.effects.kill_replica(engine.id)
         await asyncio.sleep(10.0)
         assert engine.id not in rig.world.replicas, "an end that is heard counts"
-
-
-@in_virtual_time
-async def test_a_sleeping_engine_that_dies_is_nobodys_failure() -> None:
-    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-        await rig.settle()
-        rig.store.policy = Policy("train")
-        await rig.settle()
-        (replica,) = rig.world.replicas.values()
-        assert replica.state == "asleep"
-        rig.effects.kill_replica(replica.id)
-        await asyncio.sleep(1)
-        assert rig.store.troubles == {}
-
-
-@in_virtual_time
-async def test_a_step_that_takes_long_says_what_it_waits_for() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-        rig.effects.seconds["start_replica"] = 100.0
-        await asyncio.sleep(5)
-        assert rig.loop.status()["waits"] == []
-        await asyncio.sleep(20)
-        (told,) = rig.loop.status()["waits"]
-        assert told.startswith("start_replica r") and "has waited 25 s for the engine to load its weights" in told
-        assert rig.loop.explain()["under_way"] == [told]
-        await asyncio.sleep(100)
-        assert rig.loop.status()["waits"] == [] and rig.states() == ["open"]
 
 
 @in_virtual_time
@@ -343,18 +265,6 @@ async def test_engines_that_take_no_version_are_started_anew_for_each_and_not_as
         assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
         told = "a new engine for each version and after each pause, because v2 could not be loaded: the loader raised"
         assert rig.loop.status()["reloads"] == {"m": told}
-
-
-@in_virtual_time
-async def test_swap_tries_one_engine_first_then_the_others() -> None:
-    three = replace(MODEL, min_replicas=3, max_replicas=3)
-    async with Rig(FakeStore(Policy("serve"), (), (three,)), devices=3) as rig:
-        await rig.settle()
-        rig.store.deployments["m"] = replace(three, version="v2")
-        await rig.settle()
-        assert {r.version for r in rig.world.replicas.values()} == {"v2"}
-        swaps = [sum(step.verb == "swap_replica" for step in h.steps) for h in rig.journal.since(0)]
-        assert [number for number in swaps if number] == [1, 2]
 
 
 @in_virtual_time
@@ -425,19 +335,6 @@ async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot
 
 
 @in_virtual_time
-async def test_an_engine_that_went_with_a_failed_stop_is_seen_before_the_next_try() -> None:
-    config = {"backoff_first_s": 1.0, "backoff_max_s": 8.0, "observe_every_s": 30.0}
-    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), **config) as rig:
-        await rig.settle()
-        rig.effects.hook = failing(1, "stop_replica")  # its process is gone, and yet the verb fails
-        rig.store.deployments.clear()
-        rig.store.policy = Policy("train")
-        async with asyncio.timeout(20.0):
-            await rig.settle()
-        assert rig.jobs() == {"j1": 4} and rig.states() == []
-
-
-@in_virtual_time
 async def test_a_hung_step_ends_at_its_limit() -> None:
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
         rig.effects.seconds["start_replica"] = 10_000.0
@@ -482,77 +379,40 @@ async def test_paused_and_cancelled_jobs_leave() -> None:
 
 
 @in_virtual_time
-async def test_waiting_for_a_loop_that_ends_raises() -> None:
-    rig = Rig(FakeStore(Policy("train"), (JOB,)))
-    async with rig:
-        rig.effects.seconds["start_group"] = 500.0
-        await asyncio.sleep(1)
-        waiting = asyncio.create_task(rig.loop.wait_settled(rig.loop.nudge()))
-        await asyncio.sleep(1)
-        rig.loop.stop()
-        with pytest.raises(Stopped):
-            await waiting
-
-
-@in_virtual_time
-async def test_held_requests_of_a_sleeping_model_wake_it() -> None:
-    model = replace(MODEL, min_replicas=0)
-    async with Rig(FakeStore(Policy("auto"), (JOB,), (model,))) as rig:
-        await rig.settle()
-        assert rig.jobs() == {"j1": 4} and rig.states() == []
-        rig.store.deployments["m"] = replace(model, demand=Demand(held=1, last_request_s=rig.now_s))
-        await rig.settle()
-        assert rig.jobs() == {"j1": 2} and rig.states() == ["open"]
-        rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
-        await asyncio.sleep(120)
-        assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
-
-
-@in_virtual_time
 async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
     admitted: dict[str, bool] = {}
     store = FakeStore(
         Policy("serve"),
         deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
     )
-    rig = Rig(store)
-    rig.begin(book_engine=lambda model, node: admitted.get(model, True))
-    rig.task = asyncio.create_task(rig.loop.run())
-    admitted["other"] = False
-    await rig.settle()
-    assert [r.model for r in rig.world.replicas.values()] == ["m"]
-    admitted["other"] = True
-    await rig.settle()
-    assert sorted(r.model for r in rig.world.replicas.values()) == ["m", "other"]
-    rig.loop.stop()
-    await rig.task
+    async with Rig(store, asked={"book_engine": lambda model, node: admitted.get(model, True)}) as rig:
+        admitted["other"] = False
+        await rig.settle()
+        assert [r.model for r in rig.world.replicas.values()] == ["m"]
+        admitted["other"] = True
+        await rig.settle()
+        assert sorted(r.model for r in rig.world.replicas.values()) == ["m", "other"]
 
 
 @in_virtual_time
 async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_nobody_gives_up_devices() -> None:
-    """Its requests were held for ten minutes without a word, and status said of it that it was cold."""
     store = FakeStore(Policy("auto"), jobs=(JOB,), deployments=(replace(MODEL, min_replicas=1),))
-    rig = Rig(store, devices=1)
     booked: list[str] = []
-    rig.begin(
-        book_engine=lambda model, node: booked.append(model) or True,
-        too_large=lambda model: f"an engine of {model} needs 900 GB, more than this machine has",
-    )
-    rig.task = asyncio.create_task(rig.loop.run())
-    await rig.settle()
-    assert store.troubles["m"].lasting and "900 GB" in store.troubles["m"].reason
-    assert "900 GB" in rig.loop.status()["troubles"][0]["message"]
-    assert rig.world.replicas == {} and booked == [] and "j1" in rig.world.groups
-    await asyncio.sleep(5 * rig.config.backoff_max_s)
-    assert rig.world.replicas == {} and "j1" in rig.world.groups
-    rig.loop.stop()
-    await rig.task
+    asked = {
+        "book_engine": lambda model, node: booked.append(model) or True,
+        "too_large": lambda model: f"an engine of {model} needs 900 GB, more than this machine has",
+    }
+    async with Rig(store, devices=1, asked=asked) as rig:
+        await rig.settle()
+        assert store.troubles["m"].lasting and "900 GB" in store.troubles["m"].reason
+        assert "900 GB" in rig.loop.status()["troubles"][0]["message"]
+        assert rig.world.replicas == {} and booked == [] and "j1" in rig.world.groups
+        await asyncio.sleep(5 * rig.config.backoff_max_s)
+        assert rig.world.replicas == {} and "j1" in rig.world.groups
 
 
 @in_virtual_time
 async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
-    """A job that was judged between a controller's start and the first round failed: there were no devices yet."""
-
     world, looked = World(box_of(3)), []
     effects = FakeEffects(world)
     observe = effects.observe

@@ -16,7 +16,6 @@ from ray.exceptions import RayActorError
 from runtime.errors import CopyFailed
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node as ray_node
-from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
@@ -93,7 +92,6 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
 
 
 async def test_a_copy_of_what_home_has_deleted_goes_whoever_had_it(nodes):
-    """A model's weights stayed in the other node's memory for good, leased for the engines that it had there."""
     home, away = nodes
     first, tuned = write(home.store, "v1", model="m"), write(home.store, "s1", model="ft:m", kind="adapter")
     await away.node.take(home.agent, BASE, first.path, "serve m")
@@ -151,15 +149,6 @@ async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(node
     with pytest.raises(CopyFailed):
         await away.node.take_job(Gone(), home.config.jobs_dir / "job-1")
     assert list((away.config.shm_root / "incoming").glob("*")) == list(away.config.jobs_dir.iterdir()) == []
-
-
-async def test_copy_of_several_chunks_is_whole(nodes, monkeypatch, tmp_path):
-    home, _ = nodes
-    monkeypatch.setattr(node_copies, "CHUNK_BYTES", 4)
-    for name, content in (("a", b""), ("b", b"1234"), ("c", b"1234567890")):
-        (home.config.jobs_dir / name).write_bytes(content)
-    assert await node_copies.copy_directory(home.agent, home.config.jobs_dir, tmp_path / "copy") == 14
-    assert [file.read_bytes() for file in sorted((tmp_path / "copy").iterdir())] == [b"", b"1234", b"1234567890"]
 
 
 async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):

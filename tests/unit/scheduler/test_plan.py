@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import (
     Allocation,
     Demand,
@@ -136,49 +135,11 @@ def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
     assert third.hysteresis["m"].replicas == 3, "the peak of the last minute, not the present"
 
 
-def test_growing_is_at_once() -> None:
-    running = job(phase="running", devices=tuple(d.id for d in EIGHT), since_s=999.0)
-    a = planned(jobs=(running,), deployments=(replace(M, demand=Demand(held=1)),))
-    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 1}
-    assert set(a.groups[0].devices) < set(running.devices)
-
-
 def test_a_model_with_demand_and_no_engine_comes_before_a_second_engine() -> None:
     busy = replace(M, demand=Demand(inflight=100))
     cold = DeploymentView("cold", "v1", demand=Demand(held=1))
     a = planned(policy=Policy("serve"), devices=box_of(2), deployments=(busy, cold))
     assert awake(a) == {"m": 1, "cold": 1}
-
-
-def test_more_models_than_devices_take_turns() -> None:
-    names = ("a", "b")
-    deployments = tuple(DeploymentView(n, "v1", demand=Demand(held=1)) for n in names)
-    one = box_of(1)
-    replicas: tuple[ReplicaView, ...] = ()
-    hysteresis: dict[str, Hysteresis] = {}
-    served = []
-    for now_s in range(0, 200, 10):
-        a = planned(
-            float(now_s),
-            devices=one,
-            deployments=deployments,
-            replicas=replicas,
-            hysteresis=hysteresis,
-            handover_id=now_s,
-        )
-        (winner,) = a.open_replicas
-        served.append(winner.model)
-        old = {r.id: r for r in replicas}
-        replicas = tuple(
-            old[r.id]
-            if r.id in old and old[r.id].state == r.state
-            else ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=float(now_s))
-            for r in a.replicas
-        )
-        hysteresis = a.hysteresis
-    turns = [n for i, n in enumerate(served) if i == 0 or served[i - 1] != n]
-    assert turns[:4] == ["a", "b", "a", "b"]
-    assert 4 <= len(turns) <= 200 / CONFIG.turn_s + 1, f"each keeps its turn: {served}"
 
 
 def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
@@ -250,21 +211,6 @@ def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
     return SchedulerConfig(**{**CONFIG.model_dump(), **fields})
 
 
-def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
-    d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
-    early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
-    assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
-    assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), hysteresis=early.hysteresis)) == {}
-
-
-def test_cordoned_devices_are_left_and_holders_move() -> None:
-    broken = (replace(EIGHT[0], health="draining"), *EIGHT[1:])
-    running = job(phase="running", devices=("n0/0", "n0/1"), since_s=0.0, max_devices=2)
-    a = planned(devices=broken, jobs=(running,), deployments=(M,), replicas=(opened("r0", 0),))
-    assert "n0/0" not in a.groups[0].devices and len(a.groups[0].devices) == 2
-    assert a.replicas == (), "an engine on a cordoned device is stopped, not put to sleep"
-
-
 def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:
     two = box_of(4, nodes=2)
     scattered = tuple(
@@ -319,15 +265,7 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
     assert awake(a) == {"m": 5}
 
 
-def test_a_model_that_waits_out_a_failure_keeps_what_is_open() -> None:
-    failed = replace(M, version="v2", not_before_s=1e12, demand=Demand(inflight=50))
-    a = planned(deployments=(failed,), replicas=(opened("r0", 0),))
-    assert [(r.id, r.version) for r in a.open_replicas] == [("r0", "v1")]
-
-
 def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by() -> None:
-    """It was counted on the node where a job ran that it could not move there, and held up everybody behind it
-    while devices idled (found by the long run of random lives)."""
     both = ("n0", "n1")
     small = job("small", nodes=both, max_devices=1, priority=1, phase="running", devices=("n0/0",))
     fixed = job(

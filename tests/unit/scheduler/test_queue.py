@@ -71,7 +71,6 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
 
 
 def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
-    """An operator held it and released it again while it was being suspended: in mode serve it only waits now."""
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
     given = PlanInput(

@@ -16,7 +16,6 @@ from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
-from weights.tiers.record import Name
 
 
 class Agent:
@@ -152,17 +151,6 @@ async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, n
     ray.agents["node:n3"].stopped = False
     await nodes.look()
     assert nodes.config("n3") is not None
-
-
-async def test_other_nodes_are_told_what_was_deleted_and_one_that_is_stopped_holds_nobody_up(
-    nodes, ray, monkeypatch, caplog
-):
-    monkeypatch.setattr(ray_nodes, "FORGET_S", 0.05)
-    ray.agents["node:n2"].stopped = True
-    await nodes.forget([Name("version", "m", "v1")])
-    calls = {name: [call for call in agent.calls if call[0] == "forget"] for name, agent in ray.agents.items()}
-    assert calls["node:n0"] == [] and calls["node:n1"] == [("forget", [Name("version", "m", "v1")])]
-    assert [record.node for record in caplog.records if "may stay there" in record.message] == ["n2"]
 
 
 @pytest.mark.parametrize(

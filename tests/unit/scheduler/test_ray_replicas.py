@@ -73,7 +73,6 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
 
 
 async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
-    """The step of its swap was over before the engine was done."""
     found, told = two[0], []
 
     async def opened(*of: str) -> None:
@@ -82,15 +81,6 @@ async def test_one_that_serves_another_version_than_gateways_know_is_told_to_the
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
     assert {replica.state for replica in await found.observe()} == {"open"}
     assert told == [("r0", "m", "v1", "/r")]
-
-
-async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):
-    """Its failure to start would count twice."""
-    found, supervisors = two
-    supervisors[0].state = "starting"
-    seen = {replica.id: replica for replica in await found.observe()}
-    assert (seen["r0"].state, seen["r0"].devices, seen["r1"].state) == ("starting", ("n0/0",), "open")
-    assert [name for name, engine in found._engines.items() if engine.watcher is not None] == ["r1"]
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
@@ -111,8 +101,6 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
 def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     error: Exception, says: str, blame: str
 ) -> None:
-    """The configuration may have changed since it was deployed."""
-
     def refuses(model: str, tensor_parallel: int) -> dict:
         raise error
 
@@ -159,32 +147,3 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
         except EffectFailed as failed:
             blames.append(failed.blame)
     assert blames == ["own", "", "own", "own", "reload", "", "own"]
-
-
-async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
-    found, _ = two
-
-    async def call(method: str, *_: Any) -> dict:
-        await asyncio.sleep(0)
-        raise EngineFailed("swap: the engine died")
-
-    await loadable(found)
-    for replica_id in ("r0", "r1"):
-        monkeypatch.setattr(found._engines[replica_id].supervisor, "call", call)
-    loads = [found.wake_replica(one, "m", "v2") for one in ("r0", "r1")]
-    assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
-
-
-async def test_swap_out_of_time_offers_adapters_again(two):
-    found, _ = two
-    offered = []
-
-    async def withhold(replica_id: str) -> None:
-        await asyncio.Event().wait()
-
-    await loadable(found)
-    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append, close=lambda *_: None)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await found.swap_replica("r0", "m", "v2")
-    assert offered == ["r0"]

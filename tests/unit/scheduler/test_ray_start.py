@@ -2,7 +2,6 @@
 
 import inspect
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,32 +21,6 @@ from scheduler.ray.start import (
     _without_ray_client,
     tied_commands,
 )
-
-AFTERWARDS = """
-import sys
-from scheduler.ray import start as ray_start
-sys.argv = ["ray", "/logs", "start", "--help"]
-try:
-    ray_start.main()
-except SystemExit as ended:
-    assert ended.code == 0, ended
-assert not any(name.partition(".")[2] == "serve" for name in sys.modules if name.startswith("ray."))
-assert all(name in sys.modules and sys.modules[name] is None for name in ray_start.OTHER_COMMANDS)
-from ray._private.node import Node
-assert Node.start_api_server is ray_start._without_dashboard
-assert Node.start_ray_client_server is ray_start._without_ray_client
-from ray._private import node, services
-assert node.try_to_create_directory is ray_start._private_folder
-assert Node._init_temp.__module__ == ray_start.__name__
-assert Node.dead_processes.__module__ == ray_start.__name__
-assert services.start_ray_process.__module__ == ray_start.__name__
-"""
-
-
-def test_start_works_without_the_other_commands():
-    ended = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "--include-log-monitor" in ended.stdout
 
 
 def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_path, monkeypatch):

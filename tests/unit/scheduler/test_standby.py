@@ -61,27 +61,6 @@ def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
     assert lenient[-1].replicas < chosen[-1].replicas, "where they may be late, training has the devices"
 
 
-def test_load_that_comes_slowly_is_followed_not_awaited() -> None:
-    _, chosen = lived(lambda t: 3.0 - 2.7 * math.cos(2 * math.pi * t / 1800), 60)
-    kept = [c.replicas for c in chosen[20:]]
-    assert sum(kept) / len(kept) <= 5, "its peak of six is taken when it comes, not kept for all hours"
-
-
-def test_what_was_learned_fades() -> None:
-    found, chosen = lived(lambda t: 8.0 if t < 600 and t % 30 < 2 else 0.3, 10)
-    assert chosen[-1].replicas >= 4
-    rng = random.Random(1)
-    for look in range(4 * 3600 * 4):
-        requests = poisson(rng, 0.3 * LOOK_S / 0.05)
-        best = found.seen(600 + look * LOOK_S, Seen([0.05] * requests, awake=found.best.replicas))
-    assert best.replicas <= 2
-
-
-def test_requests_in_flight_ask_by_their_number() -> None:
-    _, chosen = lived(lambda t: 0.3, 5, load=2.9)
-    assert chosen[-1].replicas == 4, "2.9 of them are full, and a replica counts as full at 0.8"
-
-
 def test_a_backlog_asks_for_more_than_stands_by() -> None:
     assert Standby(1, 0.5).asked_by_backlog(2.5, 2.0) == 3
     assert Standby(1, 0.25).asked_by_backlog(1.2, 2.0) == 3
@@ -128,14 +107,6 @@ def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
     for after_s in (1, 12, 40):
         hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
     assert hysteresis.replicas == 0
-
-
-def test_what_cannot_be_in_time_leaves_a_tenth_of_the_allowance() -> None:
-    rng, found = random.Random(1), learner(late_share=0.04)
-    for look in range(4 * 1800):
-        prompts = [3.0 if rng.random() < 0.05 else 0.1 for _ in range(poisson(rng, 0.5))]
-        found.seen(look * LOOK_S, Seen(prompts, awake=found.best.replicas))
-    assert 1 <= found.best.replicas < 8, "prompts of 3 s are late with eight replicas too"
 
 
 def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:

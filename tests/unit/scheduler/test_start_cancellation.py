@@ -67,7 +67,6 @@ async def test_a_long_start_whose_devices_nobody_wants_goes_on() -> None:
 
 @in_virtual_time
 async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
-    """Demand of 5 s comes 150 s after the last: a start of 200 s gave way to each of 46 in two hours."""
     job = replace(JOB, min_devices=4, allowed_sizes=(4,))
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0
