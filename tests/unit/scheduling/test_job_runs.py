@@ -78,7 +78,6 @@ def room(nbytes):
 
 
 def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
-    """Half a line stayed, became one with the next, and the controller could not read its way past it any more."""
     passed_on = []
     log = EventLog(tmp_path, lambda event, **data: passed_on.append(data["step"]))
     log("metrics", step=1)
@@ -145,8 +144,6 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
 
 
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
-    """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
-    rank opened it, and the job failed though the disk had the snapshot whole."""
     add_job(phase="running")
     with store.reserve(
         Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-353"
@@ -159,19 +156,6 @@ async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, fl
     runs.taken("ftjob-1")
     runs.taken("ftjob-1")  # stopping a start ends it too
     assert store.evict(10**9) > 0 and not path.exists()
-
-
-def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):
-    row = add_job(phase="succeeded", snapshot={"step": 1, "path": "/s"})
-    with store.reserve(
-        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id, version="step-1"
-    ) as draft:
-        stored = draft.commit(meta={})
-    lease = store.lease(stored)
-    assert not runs._forget(row.id)
-    lease.release()
-    assert runs._forget(row.id) and store.list("snapshot") == []
-    assert jobs.list_left_snapshots(db)[0].id == row.id
 
 
 def published(step):
@@ -229,18 +213,6 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1", "cpu") == first
-
-
-def test_ranks_are_told_the_form_of_a_jobs_answers(runs, db, add_model, add_job, tmp_path):
-    add_model()
-    (tmp_path / "bytes").mkdir()
-    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
-    add_job(resolved=RESOLVED | {"options": {"group": 8}})
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
-    assert runs.spec("ftjob-1", "cpu").options == {"group": 8}
-    form = {"type": "json_object"}
-    job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"grader": {}, "response_format": form}))
-    assert runs.spec("ftjob-1", "cpu").options == {"group": 8, "response_format": form}
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
@@ -314,8 +286,6 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
 
 
 async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
-    """Between the decision to start it and its start: what was raised was none of the scheduler's, and ended its
-    loop."""
     folder = tmp_path / "data" / "jobs" / "ftjob-gone"
     folder.mkdir(parents=True)
     EventLog(folder, lambda event, **data: None)("metrics", step=1)

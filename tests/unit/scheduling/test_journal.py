@@ -42,7 +42,6 @@ def test_what_was_begun_is_found_after_a_restart(tmp_path):
 
 
 def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
-    """A box that was quiet for as long as they are kept began again at 1, which an earlier one had been told by."""
     with Database(tmp_path / "a.db") as db:
         journal = SqliteJournal(db)
         for number in (1, 2):

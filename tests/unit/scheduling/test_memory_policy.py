@@ -105,13 +105,6 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
     assert box.now_s - began_s <= 120
 
 
-def test_a_job_that_is_still_being_suspended_is_waited_for():
-    box = Box(others=60 * GB, pool=0, versions=0, sleepers=0, engines={})
-    box.carry_out = lambda action: None  # type: ignore[method-assign]
-    assert box.run(50) == ["-job job-last"]
-    assert box.run(30) == ["-job job-first"], "but not for ever"
-
-
 def test_between_the_marks_nothing_moves():
     """What is given back at the reserve comes back at half as much again: no to and fro in between."""
     box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, engines={}, jobs=("a",))

@@ -15,7 +15,6 @@ from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from tests.unit.scheduling.fakes import routing_of
-from weights.format.names import policy_name
 
 SOCKET = "/run/r1.sock"
 
@@ -93,24 +92,6 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
 
 
-async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_base(routing, bus):
-    name = policy_name("ftjob-1")
-    await routing.open("r1", "starter", "v1", SOCKET)
-    await routing.offer_policy(name, "starter", "v1")
-    row = bus.table[name]
-    assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
-    assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
-    await routing.withhold_adapters("r1")
-    assert bus.table[name]["replicas"] == []
-    routing.offer_adapters("r1")
-    await routing.offer_policy(name, "starter", "v0")
-    assert bus.table[name]["replicas"] == []
-    routing.keep_policies(lambda one: one == name)
-    assert name in bus.table
-    routing.keep_policies(lambda one: False)
-    assert name not in bus.table
-
-
 async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "s", 1, 0.0, meta={"chat_template": False}))
     models.insert_version(db, VersionRow("starter", "v3", "s", 1, 0.0, meta={"chat_template": True}))
@@ -171,14 +152,6 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "canary" not in bus.table["starter"]
     routing.close("r2")
     assert "starter@v2" not in bus.table
-
-
-async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
-    await routing.open("r1", "starter", "v1", SOCKET)
-    row = bus.table["ft:a@step-1"]
-    assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == ("ft:a@step-1", "step-1", "r1")
-    assert bus.table["ft:a"]["canary"]["name"] == "ft:a@step-1"
 
 
 async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
@@ -263,8 +236,6 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     ids=["400 digits", "deep", "list", "odd types"],
 )
 async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
-    """The controller publishes the table before it listens: one such model kept the box down, and could not be
-    deleted."""
     add_model()
     add_model("odd")
     (tmp_path / "config.json").write_text(config)

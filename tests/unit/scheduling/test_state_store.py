@@ -82,31 +82,6 @@ def test_phases_follow_the_loop(states, add_job, db):
     assert jobs.get(db, "ftjob-1").phase == "failed", "an ended job never changes"
 
 
-def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, add_job, db):
-    """Jobs of two seconds stood queued for a minute, and no event said why."""
-    add_job()
-    for free in (1, 0, 1):
-        states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
-    states.job_waiting("ftjob-1", "Needs 2 devices: serving needs 3 of 4 devices now.")
-    states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets = "The job gets 2 devices (n0/0, n0/1): its ranks start once the engines on 1 of them have finished their "
-    gets += "requests"
-    assert jobs.get(db, "ftjob-1").reason == f"{gets}."
-    states.job_running("ftjob-1", ("n0/0", "n0/1"))
-    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
-    states.job_waiting("ftjob-1", "serving needs the devices")
-    states.job_waiting("ftjob-1", "others are ahead")
-    states.job_coming("ftjob-1", ("n0/0",), 0)
-    told = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data][::-1]
-    assert told == [
-        "The job waits: Needs 2 devices; 1 of training's 4 are left by jobs ahead of it.",
-        "The job waits: Needs 2 devices: serving needs 3 of 4 devices now.",
-        gets,
-        "Fine-tuning job started on 2 device(s)",
-        "Fine-tuning job suspended at step 4: serving needs the devices",
-    ]
-
-
 def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_job, db, refreshed):
     add_model()
     add_job(phase="running")

@@ -35,14 +35,6 @@ def largest(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-async def test_everything_is_read_once_per_copy(ops, tiers):
-    told = []
-    found = await ops.verify_tiers(told.append)
-    assert found["copies"] == 9 and found["unsealed"] == 0 and found["bytes"] > 0
-    assert [len(tiers.copies(name)) for name in tiers.known()] == [3, 3, 3]
-    assert told[-1].done == told[-1].total == found["bytes"]
-
-
 async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
     paths = [paths_of(row) for row in models.list_versions(db, "ft:x")]
     found = await ops.verify("ft:x", paths, lambda progress: None)
@@ -91,7 +83,6 @@ async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, ti
 
 
 async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):
-    """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     ops = LibraryOps(library, store, tiers, flow, lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))

@@ -155,7 +155,6 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
 
 
 async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish, store, db, add_job, tiers):
-    """It removed only after it had written, and could not write before it had removed."""
     publish("v1", "v2")
     add_job(phase="running")
     snapshot(store, 1)
@@ -189,7 +188,6 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
 
 
 async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
-    """A nightly job of three epochs would else have pushed the results of all nights but one out of a tier of three."""
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
     for version in ("v5", "v6"):
@@ -252,33 +250,3 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
     assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
-
-
-async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(
-    flow, store, add_job, tiers, monkeypatch
-):
-    add_job(phase="running")
-    now = [1000.0]
-    monkeypatch.setattr(tiers, "clock", lambda: now[0])
-    push = flow._push
-
-    def takes_two_seconds(*arguments):
-        push(*arguments)
-        now[0] += 2.0
-
-    monkeypatch.setattr(flow, "_push", takes_two_seconds)
-
-    async def copied(step):
-        snapshot(store, step)
-        await passes(flow, "disk")
-        return tiers.tiers_of(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
-
-    assert await copied(1)
-    now[0] += 99
-    assert not await copied(2), "two seconds of copying are 2 % of 100"
-    (waiting,) = [s for s in store.list("snapshot") if s.version == "step-2"]
-    assert waiting.pinned and put_off(tiers, "disk")["backlog"] == 0, "it waits in memory, which does not let it go"
-    now[0] += 2
-    assert await copied(3)
-    assert not await copied(4)
-    assert await flow.finish() and tiers.tiers_of(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]

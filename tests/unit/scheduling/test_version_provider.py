@@ -47,7 +47,6 @@ async def provider(db, store, tiers, flow, add_model):
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
-    """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
     first = await provider.in_memory("starter", "v1")
     assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
     provider.taken("starter", "v1")
@@ -80,8 +79,6 @@ async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore)
 
 
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
-    """A version of before the rule was opened by every engine; nothing of it is held, and nothing is deleted."""
-
     def refuse(folder: Path, model: str) -> None:
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
