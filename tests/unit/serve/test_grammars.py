@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
@@ -115,14 +114,3 @@ def test_grammar_that_takes_too_long_to_accept_tokens_accepts_no_more(clock: lis
     while slow.accept_tokens("r", [60]):
         steps += 1
     assert steps == pytest.approx(grammars.MOST_BEYOND_S / 0.04, abs=1)
-
-
-@pytest.mark.parametrize(("mask_ms", "steps"), [(250, 10), (500, 3)])
-def test_grammar_whose_masks_take_too_long_accepts_no_more(clock: list[float], mask_ms: int, steps: int) -> None:
-    slow = Slow(clock)
-    slow.mask_ms = mask_ms
-    bounded, mask, done = BoundedGrammar(slow, 32), torch.zeros((1, 1), dtype=torch.int32), 0
-    while done < 10 and bounded.accept_tokens("r", [1]):
-        bounded.fill_bitmask(mask, 0)
-        done += 1
-    assert done == steps

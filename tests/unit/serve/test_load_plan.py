@@ -140,7 +140,6 @@ def twice(seed, **more):
 
 
 def test_plan_names_the_head_that_vllm_has_tied_after_the_load(tmp_path):
-    """As by vLLM's maybe_retie_word_embeddings."""
     source, model = write(tmp_path / "a", twice(1)), Twice()
     plan = record(model, source)
     assert plan.follow_first_load(model) == "" and plan.bytes_read(source) == source.nbytes

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.core import fingerprint
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WithoutNumbers
+from serve.core.errors import EngineFailed, ReloadFailed, VersionBroken
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 
@@ -114,40 +113,3 @@ async def test_failed_load_says_who_may_take_the_version(control, state, load, e
     with pytest.raises(EngineFailed) as failed:
         await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
     assert type(failed.value) is error and made.state == "failed"
-
-
-@pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_refused_version_leaves_the_engine_as_it_was(control, state):
-    engine = Engine(refusal=["NotReloadable", "quantised"])
-    made = control(engine, state)
-    with pytest.raises(NotReloadable, match="quantised"):
-        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
-    assert (made.state, made.version, engine.done) == (state, "v1", [])
-
-
-@pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_version_that_trained_to_nan_is_refused_before_its_load(control, state, monkeypatch):
-    def record_of(path):
-        raise WithoutNumbers(path)
-
-    monkeypatch.setattr(fingerprint, "record_of", record_of)
-    engine = Engine()
-    made = control(engine, state)
-    with pytest.raises(WithoutNumbers):
-        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
-    assert (made.state, made.version, engine.done) == (state, "v1", [])
-
-
-async def test_engine_that_takes_no_other_version_keeps_its_weights_over_a_sleep(control):
-    engine = Engine(refusal=["NotReloadable", "quantised"])
-    made = control(engine)
-    await made.sleep()
-    assert (await made.wake("m", "v1", made.spec.version_path))["how"] == "kept"
-    assert engine.done == ["sleep 1", "ask", "wake None"] and made.state == "ready"
-
-
-async def test_failed_sleep_fails_the_engine(control):
-    made = control(Engine(RAISED))
-    with pytest.raises(EngineFailed, match="did not fall asleep"):
-        await made.sleep()
-    assert made.state == "failed"

@@ -36,15 +36,6 @@ def pairs(args):
     return {flag: value for flag, value in zip(args, args[1:], strict=False) if flag.startswith("--")}
 
 
-def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
-    flags = pairs(engine_arguments(ReplicaSpec(**GOOD), {"model_type": "llama"}, None))
-    assert flags["--worker-cls"] == "serve.vllm.cpu_worker.ShmCPUWorker"
-    assert flags["--kv-cache-memory-bytes"] == str(1 << 20)
-    assert flags["--load-format"] == "shm"
-    assert "--enforce-eager" in flags and "--enable-sleep-mode" not in flags
-    assert "--max-model-len" not in flags and "--distributed-executor-backend" not in flags
-
-
 def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     spec = ReplicaSpec(**{**GOOD, "kind": "cuda", "devices": [2, 5], "tensor_parallel": 2})
     args = engine_arguments(spec, {}, None)
@@ -56,22 +47,11 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_a_gpu_engine_asks_for_no_more_free_memory_than_it_was_sized_for():
-    spec = ReplicaSpec(**{**GOOD, "kind": "cuda", "gpu_memory_fraction": 0.8})
-    assert pairs(engine_arguments(spec, {}, None))["--gpu-memory-utilization"] == "0.8"
-
-
 def test_dev_mode_stays_off_and_n_is_bounded():
     env = engine_environment(ReplicaSpec(**GOOD), 64)
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_MAX_N_SEQUENCES"]) == ("0", "64")
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert env["VLLM_RPC_BASE_PATH"].startswith("/dev/shm/appliance-1/run/")
-
-
-def test_lora_flags_pass_through_and_allow_loading():
-    spec = ReplicaSpec(**{**GOOD, "extra_args": ["--enable-lora", "--max-lora-rank", "32"]})
-    assert pairs(engine_arguments(spec, {}, None))["--max-lora-rank"] == "32"
-    assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -153,14 +133,6 @@ def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, te
         assert args[args.index("--reasoning-parser") + 1] == parser
     told = ReplicaSpec(**{**GOOD, "own_reasoning_parser": False})
     assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
-
-
-def test_embedding_engines_run_the_pooling_runner_without_tools():
-    spec = ReplicaSpec(**{**GOOD, "task": "embed"})
-    args = engine_arguments(spec, {"model_type": "llama"}, "{{ tools }}")
-    assert pairs(args)["--runner"] == "pooling" and "--tool-call-parser" not in args
-    assert "--enable-scale-out" not in args
-    assert "--enable-scale-out" in engine_arguments(ReplicaSpec(**GOOD), {}, None), "inputs are rendered there"
 
 
 def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
