@@ -1,13 +1,11 @@
 """Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
 
-import errno
 import io
 import json
 import os
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +88,6 @@ def test_importing_again_makes_the_next_version_and_remove_takes_one(library, so
 
 
 def test_the_number_of_a_deleted_version_never_comes_again(library, source):
-    """Another node had the deleted one's weights in memory, and answered with them as `v1` of the new model."""
     first = library.import_path(source, name="one")
     assert library.remove("one", first.version) and library.list() == []
     assert library.import_path(source, name="one").version == "v2"
@@ -100,7 +97,6 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source):
 
 
 def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
-    """Its bytes left the disk, and its row is there: an import became the version that was in the other tier."""
     shutil.rmtree(library.import_path(source, name="one").path)
     assert library.import_path(source, name="one").version == "v2"
 
@@ -142,14 +138,6 @@ def test_a_symlink_out_of_the_checkpoint_is_refused(library, source, tmp_path):
     assert nothing_there(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "nowhere"])
-def test_links_as_weights_are_refused(library, source, target):
-    (source / "model.safetensors").unlink()
-    (source / "model.safetensors").symlink_to(target)
-    with pytest.raises(UnsafeLink, match="model.safetensors"):
-        library.import_path(source)
-
-
 def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
     real = checkpoints.write(tmp_path / "real")
     snapshot = tmp_path / "models--org--m" / "snapshots" / "abc"
@@ -178,26 +166,13 @@ def test_pickles_alone_are_refused_with_the_way_out(library, source):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x04\x95" + b"pickle" * 20,
-        struct.pack("<Q", 200) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}',
-    ],
-    ids=["pickle", "short"],
-)
-def test_hostile_weight_files_are_refused_before_anything_is_copied(library, source, tmp_path, content):
-    (source / "model.safetensors").write_bytes(content)
-    with pytest.raises(IntegrityError, match="model.safetensors"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("config", "error", "says"),
     [
         ({"architectures": None}, NotACheckpoint, "architectures"),
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, UnsupportedModel, "has a head .*score_model, label_model"),
+        ({"model_type": ["llama"]}, NotACheckpoint, "model_type"),
     ],
 )
 def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
@@ -207,28 +182,10 @@ def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, say
     assert nothing_there(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["[]", "[" * 100_000])
-def test_malformed_json_is_named(library, source, content):
-    (source / "config.json").write_text(content)
-    with pytest.raises(NotACheckpoint, match="config.json"):
-        library.import_path(source)
-
-
 def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
     source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
     taken = library.import_path(source)
     assert taken.task == "embed" and taken.warnings == ()
-
-
-@pytest.mark.parametrize(
-    "arch", ["Qwen2ForRewardModel", "LlamaForSequenceClassification", "Qwen3ForTokenClassification"]
-)
-def test_a_head_of_rewards_or_labels_is_refused_by_name_and_says_what_is_there_instead(library, tmp_path, arch):
-    """A reward model was taken for one of embeddings, by the end of its name."""
-    source = checkpoints.write(tmp_path / "r", config={"architectures": [arch]}, template=None)
-    with pytest.raises(UnsupportedModel, match=f"{arch} has a head .*score_model, label_model"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
 
 
 def test_no_tokenizer_no_model(library, source):
@@ -293,7 +250,6 @@ def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
     ids=["an expression", "the decoder"],
 )
 def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
-    """In an engine, which has no limit of its own, one letter took all memory of the machine."""
     source = checkpoints.write(tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
     limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
@@ -333,22 +289,10 @@ def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_pat
     assert len([note for note in taken.warnings if "'<|python_tag|>'" in note and "llama3_json" in note]) == 1
 
 
-def test_a_template_in_a_file_of_its_own_counts(library, tmp_path):
-    source = checkpoints.write(tmp_path / "source", template=None)
-    (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE)
-    taken = library.import_path(source)
-    assert taken.info["chat_template"] is True and (taken.path / "chat_template.jinja").is_file()
-
-
 @pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 129, "ft:starter:me:x"])
 def test_bad_names_are_refused(library, source, name):
     with pytest.raises(InvalidModelName, match="--name"):
         library.import_path(source, name=name)
-
-
-def test_the_directory_gives_the_name(library, tmp_path):
-    taken = library.import_path(checkpoints.write(tmp_path / "My model (final)"))
-    assert taken.name == "My-model-final"
 
 
 def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
@@ -397,19 +341,6 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
     assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
 
 
-@pytest.mark.parametrize("step", ["copy_file_range", "fsync", "rename"])
-def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(library, source, tmp_path, monkeypatch, step):
-    def full(*arguments, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("appliance.models.library.sync" if step == "fsync" else f"os.{step}", full)
-        with pytest.raises(NotEnoughDisk, match="appliance model rm"):
-            library.import_path(source)
-    assert nothing_there(tmp_path) and library.list() == []
-    library.import_path(source)
-
-
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, tmp_path, family):
     import torch
@@ -439,21 +370,8 @@ def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, t
         np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "processor_config.json", "anything_else.json"])
-@pytest.mark.parametrize(
-    "text", ['{"auto_map": {"A": "x.B"}}', '{"\\u0061uto_map": {"A": "x.B"}}', '{"custom_generate": "x"}']
-)
-def test_remote_code_is_refused_wherever_it_is_asked_for(library, source, file, text):
-    (source / file).write_text(text)
-    with pytest.raises(RemoteCodeRefused, match=file):
-        library.import_path(source)
-
-
-@pytest.mark.parametrize(
-    "when", ["messages|length > 7", "messages|length > 200", "tools", "messages[0].content|length > 9999"]
-)
+@pytest.mark.parametrize("when", ["messages|length > 7", "tools"])
 def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, monkeypatch, when):
-    """One request of eight messages took the engine off the air for everybody."""
     limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
     template = "{% if " + when + " %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
@@ -471,10 +389,6 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
     ("file", "given"),
     [
         ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": _ENDLESS}),
-        (
-            "tokenizer_config.json",
-            [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": _ENDLESS}],
-        ),
         ("chat_template.json", _ENDLESS),
     ],
 )
@@ -489,14 +403,6 @@ def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monk
     assert nothing_there(tmp_path)
 
 
-@pytest.mark.parametrize("given", [7, [{"name": "default"}]])
-def test_a_template_that_is_no_text_is_refused_by_name(library, tmp_path, given):
-    source = checkpoints.write(tmp_path / "odd")
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    with pytest.raises(NotACheckpoint, match=r"tokenizer_config\.json.*chat_template"):
-        library.import_path(source)
-
-
 def test_templates_by_name_come_in(library, tmp_path):
     source = checkpoints.write(tmp_path / "named")
     named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
@@ -505,23 +411,35 @@ def test_templates_by_name_come_in(library, tmp_path):
 
 
 _SECRET = "/var/lib/appliance/first-key"
+_TOKENIZER, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+_ELSEWHERE = {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "/elsewhere"}
+# (file, its content, error, what the error says besides the file's name)
+REFUSED = [
+    ("config.json", "[]", NotACheckpoint, ""),
+    ("config.json", "[" * 100_000, NotACheckpoint, ""),
+    ("config.json", '{"x":' + "[" * 100 + "]" * 100 + "}", NotACheckpoint, "nested too deeply"),
+    (_TOKENIZER, '{"x":[' + "[]," * 200_000 + "[]]}", NotACheckpoint, "values"),
+    (_TOKENIZER, {"chat_template": 7}, NotACheckpoint, "chat_template"),
+    (_TOKENIZER, {"chat_template": [{"name": "default"}]}, NotACheckpoint, "chat_template"),
+    ("model.safetensors", "pickle" * 20, IntegrityError, ""),
+    ("generation_config.json", '{"\\u0061uto_map": {"A": "x.B"}}', RemoteCodeRefused, ""),
+    ("generation_config.json", {"custom_generate": "x"}, RemoteCodeRefused, ""),
+    ("anything_else.json", {"auto_map": {"A": "x.B"}}, RemoteCodeRefused, ""),
+    (_TOKENIZER, {"tokenizer_class": "BertTokenizer", "vocab": _SECRET}, TokenizerRefused, ""),
+    (_TOKENIZER, {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}, TokenizerRefused, ""),
+    (_TOKENIZER, {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}, TokenizerRefused, ""),
+    (_TOKENIZER, {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}, TokenizerRefused, ""),  # which no trial has read
+    (_SPECIAL, {"eos_token": "</s>", "vocab_file": _SECRET}, TokenizerRefused, ""),
+    (_SPECIAL, {"chat_template": _ENDLESS}, TokenizerRefused, ""),  # goes before all that were tried
+    ("processor_config.json", {"audio_tokenizer": _ELSEWHERE}, UnsafeLink, ""),
+    ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}, UnsafeLink, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": _SECRET}),
-        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}),
-        ("tokenizer_config.json", {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}),
-        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),  # which no trial has read
-        ("special_tokens_map.json", {"eos_token": "</s>", "vocab_file": _SECRET}),
-        ("special_tokens_map.json", {"chat_template": _ENDLESS}),  # goes before all that were tried
-    ],
-)
-def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
-    """The box's first key was a token of the model, and what it answered."""
-    (source / file).write_text(json.dumps(said))
-    with pytest.raises(TokenizerRefused, match=file):
+@pytest.mark.parametrize(("file", "content", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[3]}" for row in REFUSED])
+def test_import_path_refuses_a_hostile_file_by_name(library, source, tmp_path, file, content, error, says):
+    (source / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(error, match=f"{file}.*{says}"):
         library.import_path(source)
     assert nothing_there(tmp_path)
 
@@ -529,7 +447,6 @@ def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, sour
 @pytest.mark.parametrize("folder", ["/tmp/elsewhere", "2_Dense/../../other", None])
 @pytest.mark.parametrize("as_object", [False, True])
 def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_object):
-    """vLLM opened a pickle of any folder of the machine that an embedding model's modules.json named."""
     source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
     modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Dense"}]
     (source / "modules.json").write_text(json.dumps({"modules": modules} if as_object else modules))
@@ -562,24 +479,6 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
     assert not (library.import_path(source).path / "params.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        (
-            "processor_config.json",
-            {"audio_tokenizer": {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "/elsewhere"}},
-        ),
-        ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}),
-    ],
-)
-def test_a_processor_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
-    """By the first an engine opened pickles of another folder."""
-    (source / file).write_text(json.dumps(said))
-    with pytest.raises(UnsafeLink, match=file):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
 
 
 def test_what_processors_were_saved_with_comes_in(library, source):
@@ -617,37 +516,6 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     (source / "tokenizer_config.json").write_text(json.dumps(said))
     (source / "special_tokens_map.json").write_text(json.dumps(special))
     assert library.import_path(source).version == "v1"
-
-
-def lists(number: int) -> bytes:
-    return b"[" + b"[]," * number + b"[]]"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("config.json", b'{"x":' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply"),
-        ("tokenizer_config.json", b'{"x":' + lists(200_000) + b"}", "values"),
-    ],
-)
-def test_json_of_very_many_values_is_never_parsed(library, source, tmp_path, file, content, says):
-    """Nesting that the import can just parse, other threads cannot; 256 MB of `[],` took 5 GB and the loop's time."""
-    (source / file).write_bytes(content)
-    with pytest.raises((NotACheckpoint, IntegrityError), match=rf"{file}.*{says}"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("kind", [["llama"], "a\nb"])
-def test_a_family_that_is_no_name_is_refused(library, tmp_path, kind):
-    with pytest.raises(NotACheckpoint, match="model_type"):
-        library.import_path(checkpoints.write(tmp_path / "source", config={"model_type": kind}))
-
-
-def test_what_is_shown_of_a_model_is_numbers_that_models_have(library, tmp_path):
-    odd = {"max_position_embeddings": 10**300, "num_hidden_layers": "x" * 10_000}
-    taken = library.import_path(checkpoints.write(tmp_path / "source", config=odd))
-    assert taken.max_model_len is None and taken.info["layers"] is None
 
 
 def without_tokenizer_json(source, **files):
