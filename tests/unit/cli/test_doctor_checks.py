@@ -10,7 +10,7 @@ import pytest
 
 from appliance.boot import doctor as checks
 from appliance.boot.box_state import read_end
-from appliance.boot.doctor import Finding, exit_code, findings
+from appliance.boot.doctor import findings
 from appliance.config import load_config
 from tests.unit.cli.test_tree import is_command
 
@@ -30,11 +30,6 @@ def test_remedies_name_commands_that_can_be_typed():
     named = {re.sub(r"\{[^}]*\}", "n0/0", command) for command in named}
     assert len(named) >= 8 and "gpu undrain n0/0" in named
     assert {command for command in named if not is_command(command)} == set()
-
-
-@pytest.mark.parametrize(("states", "code"), [(("ok", "skip"), 0), (("ok", "warn"), 2), (("warn", "fail"), 1), ((), 0)])
-def test_exit_code_is_that_of_the_worst_finding(states: tuple[str, ...], code: int):
-    assert exit_code([Finding("x", state, "") for state in states]) == code  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

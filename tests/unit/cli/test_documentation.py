@@ -77,7 +77,6 @@ def fault(line: str) -> str:
 
 
 def test_every_command_that_people_are_shown_can_be_typed():
-    """A template had `mode schedule add --cron "..."`, which there never was."""
     shown = typed()
     assert len(shown) > 80 and {"box.toml", "operations.md", "README.md"} <= {file for file, _ in shown}
     assert [(file, line, why) for file, line in shown if (why := fault(line))] == []

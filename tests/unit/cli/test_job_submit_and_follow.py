@@ -11,7 +11,6 @@ import pytest
 
 from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
-from tests.unit.controller.conftest import chat_lines
 
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
@@ -64,14 +63,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
-
-
-def test_a_plan_counts_a_file_and_keeps_nothing_of_it(box, tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(chat_lines(20))
-    text = box.run("plan", "job", "--model", "starter", "--file", str(path)).stdout
-    assert "examples  20" in " ".join(text.split("\n")) or "20" in text
-    assert json.loads(box.run("file", "list", "-o", "json").stdout)["data"] == []
 
 
 def test_a_plan_for_what_is_not_here_needs_no_box():

@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.http import peers
-from appliance.controller.interfaces.principal import Identity
-from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
@@ -85,20 +81,6 @@ def test_gpu_drain_waits_until_the_holder_has_left(box: ControlledBox):
     leaving.start()
     assert box.json("gpu", "drain", "n0/2")["holder"] is None
     leaving.join()
-
-
-def test_lost_devices_and_cordons_are_listed_until_forgotten(box: ControlledBox):
-    away = [{**box.context.scheduler.devices[0], "id": "n1/0", "node": "n1"}]
-    with Database(box.context.db.path) as db:  # the box's own belongs to its thread
-        lost_nodes.joined(db, "n1", away)
-        lost_nodes.lost(db, "n1", "its node does not answer any more", 0.0)
-        cordons.write(db, {"n0/1": {**cordons.new_row(db, "n0/1"), "fault": "two deaths"}})
-    text = box.run("gpu", "list").stdout
-    assert "its node does not answer any more" in text and "two deaths" in text
-    assert "0 of 8 held, 1 lost" in box.run("status").stdout
-    assert "n1/0" in box.run("gpu", "forget", "n1").stdout
-    assert box.run("gpu", "forget", "n1").exit_code == 3
-    assert [node["id"] for node in box.json("node", "list")["data"]] == ["n0", "n1"]
 
 
 def test_status_shows_box_replicas_jobs_and_troubles(box: ControlledBox, tmp_path: Path):
@@ -309,28 +291,3 @@ def test_keys_are_made_limited_and_revoked(box: ControlledBox):
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3
     assert "no key of scope admin is left" in box.run("key", "revoke", "ops").stdout
-
-
-def test_usage_and_power_show_who_spent_what(box: ControlledBox):
-    assert "nothing was spent" in box.run("usage", "--by", "model", "--since", "7d").stdout
-    assert box.json("usage", "--by", "owner")["by"] == "owner"
-    assert box.run("usage", "--by", "colour").exit_code == box.run("usage", "--since", "yesterday").exit_code == 2
-    row_of_job(box, phase="running")
-    box.do(lambda: jobs.add_energy(box.context.db, "ftjob-1", 7.2e6, 36000.0))
-    assert "7.2 MJ" in box.run("power", "--since", "36500d").stdout
-    assert "joules" in box.run("job", "get", "ftjob-1").stdout
-
-
-def test_lists_of_a_key_without_the_scope_read_are_its_owners(box: ControlledBox, tmp_path: Path, monkeypatch):
-    others = make_job(box, tmp_path)
-    scopes, ann = frozenset({"inference", "fine_tuning"}), box.json("key", "create", "--name", "ann")["id"]
-    monkeypatch.setattr(peers, "BOX", Identity(ann, scopes))
-    own = make_job(box, tmp_path)
-    listed = box.run("job", "list").output
-    assert own in listed and others not in listed
-    assert own in box.run("job", "get", own).output and box.run("job", "get", others).exit_code == 3
-    assert lines(box.run("model", "list").output)[1][0] == "starter"
-    assert "starter" in box.run("model", "show", "starter").output
-    monkeypatch.setattr(peers, "BOX", Identity(ann, frozenset({"metrics"})))
-    refused = box.run("job", "list")
-    assert refused.exit_code == 4

@@ -100,8 +100,6 @@ def test_up_detached_and_down(data_dir):
 
 
 def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
-    """`box.json` of a copy (a backup, a power loss) names a living process that is another box's: `up` refused it for
-    ever, and `down` ended the other box."""
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 0
     pid = box_file(data_dir)["pid"]
     copy = tmp_path / "copy"
