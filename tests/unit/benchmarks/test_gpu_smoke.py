@@ -158,25 +158,6 @@ def test_every_gpu_is_measured_alone_and_together(count):
     assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
 
 
-def test_what_copies_runs_on_the_processors_beside_its_gpu_as_the_boxs_own_does():
-    asked = []
-    smoke.measure(PARTS, installed=lambda _: True, start=started(asked, 4, numa=[0, 0, 1, None]))
-    bound = lambda arguments: arguments[arguments.index("--numa") + 1] if "--numa" in arguments else None  # noqa: E731
-    for part in set(PARTS) - {"devices", "fork"}:
-        assert [bound(arguments) for arguments, _ in asked if arguments[0] == part] == ["0", "0", "1", None], part
-
-
-def test_with_torch_and_deepspeed_alone_the_rest_is_skipped_by_name():
-    there = {"torch", "safetensors", "deepspeed", "transformers", "pynvml"}
-    facts = smoke.measure(PARTS, installed=there.__contains__, start=started([]))
-    assert facts["fork"] == {"forks": {"train": True}}
-    facts = smoke.measure(PARTS, installed={"pynvml"}.__contains__, start=started([]))
-    assert facts["copies"] == {"skipped": "not installed: torch, safetensors"}
-    text = smoke.report(judge(facts))
-    assert "skip  copies: not installed: torch, safetensors" in text and "9 skip" in text
-    assert facts["ranks"] == {"skipped": "not installed: torch, transformers, deepspeed"}
-
-
 def test_a_part_that_hangs_or_breaks_costs_its_own_line():
     start = started(
         [],

@@ -48,7 +48,6 @@ def test_requests_that_wait_move_to_an_engine_that_opens() -> None:
 
 @pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
 def test_auto_is_in_time_and_trains_most_of_what_the_best_constant_does_in_its_first_half_hour(name: str) -> None:
-    """What a seed makes of two kinds."""
     kind = KINDS[name]
     setup = Setup(made(replace(kind, seconds=1800.0), 11))
     auto = run_policy(setup, Policy("auto"))

@@ -48,7 +48,6 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
 
 @pytest.mark.parametrize("where", ["", "models"])
 def test_a_data_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
-    """Whoever made it first had put their own ray.token into it, which the box took for its own."""
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     folder = paths.data_dir / where
     folder.mkdir(parents=True)
@@ -89,8 +88,6 @@ def test_the_state_file_is_replaced_whole_and_private(tmp_path):
 
 
 def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
-    """Its lock and the logs of the processes below were open to all, in a folder that was not."""
-
     async def fails(config, paths, state):
         (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
         raise main.BoxError("no Ray")

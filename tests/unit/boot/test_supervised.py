@@ -55,7 +55,6 @@ async def test_a_killed_process_is_started_again_and_said(monkeypatch):
 
 
 async def test_who_needs_it_waits_until_it_runs_again(monkeypatch):
-    """A controller that was started before the new Ray went to the address of the old one, for half a minute."""
     monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     go_on, real = asyncio.Event(), starter(SLEEPER)
 
@@ -113,7 +112,6 @@ def test_leftovers_of_this_box_and_of_no_other_are_killed():
 
 
 async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
-    """The keeper used to end with the first start that raised: nobody ever started the process again."""
     monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     said, starts, real = [], [], starter(SLEEPER)
 

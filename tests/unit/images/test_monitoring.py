@@ -32,7 +32,6 @@ def test_every_alert_says_who_gets_up_and_what_to_do():
 
 
 def test_every_command_that_an_alert_names_is_there():
-    """The remedy of a full disk said `appliance backup`, which is a group of commands."""
     alerts = [
         rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
     ]

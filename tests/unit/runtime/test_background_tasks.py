@@ -51,8 +51,6 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
 
 
 async def test_what_fails_while_it_is_cancelled_is_not_begun_anew(background, caplog):
-    """A warm parent had just died by itself as it was to be stopped: the error took the place of the cancellation, and
-    whoever stopped it waited for ever."""
     began, begun = asyncio.Event(), 0
 
     async def fails_at_its_end():
