@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 
 import pytest
 
 from benchmarks._traffic import KINDS, made
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.engine import EngineModel
-from benchmarks.simulator.simulate import Setup, run_policy
 from benchmarks.simulator.trace import Requests
-from scheduler.core.workload import Policy
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -44,20 +41,3 @@ def test_requests_that_wait_move_to_an_engine_that_opens() -> None:
     prompts = Requests(array("d", [0.0] * 40), array("l", [8000] * 40), array("l", [2] * 40))
     alone, helped = waits_s(prompts, 9_000.0), waits_s(prompts, 1.0)
     assert max(helped) < 0.6 * max(alone), "half of what is left after a second is served by the other"
-
-
-@pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
-def test_auto_is_in_time_and_trains_most_of_what_the_best_constant_does_in_its_first_half_hour(name: str) -> None:
-    kind = KINDS[name]
-    setup = Setup(made(replace(kind, seconds=1800.0), 11))
-    auto = run_policy(setup, Policy("auto"))
-    possible = run_policy(setup, Policy("split", 0)).slo_attainment
-    need = min(0.99, possible)
-    best_hours = 0.0
-    for serve in range(1, 9):
-        split = run_policy(setup, Policy("split", 8 - serve))
-        if split.slo_attainment >= need:
-            best_hours = split.training_gpu_hours
-            break
-    assert auto.slo_attainment >= need - 0.01
-    assert auto.training_gpu_hours >= 0.8 * best_hours

@@ -14,7 +14,6 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.main import Box, BoxError
 from appliance.config import BoxConfig
-from appliance.gateway import main as gateway_main
 from appliance.paths import BoxPaths
 
 
@@ -65,16 +64,6 @@ def box(tmp_path, foreign, monkeypatch):
 async def test_a_port_that_is_taken_is_said_before_anything_starts(box, foreign):
     with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*by PID {os.getpid()}.*--port"):
         await box.start()
-
-
-def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch, tmp_path):
-    monkeypatch.setattr(gateway_main, "configure_logging", lambda _: None)
-    monkeypatch.setattr(gateway_main.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(gateway_main, "_private_listener", lambda _: None)
-    config = {"port": foreign, "workers": 2, "controller_socket": "/c", "bus_socket": "/b"}
-    (tmp_path / "gateway.json").write_text(json.dumps(config))
-    assert gateway_main.main(["--config", str(tmp_path / "gateway.json")]) == 1
-    assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text
 
 
 def test_what_cannot_be_listened_on_is_named():

@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from appliance.models import hub
-from appliance.models.errors import (
-    DownloadCorrupt,
-    HubDisallowed,
-    HubNotFound,
-    HubUnreachable,
-    SourceNotFound,
-)
+from appliance.models.errors import DownloadCorrupt, HubDisallowed, HubNotFound, HubUnreachable, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server

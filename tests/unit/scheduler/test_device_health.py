@@ -110,23 +110,13 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     }
 
 
-def test_a_meter_that_fails_is_no_reason_to_take_a_gpu_for_lost(monkeypatch):
-    machine = Machine([eight_h100().gpus[0]]).install(monkeypatch)
-
-    def fails(handle):
-        raise pynvml.NVMLError_Unknown()
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", fails)
-    (reading,) = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read()
-    assert not reading.lost and reading.power_w is None and reading.power_limit_w == 700.0
-    assert machine.users
-
-
-def test_a_driver_that_dropped_a_function_has_lost_no_gpu(monkeypatch):
+def test_a_driver_that_dropped_functions_has_lost_no_gpu(monkeypatch):
     """NVML says of the old question for heat that CUDA 14 has it no more."""
-    Machine(eight_h100().gpus[:1], driver="640.10", lacks=("nvmlDeviceGetTemperature",)).install(monkeypatch)
+    lacks = ("nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage")
+    Machine(eight_h100().gpus[:1], driver="640.10", lacks=lacks).install(monkeypatch)
     (reading,) = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read()
     assert (reading.lost, reading.temperature_c, reading.slowdown_c) == ("", 41, 87)
+    assert (reading.power_w, reading.power_limit_w) == (None, 700.0)
 
 
 def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatch):

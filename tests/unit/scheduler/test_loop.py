@@ -13,12 +13,7 @@ from benchmarks.simulator import virtual_time
 from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.workload import (
-    Build,
-    DeploymentView,
-    JobView,
-    Policy,
-)
+from scheduler.core.workload import Build, DeploymentView, JobView, Policy
 from scheduler.handover.effects import Observed, ReplicaDied
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time

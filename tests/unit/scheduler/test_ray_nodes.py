@@ -140,19 +140,6 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     assert await nodes.look() and nodes.config("n1") is None and ray.told == [("n1", "lost")]
 
 
-async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, nodes, monkeypatch):
-    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
-    ray.start(config_of("n3"))
-    for name in ("n1", "n3"):
-        ray.agents[f"node:{name}"].stopped = True
-    await asyncio.wait_for(nodes.look(), 60)
-    assert nodes.config("n1") is not None and nodes.config("n3") is None
-    assert await asyncio.wait_for(nodes.readings(), 60) == ()
-    ray.agents["node:n3"].stopped = False
-    await nodes.look()
-    assert nodes.config("n3") is not None
-
-
 @pytest.mark.parametrize(
     ("rank", "holds", "in_use"),
     [("j", True, True), ("", True, True), ("", False, False), (GetTimeoutError("late"), False, True)],

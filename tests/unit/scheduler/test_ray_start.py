@@ -17,8 +17,6 @@ from scheduler.ray.start import (
     _all_missed,
     _logging_to,
     _private_folder,
-    _without_dashboard,
-    _without_ray_client,
     tied_commands,
 )
 
@@ -35,17 +33,6 @@ def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_p
     assert (Path(made.get_logs_dir_path()) / "old").samefile(logs / "old")
     modes = {path.name: path.stat().st_mode & 0o777 for path in [temp, logs, *tmp_path.rglob("*")]}
     assert modes.keys() >= {"ray", "logs", "old", "sockets"} and set(modes.values()) == {0o700}, modes
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [("start_api_server", _without_dashboard), ("start_ray_client_server", _without_ray_client)],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
-    theirs, ours = (inspect.signature(function).parameters for function in (getattr(Node, name), ours))
-    assert [(p.name, p.kind) for p in theirs.values()][1:] == [(p.name, p.kind) for p in ours.values()][1:]
-    assert f"self.{name}(" in inspect.getsource(Node.start_head_processes)
 
 
 @pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])

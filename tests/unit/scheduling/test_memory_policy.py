@@ -6,14 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from appliance.memory.memory_policy import (
-    CALM_S,
-    Action,
-    Holdings,
-    MemoryState,
-    decide,
-    default_reserve,
-)
+from appliance.memory.memory_policy import CALM_S, Action, Holdings, MemoryState, decide, default_reserve
 from scheduler.devices.host_reading import MemoryReading
 
 GB = 10**9

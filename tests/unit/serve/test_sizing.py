@@ -8,14 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
-from serve.core.sizing import (
-    CPU_KV_BYTES,
-    GRAPH_BYTES,
-    LEAST_ACTIVATIONS_BYTES,
-    NotServable,
-    ServedShape,
-    engine_size,
-)
+from serve.core.sizing import CPU_KV_BYTES, GRAPH_BYTES, LEAST_ACTIVATIONS_BYTES, NotServable, ServedShape, engine_size
 
 GIB = 2**30
 # SmolLM2-135M-Instruct's config.json, as far as it is read here.

@@ -10,10 +10,7 @@ import struct
 import pytest
 
 from tests.unit.weights.conftest import write
-from weights.format.errors import (
-    IntegrityError,
-    InvalidName,
-)
+from weights.format.errors import IntegrityError, InvalidName
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
