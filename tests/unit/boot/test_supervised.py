@@ -54,36 +54,6 @@ async def test_a_killed_process_is_started_again_and_said(monkeypatch):
     assert group_pids(second) == []
 
 
-async def test_who_needs_it_waits_until_it_runs_again(monkeypatch):
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    go_on, real = asyncio.Event(), starter(SLEEPER)
-
-    async def start():
-        process = await real()
-        await go_on.wait()
-        return process
-
-    one = Supervised("worker", start, lambda _: None)
-    beginning, waiting = asyncio.create_task(one.begin()), asyncio.create_task(one.running())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    go_on.set()
-    async with asyncio.timeout(60):
-        await beginning
-        await waiting
-        go_on.clear()
-        os.kill(one.pid, signal.SIGKILL)
-        while one.restarts == 0:
-            await asyncio.sleep(0.005)
-        waiting = asyncio.create_task(one.running())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        go_on.set()
-        await waiting
-    assert one.pid is not None
-    await one.end(10)
-
-
 async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
     polite, said = Supervised("polite", starter(POLITE), lambda _: None), []
     stubborn = Supervised("stubborn", starter(STUBBORN), said.append)

@@ -55,18 +55,3 @@ def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
     assert os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
     kind_of("cuda").in_worker()
     assert "HUMMING_DISABLE_PARALLEL_BUILD" not in os.environ
-
-
-@pytest.mark.parametrize("own", ["", "/usr/local/nvidia/lib"])
-def test_programs_of_a_worker_find_what_nvrtc_loads_by_its_name(own, monkeypatch, tmp_path):
-    """Kernels for few bits on Hopper are compiled by a program that humming-kernels starts, and NVRTC among the
-    packages names no folder for its builtins: "failed to open libnvrtc-builtins.so.13.0"."""
-    library = tmp_path / "site-packages" / "nvidia" / "cu13" / "lib" / "libnvrtc-builtins.so.13.0"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    monkeypatch.setenv("LD_LIBRARY_PATH", own)
-    kind_of("cuda").in_worker()
-    found = os.environ["LD_LIBRARY_PATH"].split(":")
-    assert str(library.parent) in found
-    assert not own or found[0] == own

@@ -119,34 +119,6 @@ def test_a_parameter_computed_on_load_is_unplanned_but_written(tmp_path):
     assert plan.unplanned == ["down"] and plan.unwritten == []
 
 
-class Twice(Fused):
-    """Its file has the head beside the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Module()
-        self.head.weight = torch.nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16))
-
-    def load_weights(self, weights):
-        kept = dict(weights)
-        self.head.weight.data[:5].copy_(kept.pop("head"))
-        self.head.weight.data[5:].fill_(0)
-        super().load_weights(kept.items())
-
-
-def twice(seed, **more):
-    content = tensors(seed)
-    return {**content, "head": content["embedding"].clone(), **more}
-
-
-def test_plan_names_the_head_that_vllm_has_tied_after_the_load(tmp_path):
-    source, model = write(tmp_path / "a", twice(1)), Twice()
-    plan = record(model, source)
-    assert plan.follow_first_load(model) == "" and plan.bytes_read(source) == source.nbytes
-    model.head.weight = model.embedding
-    assert plan.follow_first_load(model) == "head"
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -24,17 +24,17 @@ class Engine:
 
     errored = False
 
-    def __init__(self, load=GOOD, refusal=None):
-        self.load, self.refusal, self.done = load, refusal, []
+    def __init__(self, load=GOOD):
+        self.load, self.done = load, []
         self.engine_core = self
         self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
     async def collective_rpc(self, method, args=()):
         if method == "shm_check":
-            return [{"refused": self.refusal} if self.refusal else {"bytes": 1}]
+            return [{"bytes": 1}]
         if method == "shm_refusal":
-            return [self.refusal and self.refusal[1]]
+            return [None]
         if method == "shm_load":
             self.done.append("load")
             if isinstance(self.load, Exception):
@@ -48,11 +48,6 @@ class Engine:
         self.done.append("ask")
         chosen = SimpleNamespace(logprobs=[{1: SimpleNamespace(logprob=self.load)}])
         return SimpleNamespace(get=lambda: asyncio.sleep(0, SimpleNamespace(outputs=[chosen])))
-
-    async def sleep(self, level, mode):
-        self.done.append(f"sleep {level}")
-        if isinstance(self.load, Exception):
-            raise self.load
 
     async def wake_up(self, tags=None):
         self.done.append(f"wake {tags}")
