@@ -1,7 +1,7 @@
 """Twenty inputs that hurt servers, through the real gateway into the real control app: each is refused by name, and the
 neighbours, who keep asking all the while, notice nothing.
 
-The rows are numbered as in docs/security.md. Imports are long work: they are accepted (202) and their operation fails.
+Imports are long work: they are accepted (202) and their operation fails.
 """
 
 from __future__ import annotations

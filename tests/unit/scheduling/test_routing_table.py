@@ -215,12 +215,12 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     owners = {name: row["owners"] for name, row in bus.table.items()}
     of_a = {name: told for name, told in owners.items() if name.startswith("ft:a")}
     assert set(of_a) == {"ft:a", "ft:a@step-1", "ft:a@step-2", "ft:a:ckpt-step-1"}
-    assert all(told == ["alice", "bob", "the box itself"] for told in of_a.values())
-    assert owners["starter"] is None and owners["starter@v1"] is None and owners["ft:b"] == ["the box itself"]
+    assert all(told == ["alice", "bob"] for told in of_a.values())
+    assert owners["starter"] is None and owners["starter@v1"] is None and owners["ft:b"] == []
     models.share(db, "ft:a", models.EVERYBODY)
     models.unshare(db, "starter", models.EVERYBODY)
     routing.refresh()
-    assert bus.table["ft:a:ckpt-step-1"]["owners"] is None and bus.table["starter@v1"]["owners"] == ["the box itself"]
+    assert bus.table["ft:a:ckpt-step-1"]["owners"] is None and bus.table["starter@v1"]["owners"] == []
 
 
 @pytest.mark.parametrize(

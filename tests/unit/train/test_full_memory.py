@@ -44,7 +44,7 @@ def fail(code):
 
 def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     checkpointer, _, store, told = run
-    monkeypatch.setattr(draft, "_write_manifest", fail(errno.ENOSPC))
+    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
         checkpointer.save(2)
     assert [(event, data["level"]) for event, data in told] == [("message", "warn")], "once, not at each try"
@@ -52,13 +52,13 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     monkeypatch.undo()
     checkpointer.save(2)
     assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
-    monkeypatch.setattr(draft, "_write_manifest", fail(errno.ENOSPC))
+    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
     checkpointer.save(3)
     assert [event for event, _ in told] == ["message", "snapshot", "message"]
 
 
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
-    monkeypatch.setattr(draft, "_write_manifest", fail(errno.EIO))
+    monkeypatch.setattr(draft, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
         run[0].save(2)
 
