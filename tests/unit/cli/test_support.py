@@ -46,6 +46,12 @@ def test_bundle_asks_a_running_box_for_every_answer(box: ControlledBox):
     assert all(json.loads(text) for text in answers.values())
 
 
+def test_without_graders_keeps_the_rest_of_a_job():
+    job = {"id": "ftjob-1", "method": {"reinforcement": {"grader": {"input": SECRET}, "hyperparameters": {}}}}
+    kept = {"id": "ftjob-1", "method": {"reinforcement": {"grader": {}, "hyperparameters": {}}}}
+    assert support.without_graders({"data": [job]}) == {"data": [kept]}
+
+
 def test_without_secrets_redacts_values_of_named_fields():
     for before, after in {
         '{"api_key": "abc def"}': '{"api_key": "<secret>"}',

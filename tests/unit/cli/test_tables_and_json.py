@@ -297,3 +297,10 @@ def test_keys_are_made_limited_and_revoked(box: ControlledBox):
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3
     assert "no key of scope admin is left" in box.run("key", "revoke", "ops").stdout
+
+
+def test_forget_deletes_nothing_unasked(box: ControlledBox):
+    box.run("key", "create", "--name", "ann")
+    unasked = box.run("forget", "--owner", "ann")
+    assert unasked.exit_code == 2 and "--yes" in unasked.output  # nobody at a terminal
+    assert box.json("forget", "--owner", "ann", "--yes")["keys"] == ["ann"]

@@ -38,8 +38,6 @@ class Agent:
                         return NodeReport(self.going, MemoryReading(64, self.available))
                     case "end":
                         self.ended = True
-                    case "idle_bytes":
-                        return 5, 6
                     case "readings":
                         return ()
                 return None

@@ -19,11 +19,6 @@ CONFIG = SchedulerConfig()
 LOOK_S = 0.25
 
 
-def learner(*, least: int = 1, most: int = 8, late_share: float = 0.01) -> StandbyLearner:
-    costs = standby_costs(CONFIG, 8)
-    return StandbyLearner(costs, least=least, most=most, target_s=2.0, late_share=late_share)
-
-
 def poisson(rng: random.Random, mean: float) -> int:
     count, product = 0, rng.random()
     while product > math.exp(-mean):
@@ -32,22 +27,23 @@ def poisson(rng: random.Random, mean: float) -> int:
 
 
 def lived(
-    work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, load: float = 0.0, late_share: float = 0.01
-) -> tuple[StandbyLearner, list[Standby]]:
+    work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, late_share: float = 0.01
+) -> list[Standby]:
     """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
-    rng, found, chosen = random.Random(seed), learner(late_share=late_share), []
+    found = StandbyLearner(standby_costs(CONFIG, 8), least=1, most=8, target_s=2.0, late_share=late_share)
+    rng, chosen = random.Random(seed), []
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, Seen([0.05] * requests, load, running=load, awake=found.best.replicas))
+        best = found.seen(now_s, Seen([0.05] * requests, awake=found.best.replicas))
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
-    return found, chosen
+    return chosen
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_flat_load_gets_what_it_needs_and_no_more(seed: int) -> None:
-    _, chosen = lived(lambda t: 2.4, 15, seed)
+    chosen = lived(lambda t: 2.4, 15, seed)
     assert {c.replicas for c in chosen[5:]} <= {3, 4}, "2.4 devices of work: two would drown, five idle"
 
 
@@ -55,9 +51,9 @@ def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
     def bursts(t: float) -> float:
         return 8.0 if t % 60 < 2 else 0.1
 
-    _, chosen = lived(bursts, 20)
+    chosen = lived(bursts, 20)
     assert all(c.replicas >= 4 for c in chosen[5:]), "16 replica-seconds within two seconds, due in two more"
-    _, lenient = lived(bursts, 20, late_share=0.9)
+    lenient = lived(bursts, 20, late_share=0.9)
     assert lenient[-1].replicas < chosen[-1].replicas, "where they may be late, training has the devices"
 
 
@@ -111,7 +107,7 @@ def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
 
 def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
     changes, last = 0, None
-    for best in lived(lambda t: 2.4, 30, 5)[1]:
+    for best in lived(lambda t: 2.4, 30, 5):
         changes += last is not None and best != last
         last = best
     assert changes <= 6
