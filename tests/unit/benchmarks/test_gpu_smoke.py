@@ -123,9 +123,9 @@ class Child:
         self.returncode = -9
 
 
-def started(asked, count=4, numa=None, **special):
+def started(asked, count=4, **special):
     """A stand-in for `smoke.start`: each part finds what a healthy machine finds, of one GPU."""
-    one = {**machine(count=1), "devices": {**machine(count=count)["devices"], "numa_nodes": numa or [None] * count}}
+    one = {**machine(count=1), "devices": {**machine(count=count)["devices"], "numa_nodes": [None] * count}}
 
     def start(arguments, variables):
         part = arguments[0]

@@ -1,4 +1,4 @@
-"""The CUDA lock installs on every Python that the appliance supports, and no two of its wheels write the same file."""
+"""The CUDA lock installs on every Python that the appliance supports."""
 
 from __future__ import annotations
 
