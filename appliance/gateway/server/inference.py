@@ -35,6 +35,7 @@ from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import VERSION, Exchange
 from appliance.gateway.server.state import State, read_up_to
 from appliance.gateway.server.stream import Stream
+from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
@@ -438,7 +439,10 @@ class Inference:
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
-        return model is None or bool(model.adapter)
+        return model is None or bool(model.adapter) or self._in_training()
+
+    def _in_training(self) -> bool:
+        return policy_of(self.model) is not None
 
 
 async def is_alive(session: aiohttp.ClientSession) -> bool:

@@ -110,7 +110,7 @@ async def test_promotion_and_roll_back_by_hand(served: Control):
         "to": "v1",
         "swap": {},
     }
-    assert active(served) == "v1" and canaries.list_running(served.db) == [] and served.ops.let_go_of == ["m@v2"]
+    assert active(served) == "v1" and canaries.list_running(served.db) == []
     await ask(served, "PUT", version="v2")
     promoted = await ask(served, "POST", "/admin/v1/models/m/promote")
     assert (promoted["from"], promoted["to"], active(served)) == ("v1", "v2", "v2")
@@ -217,6 +217,17 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     models.activate(served.db, "m", "v3")
     row = await look_later(served, 1)
     assert row.state == "rolled_back" and row.reason.startswith("v3 became the active version")
+
+
+async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
+    await ask(served, "PUT", version="v2")
+    served.scheduler.replicas = [{"model": "m@v2", "state": "starting"}]
+    await ask(served, "DELETE")
+    await look_later(served, 1)
+    assert served.ops.let_go_of == []
+    served.scheduler.replicas = []
+    await look_later(served, 2)
+    assert served.ops.let_go_of == ["m@v2"]
 
 
 async def test_its_version_cannot_be_deleted_and_its_model_takes_it_along(served: Control):

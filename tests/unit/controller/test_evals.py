@@ -25,6 +25,7 @@ from appliance.store.records import keys, model_settings
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
@@ -369,6 +370,24 @@ async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monk
     await control.context.tasks.idle("eval_runs")
     found = evals.find_run(control.db, run.id)
     assert found is not None and found.status == "completed" and sum(found.counts.values()) == 6
+
+
+async def test_run_grades_few_items_with_code_in_one_call(control: Control, monkeypatch: pytest.MonkeyPatch):
+    counts = dict[str, list[int]]()
+
+    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], given: Any) -> list[Graded]:
+        counts.setdefault(grader.name, []).append(len(samples))
+        return [Graded(float(place), True) for place, _ in enumerate(samples)]
+
+    async def unusable(hosts: Any, owner: str, sources: Any) -> list[tuple[str, str]]:
+        return []
+
+    monkeypatch.setattr(GraderHosts, "grade", grade)
+    monkeypatch.setattr(GraderHosts, "unusable", unusable)
+    code = {"type": "python", "name": "code", "source": "def grade(sample, item):\n    return 1.0"}
+    run = await ended(control, await made(control, CHECK, code), given(*[("a", "a")] * 7))
+    assert (run.status, run.result_counts.passed) == ("completed", 7)
+    assert counts == {"same": [7], "code": [3, 3, 1]}
 
 
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,9 @@ import csv
 import errno
 import io
 import os
+import sqlite3
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -387,6 +389,14 @@ async def test_a_full_disk_costs_the_table_and_not_the_success(
     assert job.status == "succeeded" and job.fine_tuned_model and job.result_files == []
     said = "The table of its steps could not be written: No space left on device."
     assert any(text.startswith(said) for text in await control.messages(job_id))
+
+
+async def test_a_table_whose_row_is_not_written_leaves_no_bytes(control: Control, monkeypatch: pytest.MonkeyPatch):
+    db, folder = control.db, control.context.files_dir
+    monkeypatch.setattr(results.files, "insert", Mock(side_effect=sqlite3.OperationalError))
+    with pytest.raises(sqlite3.OperationalError):
+        results.make(db, folder, b"step", "step_metrics.csv", owner="ann")
+    assert list(folder.iterdir()) == []
 
 
 async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):

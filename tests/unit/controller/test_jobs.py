@@ -759,6 +759,16 @@ async def test_no_engine_samples_answers_of_a_form(control: Control):
     assert refused.value.param == "method.reinforcement.response_format"
 
 
+@pytest.mark.parametrize(("rollouts", "status"), [("engine", 403), ("ranks", 200)])
+async def test_engine_rollouts_need_the_scope_inference(control: Control, rollouts: str, status: int):
+    control.context.sizes.adapter_rank_limit = lambda row: 32
+    control.as_key("tuner", scopes=["fine_tuning"])
+    block = {"grader": GRADER, "hyperparameters": {"rollouts": rollouts, "lora_rank": 8}}
+    method = {"type": "reinforcement", "reinforcement": block}
+    body = {"model": "starter", "training_file": await control.upload(prompts()), "method": method}
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == status
+
+
 @pytest.mark.parametrize("scopes", [["inference", "fine_tuning"], ["admin"]])
 @pytest.mark.parametrize("name", ["nosuch", "starter@v9"])
 async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(

@@ -193,6 +193,17 @@ def test_what_would_go_below_the_floor_is_refused():
     Disk(Path("/"), 0, volume(100 * GIB, 4096)).check()
 
 
+async def test_stored_responses_are_bounded_by_the_key_of_the_newest(control: Control, db: Database):
+    made = [keys.create(db, name, ["inference"], "ann")[0].id for name in ("old", "new")]
+    old, new = sorted(made)
+    keys.update(db, old, bounds={"responses": 1})
+    for number, key_id in enumerate((old, new, new)):
+        row = ResponseRow(f"resp_{number}", key_id, "completed", time.time(), 9, "[]", "{}", owner="ann")
+        responses.insert(db, row)
+    control.app.state.responses.keep_house(time.time())
+    assert responses.totals(db)[0] == 3
+
+
 async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: Control):
     ann = caller(control.db, "ann")
     kept = (await file(control, ann, b"x")).json()["id"]

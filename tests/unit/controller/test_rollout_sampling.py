@@ -95,6 +95,18 @@ async def test_prompts_that_wait_for_their_judge_are_judged_together_each_by_its
     assert len(sampling.judged) < 5 and sum(map(len, sampling.judged)) == sum(numbers) and not sampling._judging
 
 
+async def test_samples_of_ranks_that_have_ended_are_not_judged_later(control, sampling):
+    job_id = await control.job()
+    engines(control).rule = written
+    asked = [asyncio.create_task(sampling.sample(job_id, QUESTION | {"judge": "grade"})) for _ in range(3)]
+    while not sampling.judged:
+        await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not sampling._judging
+
+
 async def test_calls_of_tools_are_what_a_grader_reads(control, sampling):
     job_id = await control.job()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
 
 import pytest
 
@@ -155,6 +157,18 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     assert sorted(await work.end()) == sorted(
         f"{what} {one}" for what in ("run", "end") for one in ("a1", "a2", "b1", "b2")
     )
+
+
+async def test_finished_cancels_what_began_before_its_source_failed():
+    def begin() -> Iterator[Coroutine[None, None, None]]:
+        yield asyncio.sleep(60)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        async with aclosing(tasks.finished(begin(), 2)) as groups:
+            async for _ in groups:
+                pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_second_start_leaves_a_live_task_alone_and_restart_runs_it_again(db: Database):

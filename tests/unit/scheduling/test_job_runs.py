@@ -60,10 +60,12 @@ async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job,
     last = 10_003
     (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
     db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
-    ingested = list[int]()
-    monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
+    ingested = list[tuple[int, bool]]()
+    monkeypatch.setattr(
+        events, "ingest", lambda _, event: ingested.append((event["step"], db._connection.in_transaction))
+    )
     await runs.catch_up("ftjob-1")
-    assert ingested == [last]
+    assert ingested == [(last, True)]
 
 
 @contextlib.contextmanager

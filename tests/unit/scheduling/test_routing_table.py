@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from appliance.controller.access.naming import resolve
@@ -15,6 +17,7 @@ from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from tests.unit.scheduling.fakes import routing_of
+from weights.format.names import policy_name
 
 SOCKET = "/run/r1.sock"
 
@@ -90,6 +93,41 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
     await routing.open("r2", "starter@v1", "v1", "/run/r2.sock")
     assert [replica["id"] for replica in bus.table["ft:a"]["replicas"]] == ["r2"]
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+
+
+async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_base(routing, bus):
+    name = policy_name("ftjob-1")
+    await routing.open("r1", "starter", "v1", SOCKET)
+    await routing.offer_policy(name, "starter", "v1")
+    row = bus.table[name]
+    assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
+    assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
+    await routing.open("r2", "starter", "v1", "https://10.0.0.2:4000")
+    assert [one["id"] for one in bus.table[name]["replicas"]] == ["r1"], "the other machine does not have it"
+    assert len(bus.table["ft:a"]["replicas"]) == 2
+    await routing.withhold_adapters("r1")
+    assert bus.table[name]["replicas"] == []
+    routing.offer_adapters("r1")
+    await routing.offer_policy(name, "starter", "v0")
+    assert bus.table[name]["replicas"] == []
+    routing.keep_policies(lambda one: one == name)
+    assert name in bus.table
+    routing.keep_policies(lambda one: False)
+    assert name not in bus.table
+
+
+async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routing, bus, monkeypatch):
+    applied = asyncio.Event()
+
+    async def wait_applied(generation):
+        await applied.wait()
+
+    monkeypatch.setattr(bus, "wait_applied", wait_applied)
+    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1")) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(one.done() for one in asked)
+    applied.set()
+    await asyncio.gather(*asked)
 
 
 async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):

@@ -95,6 +95,10 @@ class TestJobs:
         with pytest.raises(IllegalTransition):
             jobs.set_wanted(db, "ftjob-1", "run")
 
+    def test_names_made_by_an_owner_are_found_by_indexes_alone(self, db: Database):
+        plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"])
+        assert not [row["detail"] for row in plan if "SCAN" in row["detail"]]
+
     def test_lists_by_metadata_bind_keys_as_values(self, db: Database):
         insert_job(db, "ftjob-1", metadata={"team": "a", "x'] OR 1=1 --": "y"})
         insert_job(db, "ftjob-2", metadata={"team": "b"})
@@ -153,6 +157,11 @@ class TestModels:
         self.insert(db, "v1")
         with pytest.raises(DuplicateRow, match="m/v1"):
             models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
+
+
+def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
+    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
+    assert any("(name=?)" in row["detail"] for row in plan)
 
 
 def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
