@@ -192,14 +192,6 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "starter@v2" not in bus.table
 
 
-async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
-    await routing.open("r1", "starter", "v1", SOCKET)
-    row = bus.table["ft:a@step-1"]
-    assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == ("ft:a@step-1", "step-1", "r1")
-    assert bus.table["ft:a"]["canary"]["name"] == "ft:a@step-1"
-
-
 async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
     routing.refresh()
     asleep = bus.table["starter@v1"]
@@ -275,18 +267,13 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
         '{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "head_dim": '
         + "9" * 400
         + "}",
-        '{"hidden_size": 8, "num_attention_heads": -1, "num_hidden_layers": -' + "9" * 30 + "}",
         '{"x": ' + "[" * 980 + "]" * 980 + "}",
-        '{"num_hidden_layers": ' + "9" * 5000 + "}",
         "[]",
-        "\ufeff{}",
         '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
     ],
-    ids=["400 digits", "negative", "deep", "5000 digits", "list", "mark", "odd types"],
+    ids=["400 digits", "deep", "list", "odd types"],
 )
 async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
-    """The controller publishes the table before it listens: one such model kept the box down, and could not be
-    deleted."""
     add_model()
     add_model("odd")
     (tmp_path / "config.json").write_text(config)
