@@ -12,9 +12,9 @@ import math
 import random
 from collections import deque
 
+from appliance.gateway.core.router import PENDING_TO_TOTAL
 from benchmarks.simulator.engine import Engine, EngineModel, Served
 from benchmarks.simulator.trace import Requests
-from scheduler.core.workload import PENDING_TO_TOTAL
 
 
 def _weight(engine: Engine) -> int:

@@ -24,9 +24,6 @@ AWAKE: frozenset[ReplicaState] = frozenset({"starting", "ready", "open", "draini
 Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
-PENDING_TO_TOTAL = 16
-"""A prompt token that stands before a first token weighs as much as this many tokens in all: those slow a step down.
-Gateways and the simulator judge engines alike by it."""
 FULL = 0.8
 """Share of the requests that one replica carries at which another is woken: requests differ in size, so caches are
 full, and all that come are late, before their number says so."""

@@ -68,8 +68,8 @@ def _configure(model: str, tensor_parallel: int) -> None:
     from serve.core.spec import ReplicaSpec
     from serve.engine.main import PARSER, AsyncEngineArgs, engine_arguments, engine_environment, plugin, read_config
 
-    spec = ReplicaSpec.from_json(
-        {
+    spec = ReplicaSpec(
+        **{
             **SPEC,
             "version_path": model,
             "shm_root": model,

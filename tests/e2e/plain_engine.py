@@ -34,7 +34,7 @@ async def answer_of_plain_engine(
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    spec = ReplicaSpec.from_json(args["spec"])
+    spec = ReplicaSpec(**args["spec"])
     os.environ.update(engine_environment(spec, 1))
     os.makedirs(spec.scratch_path, mode=0o700, exist_ok=True)
     tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own

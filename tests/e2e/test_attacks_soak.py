@@ -1,7 +1,7 @@
 """What somebody with a key for completions tries, against the real gateway process and the real control app: requests
 tried, what got through (nothing may) and the slowest answer that an honest neighbour had to wait for, class by class.
 
-`pytest -s -m soak tests/e2e/test_attacks_soak.py`; the classes are those of docs/security.md.
+`pytest -s -m soak tests/e2e/test_attacks_soak.py`.
 """
 
 from __future__ import annotations

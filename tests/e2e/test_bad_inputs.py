@@ -1,7 +1,7 @@
 """Twenty inputs that hurt servers, through the real gateway into the real control app: each is refused by name, and the
 neighbours, who keep asking all the while, notice nothing.
 
-The rows are numbered as in docs/security.md. Imports are long work: they are accepted (202) and their operation fails.
+Imports are long work: they are accepted (202) and their operation fails.
 """
 
 from __future__ import annotations
@@ -368,17 +368,17 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
         "remote_media_refused",
         "no video",
     ),
-    ("18", "pickle renamed", weights(pickle.dumps({"w": [0.0] * 99})), 202, None, "header_invalid", "announces"),
+    ("18", "pickle renamed", weights(pickle.dumps({"w": [0.0] * 99})), 202, None, "integrity_error", "announces"),
     (
         "18",
         "header of 2^63 bytes",
         weights(header({}, length=1 << 63)),
         202,
         None,
-        "header_invalid",
+        "integrity_error",
         "9223372036854775808",
     ),
-    ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "header_invalid", "overlap"),
+    ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "integrity_error", "overlap"),
     ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
     ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
     ("20", "upload that stops", slow_upload, 408, None, "request_timeout", "too slowly"),

@@ -112,7 +112,6 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
         (("--reasoning-parser", "nosuch"), "there is no reasoning parser nosuch"),
         (("--tool-parser", "nosuch"), "there is no tool parser nosuch"),
         (("--engine-arg", "block-size=many"), "invalid"),
-        (("--engine-arg", "block-size=7"), "has to be a multiple of 32"),
         (("--dtype", "int3"), "'bfloat16', 'float16' or 'float32'"),
         (("--engine-arg", "mamba-cache-dtype=best"), "invalid choice"),
         (("--max-model-len", "100000"), "made for 512"),

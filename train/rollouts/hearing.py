@@ -37,14 +37,14 @@ class Hearing:
         one."""
         answers: dict[str, Any] = {}
         while True:
-            missing = {name: asked for name, asked in questions.items() if name not in answers}
-            since_s = time.monotonic() - ASK_AGAIN_S
-            self.ask({name: asked for name, asked in missing.items() if self._asked_s.get(name, -inf) < since_s})
-            for name in missing:
+            for name in questions.keys() - answers.keys():  # first: what was asked ahead may be there
                 if (answer := self._signals.take_answer(name)) is not None:
                     answers[name] = answer
                     del self._asked_s[name]
-            wanted, waiting = self.agreed(len(answers) < len(questions))
+            missing = {name: asked for name, asked in questions.items() if name not in answers}
+            since_s = time.monotonic() - ASK_AGAIN_S
+            self.ask({name: asked for name, asked in missing.items() if self._asked_s.get(name, -inf) < since_s})
+            wanted, waiting = self.agreed(bool(missing))
             if not waiting:
                 return {name: answers[name] for name in questions}
             if wanted:

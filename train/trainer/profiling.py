@@ -22,20 +22,31 @@ log = logging.getLogger(__name__)
 
 class Profiling:
     """Profiles one rank. collectives: the name of the collectives' library in the names of torch's operations. folder:
-    where trace files go. rows: how many this rank has in each step, of which one is profiled if it has MOST_ROWS."""
+    where trace files go. rows: how many this rank has in each step. At most MOST_ROWS are profiled: of a longer step
+    the last ones, with the optimizer step."""
 
     def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress, rows: int = 1):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress
         self._rows = rows
         self._profiler: Any = None
         self._left = self._done = 0
+        self._until = 0  # rows to wait for before it begins
         self._began_s = 0.0
 
     def before_step(self, asked: int) -> None:
         """asked: the number of steps from here on for which it is wanted, 0: none."""
         if asked and self._profiler is None:
             self._left, self._done = min(asked, MOST_STEPS, max(1, MOST_ROWS // self._rows)), 0
-            self._begin()
+            self._until = max(0, self._rows - MOST_ROWS)
+            if not self._until:
+                self._begin()
+
+    def after_row(self) -> None:
+        """A row of a step is done."""
+        if self._until:
+            self._until -= 1
+            if not self._until:
+                self._begin()
 
     def _begin(self) -> None:
         try:
@@ -79,11 +90,13 @@ class Profiling:
     def drop(self) -> None:
         """End without a trace, because the devices are wanted or the run ends."""
         profiler, self._profiler = self._profiler, None
+        awaited, self._until = self._until, 0
         if profiler is not None:
             try:
                 profiler.stop()
             except Exception as error:  # noqa: BLE001 - as above
                 log.warning("the profiler did not stop", exc_info=error)
+        if profiler is not None or awaited:
             text = f"The profile of this job ended after {self._done} steps, because the job stops here; ask again."
             self._emit("message", level="warn", text=text)
 

@@ -157,6 +157,7 @@ class Run:
             engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             engine.step()  # the optimizer's after the last micro-batch
+            self.profiling.after_row()
         self.step += 1
         epoch = min(spec.n_epochs, self._epoch())
         self.metrics.end_step(

@@ -39,8 +39,10 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
 
 
 def chunks_of(directory: Path, name: str, nbytes: int) -> Iterator[bytes]:
-    """The first `nbytes` of a file in chunks of CHUNK_BYTES. Raises IntegrityError if it is shorter."""
+    """A file of `nbytes` in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size."""
     with io.BufferedReader(open_regular(directory, name)) as file:  # whose `read` is never short before the end
+        if (size := os.fstat(file.fileno()).st_size) != nbytes:
+            raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
         while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
             chunk = file.read(min(CHUNK_BYTES, nbytes))
             if not chunk:

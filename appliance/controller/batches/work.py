@@ -208,9 +208,11 @@ class BatchWork:
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
         """Raises OSError."""
-        answers = self.answers
-        await until_room(partial(to_thread.run_sync, answers.append, lines))
-        batches.update(self._db, self._row.id, completed=answers.completed, failed=answers.failed)
+        await until_room(partial(to_thread.run_sync, self._store, lines))
+
+    def _store(self, lines: list[dict[str, Any]]) -> None:
+        self.answers.append(lines)
+        batches.update(self._db, self._row.id, completed=self.answers.completed, failed=self.answers.failed)
 
     def _expired(self, lines: list[Line]) -> list[dict[str, Any]]:
         """An error for each line that has no answer."""

@@ -157,7 +157,7 @@ class Asking:
         host = self._host(model)
         waiting = _Waiting(asker, model, sequences, asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(host, FairQueue())
-        queue.add(asker.owner, waiting, 1)
+        queue.add(asker.owner, waiting, sequences)
         self._grant(host)
         try:
             await waiting.place

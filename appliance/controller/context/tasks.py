@@ -93,7 +93,8 @@ async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> Asy
     running = set[asyncio.Task[T]]()
     try:
         while True:
-            running |= {asyncio.create_task(one) for one in islice(begin, at_once - len(running))}
+            for one in islice(begin, at_once - len(running)):  # `begin` may raise
+                running.add(asyncio.create_task(one))
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -19,6 +19,7 @@ from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
+from weights.format.names import policy_of
 
 HOLD_BEFORE_S = 10.0
 """Requests for a model whose engine failed are held if its next try is at most this far away; otherwise they are
@@ -168,7 +169,8 @@ class BusRouting:
         """Have gateways serve a model in training, to the box alone, on engines with this version of its base."""
         if self._policies.get(name) != (base, base_version):
             self._policies[name] = base, base_version
-            await self.wait_applied()
+            self.refresh()
+        await self._bus.wait_applied(self._bus.generation)  # also for who finds it offered a moment before
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
         """Withdraw the other models in training."""
@@ -296,6 +298,8 @@ def _answers(served: _Served, name: str, row: _Callable) -> bool:
     """Whether a replica can take requests for `name`. An adapter fits only the weights it was trained on."""
     adapter = row.adapter
     if adapter is not None:
+        if policy_of(name) is not None and not served.socket.startswith("/"):
+            return False  # ranks write it into the shared memory of their own machine
         return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
     if row.pins is not None:
         return (served.model, served.version) == (row.pins, row.version)

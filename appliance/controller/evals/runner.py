@@ -38,11 +38,12 @@ from appliance.store.objects import files as file_rows
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow
 from train.data.lines import MARK
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import Grader, judges, parse
+from train.graders.graders import Grader, Python, judges, leaves, parse
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.grading import requests as questions
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import Sample
+from train.graders.worker import MOST_TIMEOUTS
 from weights.format.foreign_json import is_deeper
 
 EVAL_RUNS = "eval_runs"
@@ -144,7 +145,12 @@ class EvalRunner:
             graders = [parse(criterion) for criterion in of.criteria]
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
-                    await self._prepare(row, of, source)
+                    try:
+                        await self._prepare(row, of, source)
+                    except TaskFailed:  # nobody sees its items, and they would count for its owner
+                        await asyncio.to_thread(evals.delete_items, self._db, row.id)
+                        self._change(row.id, total=0, bytes=row.bytes)
+                        raise
                 await self._judge(replace(row, data_source={}), source, graders)
         except _Over:
             return
@@ -271,17 +277,21 @@ class EvalRunner:
         return found
 
     async def _grade(self, owner: str, graders: list[Grader], answered: list[_Answered]) -> None:
-        """Add the results. All items are given to a grader at once: each call takes a process of its own."""
-        samples = [(one.sample or Sample(""), one.item.item) for one in answered]
-        for place, grader in enumerate(graders if samples else []):
-            given = [{name: answer for name, (_, answer) in one.asked[place].items()} for one in answered]
-            try:
-                graded = await self._hosts.grade(owner, grader, samples, given)
-            except WorkerBroke as error:
-                broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])
-                graded = [broke] * len(samples)
-            for one, of in zip(answered, graded, strict=True):
-                one.results.append(_result(grader, of, list(one.asked[place].values())))
+        """Add the results. Many items are given to a grader at once: each call takes a process of its own."""
+        for place, grader in enumerate(graders):
+            # Code may take minutes for an item: jobs grade in between, and no call gives the rest of its items up.
+            has_code = any(isinstance(leaf, Python) for leaf in leaves(grader).values())
+            left = iter(answered)
+            while part := list(islice(left, MOST_TIMEOUTS if has_code else AT_ONCE)):
+                samples = [(one.sample or Sample(""), one.item.item) for one in part]
+                given = [{name: answer for name, (_, answer) in one.asked[place].items()} for one in part]
+                try:
+                    graded = await self._hosts.grade(owner, grader, samples, given)
+                except WorkerBroke as error:
+                    broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])
+                    graded = [broke] * len(part)
+                for one, of in zip(part, graded, strict=True):
+                    one.results.append(_result(grader, of, list(one.asked[place].values())))
 
     def _store(self, run_id: str, answered: list[_Answered]) -> None:
         """Store judged items together with the run's counters. Raises _Over."""

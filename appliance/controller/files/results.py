@@ -17,8 +17,8 @@ PURPOSE = "fine-tune-results"
 
 
 def make(db: Database, files_dir: Path, content: bytes, filename: str, *, owner: str) -> str:
-    """Write and sync it, and insert its row; returns its id. Raises OSError where the disk is full. What a crash leaves
-    before the row, the next start deletes."""
+    """Write and sync it, and insert its row; returns its id. Raises OSError where the disk is full. The next start
+    deletes what a crash leaves half written."""
     file_id = new_id("file-")
     incoming = files_dir / f"{INCOMING_PREFIX}{file_id}"
     try:
@@ -26,21 +26,21 @@ def make(db: Database, files_dir: Path, content: bytes, filename: str, *, owner:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
-    except OSError:
+        with db.transaction():  # bytes without a row would stay for good
+            files.insert(
+                db,
+                FileRow(
+                    id=file_id,
+                    filename=filename,
+                    purpose=PURPOSE,
+                    bytes=len(content),
+                    sha256=hashlib.sha256(content).hexdigest(),
+                    status="processed",
+                    created_s=time.time(),
+                    owner=owner,
+                ),
+            )
+            os.rename(incoming, files_dir / file_id)
+    finally:
         incoming.unlink(missing_ok=True)
-        raise
-    os.rename(incoming, files_dir / file_id)
-    files.insert(
-        db,
-        FileRow(
-            id=file_id,
-            filename=filename,
-            purpose=PURPOSE,
-            bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
-            status="processed",
-            created_s=time.time(),
-            owner=owner,
-        ),
-    )
     return file_id

@@ -41,12 +41,12 @@ SAY_AGAIN_S = 600.0
 
 class Saying:
     """Invariant: for each job `_waited` has what it last said about waiting, and since when; `_failed` what it last
-    said about failures, until nothing fails."""
+    said about failures, and when the last one was."""
 
     def __init__(self, db: Database, asking: Asking, after_s: float = SAY_AFTER_S):
         self._db, self._asking, self._after_s = db, asking, after_s
         self._waited: dict[str, tuple[str, float]] = {}
-        self._failed: dict[str, Hashable] = {}
+        self._failed: dict[str, tuple[Hashable, float]] = {}
 
     @contextmanager
     def waiting(
@@ -61,14 +61,18 @@ class Saying:
             timer.cancel()
 
     def failed(self, job_id: str, text: str, kind: Hashable = None) -> None:
-        """Says it once, until nothing fails or something else does. kind: of what failed, where it is told in many
-        words."""
-        if self._failed.get(job_id) != (kind or text):
-            self._failed[job_id] = kind or text
+        """Says it once, until nothing has failed for a while or something else does. kind: of what failed, where it is
+        told in many words."""
+        said, _ = self._failed.get(job_id, ("", 0.0))
+        self._failed[job_id] = kind or text, time.monotonic()
+        if said != (kind or text):
             add_message(self._db, job_id, text, level="warn")
 
     def nothing_failed(self, job_id: str) -> None:
-        self._failed.pop(job_id, None)
+        """Of a part of a step: the answers to some of its prompts are judged together."""
+        _, failed_s = self._failed.get(job_id, ("", 0.0))
+        if time.monotonic() - failed_s >= SAY_AGAIN_S:
+            self._failed.pop(job_id, None)
 
     def _waits(self, job_id: str, key_id: str | None, whom: str, model: str, busy: str) -> None:
         if not (why := self._asking.why(key_id, model) or busy):

@@ -73,21 +73,23 @@ class RolloutSampling:
         for each call."""
         judging, mine = self._judging[job_id], _Unjudged(samples)
         judging.waiting.append(mine)
-        async with judging.turn:
-            if mine.verdict is None:
-                together = list(judging.waiting)
-                asked = [sample for one in together for sample in one.samples]
-                found = await self._judges[kind](job_id, {"samples": asked})
-                start = 0
-                for one in together:
-                    part = slice(start, start + len(one.samples))
-                    one.verdict = found if "failed" in found else {name: of[part] for name, of in found.items()}
-                    start = part.stop
-                    judging.waiting.remove(one)
-            assert mine.verdict is not None
-        if not judging.waiting:
-            self._judging.pop(job_id, None)
-        return mine.verdict
+        try:
+            async with judging.turn:
+                if mine.verdict is None:
+                    together = [one for one in judging.waiting if one.verdict is None]
+                    asked = [sample for one in together for sample in one.samples]
+                    found = await self._judges[kind](job_id, {"samples": asked})
+                    start = 0
+                    for one in together:
+                        part = slice(start, start + len(one.samples))
+                        one.verdict = found if "failed" in found else {name: of[part] for name, of in found.items()}
+                        start = part.stop
+                assert mine.verdict is not None
+                return mine.verdict
+        finally:  # also where its ranks have ended
+            judging.waiting.remove(mine)
+            if not judging.waiting:
+                self._judging.pop(job_id, None)
 
     async def _asked(
         self, key_id: str | None, question: dict[str, Any], first: int, n: int

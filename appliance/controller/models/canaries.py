@@ -55,6 +55,9 @@ class Canaries:
         for row in canaries.list_running(self._db):
             if not activation.lock(row.model).locked():
                 self.tasks.add(asyncio.create_task(self._look_at(row, now_s), name=f"canary {row.name}"))
+        served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
+        for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
+            self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
     async def _look_at(self, row: CanaryRow, now_s: float) -> None:
         with self._context.background.guard(f"canary: {row.name}"):
@@ -231,7 +234,6 @@ class Canaries:
             else ("model.rollback", row.version, active)
         )
         record(self._context, caller, action, row.model, before=before, to=to, reason=reason)
-        self._context.model_ops.let_go(row.name)
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 

@@ -120,7 +120,7 @@ def _rests_on(db: Database, row: VersionRow) -> bool:
 
 
 def _names(db: Database, model: str, version: str) -> set[str]:
-    """All by which a job may have this version, but for its model's and the alias of the one that answers."""
+    """All names by which a job may have this version, but for its model's."""
     names = {f"{model}@{version}"}
     if (checkpoint := job_records.checkpoint_of(db, model, version)) is not None:
         names.add(checkpoint)

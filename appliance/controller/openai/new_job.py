@@ -169,6 +169,8 @@ def _judge(
     options, where = requests.beside_hyperparameters(body), f"method.{method.name}"
     if method.judged_by == "grader":
         grader = grader_of(context, given, caller, param).as_given()
+        if resolved["options"]["rollouts"] == "engine" and not caller.may(INFERENCE):  # its key asks the engine
+            raise Forbidden(INFERENCE)
         form = form_of(options.get("response_format"), f"{where}.response_format")
         if form and resolved["options"]["rollouts"] == "engine":
             raise BadRequest(

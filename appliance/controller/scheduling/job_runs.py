@@ -7,6 +7,7 @@ import logging
 import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
+_EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
@@ -75,11 +77,13 @@ class JobRuns:
         await asyncio.to_thread(self._ingest_missed, job_id)
 
     def _ingest_missed(self, job_id: str) -> None:
-        """Ingest the steps that the store may lack: a job may have 100,000."""
-        known = job_records.steps_of(self._db, job_id)
-        for event in read_events(self._jobs_dir / job_id):
-            if event["event"] == "metrics" and event["step"] not in known:
-                self._events.ingest(job_id, event)
+        """Ingest the steps that the store may lack: a job may have 100,000, and each commit waits for the disk."""
+        known, events = job_records.steps_of(self._db, job_id), read_events(self._jobs_dir / job_id)
+        missed = (one for one in events if one["event"] == "metrics" and one["step"] not in known)
+        while some := list(islice(missed, _EVENTS_AT_ONCE)):
+            with self._db.transaction():
+                for event in some:
+                    self._events.ingest(job_id, event)
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a job's ranks, which ask for samples and for their rewards."""

@@ -22,8 +22,9 @@ from typing import Final
 
 from appliance.gateway.core.fair_queue import FairQueue
 from appliance.gateway.core.table import OPEN, Model, Replica
-from scheduler.core.workload import PENDING_TO_TOTAL
 
+PENDING_TO_TOTAL: Final = 16
+"""A prompt token that stands before a first token weighs as much as this many tokens in all: those slow a step down."""
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25

@@ -48,9 +48,10 @@ _PARTS: Final = _array(_Part, _MESSAGES)
 
 
 _CONTENT: Final = str | _PARTS
+_CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("system", "developer", "user"), (_CONTENT,)),
-    "assistant": (_CONTENT | None, None),
+    **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
+    "assistant": (_CHAT_CONTENT | None, None),
     **dict.fromkeys(("tool", "function"), (Any, None)),
 }
 """By role: type and default of a message's content."""

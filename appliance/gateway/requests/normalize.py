@@ -111,7 +111,10 @@ def _format(wanted: Object) -> Object:
 def _set_tools(route: str, data: Object) -> list[str]:
     """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
     HttpError 400, LegacyRefused."""
-    if route == "chat.completions" and legacy.is_legacy(data):
+    if data.get("functions") == []:
+        data.pop("functions")
+        data.pop("function_call", None)
+    elif route == "chat.completions" and legacy.is_legacy(data):
         data |= legacy.as_tools(data)  # `functions` stay: the answer is to have their form
     if "tools" not in data:
         return []
@@ -223,13 +226,33 @@ def _cannot_run(param: str, asks: str, name: str) -> HttpError:
 def _chat_messages(messages: list[Object]) -> list[Object]:
     """Raises LegacyRefused for a message that has the older and the newer form of a call."""
     made: list[Object] = []
+    unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
     for place, message in enumerate(messages):
         if legacy.has_call(message):
             message = legacy.with_tool_call(place, message)
+        if calls := message.get("tool_calls"):
+            ids = [call.get("id") or f"call_{place}_{at}" for at, call in enumerate(calls)]
+            unnamed = [id for id, call in zip(ids, calls, strict=True) if not call.get("id")]
+            named = [{**_function_call(call), "id": id} for id, call in zip(ids, calls, strict=True)]
+            message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
+            if unnamed and not message.get("tool_call_id"):
+                message["tool_call_id"] = unnamed.pop(0)
+        elif isinstance(parts := message.get("content"), list) and any(isinstance(part, list) for part in parts):
+            flat = [inner for part in parts for inner in (part if isinstance(part, list) else [part])]
+            message = {**message, "content": flat}
         made.append(message)
     return made
+
+
+def _function_call(call: Object) -> Object:
+    """A call of a custom tool as one of a function."""
+    custom = call.get("custom")
+    if not isinstance(custom, dict):
+        return call
+    arguments = orjson.dumps({"input": custom.get("input")}).decode()
+    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _result_as_text(content: Any) -> Any:

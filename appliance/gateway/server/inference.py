@@ -35,6 +35,7 @@ from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import VERSION, Exchange
 from appliance.gateway.server.state import State, read_up_to
 from appliance.gateway.server.stream import Stream
+from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
@@ -229,7 +230,9 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
-        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=state.limits.upstream_silence_s)
+        # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
+        silence_s = None if self._in_training() else state.limits.upstream_silence_s
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
@@ -438,7 +441,10 @@ class Inference:
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
-        return model is None or bool(model.adapter)
+        return model is None or bool(model.adapter) or self._in_training()
+
+    def _in_training(self) -> bool:
+        return policy_of(self.model) is not None
 
 
 async def is_alive(session: aiohttp.ClientSession) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, Unpack
@@ -64,15 +63,14 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     """Of `list_unfinished`, those whose teacher, or a judge of whose grader, has one of these names. whole: or names a
     version of the model."""
     marks, at, checkpoint = ", ".join("?" * len(names)), f"{model}{VERSION_MARK}", f"{model}{CHECKPOINT_MARK}"
-    # A grader may have megabytes: it is parsed only where the model stands in it, as JSON has its name.
+    # A grader may have megabytes: it is parsed only where the model's name stands in it, which JSON writes as it is.
     also = (
         " AND EXISTS (SELECT 1 FROM job_judges, json_tree(judge) AS said WHERE job_id = jobs.id"
-        " AND (instr(judge, ?) OR instr(judge, ?)) AND said.key IN ('model', 'teacher') AND said.type = 'text'"
+        " AND instr(judge, ?) AND said.key IN ('model', 'teacher') AND said.type = 'text'"
         f" AND (said.value IN ({marks}) OR ? AND (substr(said.value, 1, ?) = ? OR substr(said.value, 1, ?) = ?)))"
     )
-    as_json = [json.dumps(model, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
     versions = [whole, len(at), at, len(checkpoint), checkpoint]
-    return _unfinished(db, also, [*as_json, *names, *versions])
+    return _unfinished(db, also, [model, *names, *versions])
 
 
 def _unfinished(db: Database, also: str = "", parameters: Sequence[Any] = ()) -> list[JobRow]:
@@ -102,22 +100,22 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
-# under a name that an ended job of this owner's was to have.
+# under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
-    UNION SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
+    UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
         WHERE jobs.owner = ?1
 """
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:
     """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints."""
-    return db.column(_MADE, [owner])
+    return db.column(f"SELECT DISTINCT name FROM ({_MADE})", [owner])
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`."""
+    """Whether this is one of `names_made_by`; by indexes alone, as an owner may have ten thousand of them."""
     return db.value(f"SELECT 1 FROM ({_MADE}) WHERE name = ?2", [owner, name]) is not None
 
 
@@ -141,13 +139,9 @@ def models_sampled(db: Database) -> list[str]:
 
 def list_left_snapshots(db: Database) -> list[JobRow]:
     """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
-    marks = ", ".join("?" * len(FINISHED_PHASES))
-    return db.all(
-        JobRow,
-        # "+": not by the index of phases, which has all that have ended.
-        f"SELECT * FROM jobs WHERE +phase IN ({marks}) AND snapshot IS NOT NULL ORDER BY seq",
-        sorted(FINISHED_PHASES),
-    )
+    # "+": not by the index of phases, which has all that have ended.
+    left = f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL"
+    return db.all(JobRow, f"SELECT * FROM jobs WHERE {left} ORDER BY seq")
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:

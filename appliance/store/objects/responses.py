@@ -136,8 +136,8 @@ def delete_of_leavers(db: Database) -> None:
 
 
 def keys_of_owners(db: Database) -> list[str]:
-    """For each owner who has some, a key that made one."""
-    return db.column("SELECT min(key_id) FROM responses GROUP BY owner")
+    """For each owner who has some, the key that made the newest."""
+    return db.column("SELECT key_id, max(seq) FROM responses GROUP BY owner")
 
 
 def shrink(db: Database, owner: str, *, number: int, size: int) -> None:

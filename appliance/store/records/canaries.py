@@ -7,7 +7,7 @@ from appliance.store.rows import CanaryRow
 from appliance.store.table import Table
 
 _TABLE = Table("canaries", CanaryRow, "model", order="created_s, model")
-put, find, update = _TABLE.put, _TABLE.find, _TABLE.update
+put, find, update, list_all = _TABLE.put, _TABLE.find, _TABLE.update, _TABLE.list_all
 """`find`: the model's last one, running or ended."""
 
 

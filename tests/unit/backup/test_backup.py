@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sqlite3
@@ -19,7 +18,6 @@ from appliance.backup import BackupError, names, read, restore, take
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import box, keys
-from tests.unit.cli.conftest import run
 from weights.format.errors import TierFull
 from weights.tiers.objects import DirectoryObjects
 
@@ -221,12 +219,6 @@ def test_full_place_keeps_its_backups(paths, place, tmp_path, monkeypatch):
     assert not (paths.data_dir / backup.COPY).exists()
 
 
-def test_take_reports_a_file_that_is_not_a_database(paths, place):
-    paths.database.write_bytes(b"no database at all" * 100)
-    with pytest.raises(BackupError, match="cannot be copied"):
-        take(paths, place, keep=9)
-
-
 def test_wal_of_a_killed_box_is_in_the_backup(paths, place, tmp_path):
     with closing(sqlite3.connect(paths.database, isolation_level=None)) as connection:
         connection.execute("PRAGMA wal_autocheckpoint = 0")
@@ -248,16 +240,3 @@ def test_take_refuses_a_place_that_lost_its_backups(paths, place):
     assert not list(place.root.iterdir())
     paths.last_backup.unlink()
     assert take(paths, place, keep=9).new_bytes
-
-
-def test_cli_makes_lists_and_restores(paths, place, tmp_path):
-    own = ("--data-dir", str(paths.data_dir), "-o", "json")
-    made = json.loads(run("backup", "make", str(place.root), *own).stdout)
-    assert [one["name"] for one in json.loads(run("backup", "list", str(place.root), *own).stdout)["data"]] == [
-        made["name"]
-    ]
-    back = str(tmp_path / "back")
-    assert json.loads(run("restore", str(place.root), "--data-dir", back, "-o", "json").stdout)["files"] == 4
-    assert run("restore", str(place.root), "--data-dir", back).exit_code == 1
-    assert run("backup", "make", str(tmp_path / "none"), *own).exit_code == 1
-    assert run("backup", "make", *own).exit_code == 1

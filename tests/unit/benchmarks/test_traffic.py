@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 
 import pytest
 
-from benchmarks._traffic import KINDS, Traffic, made
+from benchmarks._traffic import KINDS, made
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.engine import EngineModel
-from benchmarks.simulator.simulate import Setup, run_policy
 from benchmarks.simulator.trace import Requests
-from scheduler.core.workload import Policy
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -25,30 +22,6 @@ def test_a_seed_makes_the_same_trace_with_the_rate_and_sizes_that_were_asked(nam
     assert min(found.prompt) >= 1 and min(found.output) >= 1
     if kind.clock_s:
         assert found.clock_s == pytest.approx(kind.clock_s)
-
-
-def test_gaps_have_the_variation_that_was_asked() -> None:
-    def cv(kind: Traffic) -> float:
-        at_s = made(kind, 3).arrival_s
-        gaps = [b - a for a, b in zip(at_s, at_s[1:], strict=False)]
-        mean = sum(gaps) / len(gaps)
-        return (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
-
-    one = {"per_s": 5.0, "seconds": 7200.0, "clients": 1}
-    assert cv(Traffic(**one)) == pytest.approx(1.0, abs=0.05)
-    assert cv(Traffic(**one, gap_cv=3.0)) == pytest.approx(3.0, rel=0.15)
-    assert cv(Traffic(**one, gaps="weibull", gap_cv=2.0)) == pytest.approx(2.0, rel=0.15)
-
-
-def test_a_coarse_clock_is_seen_and_its_arrivals_are_spread() -> None:
-    exact = made(Traffic(5.0, seconds=1800), 1)
-    assert exact.clock_s == 0.0 and exact.spread() is exact
-    coarse = made(Traffic(5.0, seconds=1800, clock_s=3.0), 1)
-    spread = coarse.spread(1)
-    assert coarse.clock_s == pytest.approx(3.0) and spread.clock_s == 0.0
-    assert sorted(spread.prompt) == sorted(coarse.prompt) and len(set(spread.arrival_s)) == len(coarse)
-    few = Requests(array("d", [0.0, 3.0, 6.0, 9.0]), array("l", [1] * 4), array("l", [1] * 4))
-    assert few.clock_s == 0.0, "one request at each stamp: they may be that far apart"
 
 
 def waits_s(requests: Requests, opens_s: float, model: EngineModel | None = None) -> list[float]:
@@ -68,39 +41,3 @@ def test_requests_that_wait_move_to_an_engine_that_opens() -> None:
     prompts = Requests(array("d", [0.0] * 40), array("l", [8000] * 40), array("l", [2] * 40))
     alone, helped = waits_s(prompts, 9_000.0), waits_s(prompts, 1.0)
     assert max(helped) < 0.6 * max(alone), "half of what is left after a second is served by the other"
-
-
-def test_requests_that_wait_for_a_full_cache_move_too() -> None:
-    small = EngineModel(kv_tokens=20_000)
-    stuck = Requests(array("d", [0.0] * 20), array("l", [100] * 20), array("l", [1900] * 20))
-    assert max(waits_s(stuck, 1.0, small)) == pytest.approx(1.0, abs=0.2), "prompts are short, but ten fill a cache"
-    assert max(waits_s(stuck, 9_000.0, small)) > 5
-
-
-def test_new_requests_go_where_their_first_token_comes_first() -> None:
-    # One engine decodes long answers, the other has a long prompt before it: the next prompt goes to the first.
-    arrivals = Requests(array("d", [0.0, 0.0, 1.0]), array("l", [100, 60_000, 500]), array("l", [2000, 2, 2]))
-    cluster = Cluster(arrivals, EngineModel())
-    for name in ("a", "b"):
-        cluster.start(name)
-        cluster.open(name)
-    cluster.advance(10_000.0)
-    assert cluster.served.first_token_s[2] - 1.0 < 0.1
-
-
-@pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
-def test_auto_is_in_time_and_trains_most_of_what_the_best_constant_does_in_its_first_half_hour(name: str) -> None:
-    """What a seed makes of two kinds."""
-    kind = KINDS[name]
-    setup = Setup(made(replace(kind, seconds=1800.0), 11))
-    auto = run_policy(setup, Policy("auto"))
-    possible = run_policy(setup, Policy("split", 0)).slo_attainment
-    need = min(0.99, possible)
-    best_hours = 0.0
-    for serve in range(1, 9):
-        split = run_policy(setup, Policy("split", 8 - serve))
-        if split.slo_attainment >= need:
-            best_hours = split.training_gpu_hours
-            break
-    assert auto.slo_attainment >= need - 0.01
-    assert auto.training_gpu_hours >= 0.8 * best_hours

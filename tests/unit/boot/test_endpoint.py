@@ -1,13 +1,9 @@
-"""`up` says "ready" of this box only: its port is looked at before anything starts, its gateway is known by name."""
+"""The port of a box is looked at before anything starts."""
 
 from __future__ import annotations
 
-import asyncio
-import http.server
-import json
 import os
 import socket
-import threading
 
 import pytest
 
@@ -15,83 +11,31 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.main import Box, BoxError
 from appliance.config import BoxConfig
-from appliance.gateway import main as gateway_main
 from appliance.paths import BoxPaths
 
 
 @pytest.fixture
 def foreign():
-    """The gateway of another box: it answers /health with 200 on a port that it shares with whoever asks for that."""
-
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps({"status": "ok", "boot": "another"}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    class Shared(http.server.ThreadingHTTPServer):
-        allow_reuse_port = True
-
-    server = Shared(("127.0.0.1", 0), Health, bind_and_activate=False)
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    server.server_bind()
-    server.server_activate()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
+    """The port of another box's gateway, which shares it with whoever asks for that."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
-@pytest.fixture
-def box(tmp_path, foreign, monkeypatch):
-    """A box on the port of the other one; what Ray and the controller would do is not done."""
+async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, foreign, monkeypatch):
     paths = BoxPaths.of(tmp_path / "box", tmp_path)
     paths.create()
     settings = {"data_dir": str(paths.data_dir), "port": foreign, "start_timeout_s": 30}
-    config = BoxConfig.model_validate({"box": settings})
-    one = Box(config, paths, BoxState(paths.state_file))
+    box = Box(BoxConfig.model_validate({"box": settings}), paths, BoxState(paths.state_file))
 
     async def no_ray():
         raise ray_head.RayStartError("Ray was started")
 
-    monkeypatch.setattr(one, "_ray", type("NoRay", (), {"begin": staticmethod(no_ray)})())
-    return one
-
-
-async def test_a_port_that_is_taken_is_said_before_anything_starts(box, foreign):
+    monkeypatch.setattr(box, "_ray", type("NoRay", (), {"begin": staticmethod(no_ray)})())
     with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*by PID {os.getpid()}.*--port"):
         await box.start()
-
-
-async def test_it_is_not_ready_while_another_box_answers(box):
-    """The port was taken after it was looked at; the gateway ends, and the answers are another's."""
-
-    class Ending:
-        name, restarts, probe = "gateway", 0, box._gateway.probe
-
-    gateway = Ending()
-    waiting = asyncio.create_task(box._wait_for(gateway, boot=box._boot))
-    (box._paths.logs / "gateway.log").write_text("cannot listen")
-    done, _ = await asyncio.wait([waiting], timeout=0.3)
-    assert not done, "another box's answer was taken for ours"
-    gateway.restarts = 3
-    with pytest.raises(BoxError, match=rf"by PID {os.getpid()}"):
-        await waiting
-
-
-def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch, tmp_path):
-    monkeypatch.setattr(gateway_main, "configure_logging", lambda _: None)
-    monkeypatch.setattr(gateway_main.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(gateway_main, "_private_listener", lambda _: None)
-    config = {"port": foreign, "workers": 2, "controller_socket": "/c", "bus_socket": "/b"}
-    (tmp_path / "gateway.json").write_text(json.dumps(config))
-    assert gateway_main.main(["--config", str(tmp_path / "gateway.json")]) == 1
-    assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text
 
 
 def test_what_cannot_be_listened_on_is_named():

@@ -12,7 +12,6 @@ from appliance.boot import main
 from appliance.boot.box_state import BoxState
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths, UnsafeFolder
-from train.control.rank_host import RankHost
 
 
 def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):
@@ -36,11 +35,6 @@ def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
         assert len(bytes(socket)) <= 107
 
 
-def test_ranks_meet_beside_the_warm_parents_socket(tmp_path):
-    paths = BoxPaths.of(tmp_path)
-    assert RankHost(str(paths.warm_train_socket), str(tmp_path))._worlds == paths.worlds
-
-
 def test_everything_is_private_and_the_token_is_made_once(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
@@ -54,7 +48,6 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
 
 @pytest.mark.parametrize("where", ["", "models"])
 def test_a_data_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
-    """Whoever made it first had put their own ray.token into it, which the box took for its own."""
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     folder = paths.data_dir / where
     folder.mkdir(parents=True)
@@ -95,8 +88,6 @@ def test_the_state_file_is_replaced_whole_and_private(tmp_path):
 
 
 def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
-    """Its lock and the logs of the processes below were open to all, in a folder that was not."""
-
     async def fails(config, paths, state):
         (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
         raise main.BoxError("no Ray")
@@ -136,24 +127,6 @@ async def test_the_first_key_goes_into_its_file_alone(tmp_path, monkeypatch, cap
     assert json.loads(capsys.readouterr().out)["first_key_file"] == str(paths.first_key)
     box._announce(False)
     assert json.loads(capsys.readouterr().out)["first_key_file"] is None
-
-
-async def test_a_disk_without_room_for_the_first_key_makes_none(tmp_path, monkeypatch):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
-    paths.create()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        assert request.method == "GET", "nobody would ever know this key"
-        return httpx.Response(200, json={"data": []})
-
-    def full(path, text):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(main.httpx, "AsyncHTTPTransport", lambda **_: httpx.MockTransport(answer))
-    monkeypatch.setattr(main, "write_secret", full)
-    box = main.Box(BoxConfig.model_validate({"box": {"data_dir": str(paths.data_dir)}}), paths, None)
-    with pytest.raises(OSError, match="No space"):
-        await box._first_key()
 
 
 def test_the_gateways_token_is_new_in_every_run_and_private(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import mmap
 import os
@@ -66,28 +65,6 @@ def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_
     assert len(secure) == 3 and home["RAY_AUTH_MODE"] == "token", "the token is asked for within"
     with open(RAYLET, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
         assert [name for name in ["RAY_USE_TLS", *secure] if binary.find(name.encode() + b"\0") < 0] == []
-
-
-async def test_a_controller_starts_with_the_address_of_the_ray_that_runs(tmp_path, monkeypatch):
-    made(tmp_path / "home")
-    box = Box(
-        BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "home")}}),
-        BoxPaths(tmp_path / "home", tmp_path / "shm"),
-        BoxState(tmp_path / "box.json"),
-    )
-    begun = []
-
-    async def python(name, *arguments):
-        begun.append(arguments[-1])
-
-    monkeypatch.setattr(box, "_python", python)
-    starting = asyncio.create_task(box._start_controller())
-    await asyncio.sleep(0)
-    assert begun == [] and not starting.done()
-    box._ray_address = "127.0.0.1:2"
-    box._ray._runs.set()
-    await starting
-    assert begun == ["127.0.0.1:2"]
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -8,7 +8,6 @@ import sys
 
 import httpx
 import psutil
-import pytest
 
 from appliance.boot import supervised_process
 from appliance.boot.box_state import BoxState
@@ -55,37 +54,6 @@ async def test_a_killed_process_is_started_again_and_said(monkeypatch):
     assert group_pids(second) == []
 
 
-async def test_who_needs_it_waits_until_it_runs_again(monkeypatch):
-    """A controller that was started before the new Ray went to the address of the old one, for half a minute."""
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    go_on, real = asyncio.Event(), starter(SLEEPER)
-
-    async def start():
-        process = await real()
-        await go_on.wait()
-        return process
-
-    one = Supervised("worker", start, lambda _: None)
-    beginning, waiting = asyncio.create_task(one.begin()), asyncio.create_task(one.running())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    go_on.set()
-    async with asyncio.timeout(60):
-        await beginning
-        await waiting
-        go_on.clear()
-        os.kill(one.pid, signal.SIGKILL)
-        while one.restarts == 0:
-            await asyncio.sleep(0.005)
-        waiting = asyncio.create_task(one.running())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        go_on.set()
-        await waiting
-    assert one.pid is not None
-    await one.end(10)
-
-
 async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
     polite, said = Supervised("polite", starter(POLITE), lambda _: None), []
     stubborn = Supervised("stubborn", starter(STUBBORN), said.append)
@@ -96,16 +64,6 @@ async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
     assert not await stubborn.end(0.1)
     assert said == ["stubborn did not end within 0 s: killed"]
     assert group_pids(pid) == []
-
-
-async def test_what_the_first_start_raises_reaches_the_caller():
-    async def start():
-        raise OSError("no such program")
-
-    one = Supervised("absent", start, lambda _: None)
-    with pytest.raises(OSError, match="no such program"):
-        await one.begin()
-    assert await one.end(1)
 
 
 def test_leftovers_of_this_box_and_of_no_other_are_killed():
@@ -124,7 +82,6 @@ def test_leftovers_of_this_box_and_of_no_other_are_killed():
 
 
 async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
-    """The keeper used to end with the first start that raised: nobody ever started the process again."""
     monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     said, starts, real = [], [], starter(SLEEPER)
 
@@ -184,21 +141,6 @@ async def test_look_kills_only_after_a_long_silence(monkeypatch):
     process.now_s += HUNG_S + 1
     await process.one.look()  # and one that is being started is its keeper's
     assert len(process.said) == 1
-
-
-async def test_look_gives_each_restart_twice_the_time_of_the_last(monkeypatch):
-    process, waited = Answers(monkeypatch), []
-    for _ in range(6):
-        began_s, pid = process.now_s, process.pids
-        while process.pids == pid:
-            await process.one.look()
-            process.now_s += HUNG_S / 2
-        waited.append((process.now_s - began_s) // HUNG_S)
-    assert waited == [1, 2, 4, 8, 8, 8], "a start that takes ten minutes comes to its end"
-    process.answers = True
-    await process.one.look()
-    await process.one.look()
-    assert process.one._hung_s == HUNG_S, "whoever answers has proved that the time is enough"
 
 
 async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 
 from appliance.cli.commands import catalog
 from appliance.cli.errors import CommandFailed
-from appliance.models.library import check_name
 
 CONTENT = b"GGUF tiny"
 
@@ -58,8 +57,3 @@ def test_fetched_takes_a_directory_before_a_name_of_the_catalog(tmp_path: Path, 
         assert found == {"source": "qwen3-8b", "name": None}
     with catalog.fetched("qwen3-0.6b", None, True) as found:
         assert found == {"source": "Qwen/Qwen3-0.6B", "name": "qwen3-0.6b"}
-
-
-def test_catalog_has_importable_names_once():
-    assert len({model.name for model in catalog.CATALOG}) == len(catalog.CATALOG)
-    assert all(check_name(model.name) == model.name for model in catalog.CATALOG)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import ssl
 
+import pytest
+
 from appliance.cli.client import box_url, verification
 from tests.unit.cli.conftest import openai_error, run, write_box_file
 
@@ -36,17 +38,24 @@ def test_line_separators_in_an_answer_are_text(prepared):
     assert prepared.run("chat", "starter", "Hi").stdout == "ab\n", "which a terminal would obey"
 
 
-def test_a_model_that_answers_nothing_is_not_met_with_silence(prepared):
-    prepared.prepare("POST", CHAT, (200, sse("")))
-    result = prepared.run("chat", "starter", "Hi")
-    assert (result.exit_code, result.stdout) == (0, "\n") and "ended its answer at once" in result.stderr
+BOUND = json.dumps({"choices": [{"delta": {"content": "Hel"}, "finish_reason": "length"}]})
+ERROR = json.dumps(openai_error("the engine died"))
 
 
-def test_an_answer_that_met_its_bound_is_said_to_have(prepared):
-    event = json.dumps({"choices": [{"delta": {"content": "Hel"}, "finish_reason": "length"}]})
-    prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
+@pytest.mark.parametrize(
+    ("answer", "exit_code", "shown", "told"),
+    [
+        (sse(""), 0, "\n", "ended its answer at once"),
+        (f"data: {BOUND}\n\n".encode() + sse(), 0, "Hel\n", "cut off: 1 tokens, see --max-tokens"),
+        (sse("Hel", done=False), 1, "Hel\n", "cut off"),
+        (sse("Hel", done=False) + f"data: {ERROR}\n\n".encode(), 1, "Hel\n", "the engine died"),
+    ],
+    ids=["empty", "at its bound", "cut off", "error"],
+)
+def test_an_answer_that_is_not_whole_is_said_to_be_so(prepared, answer, exit_code, shown, told):
+    prepared.prepare("POST", CHAT, (200, answer))
     result = prepared.run("chat", "starter", "Hi", "--max-tokens", "1")
-    assert result.stdout == "Hel\n" and "cut off: 1 tokens, see --max-tokens" in result.stderr
+    assert (result.exit_code, result.stdout) == (exit_code, shown) and told in result.stderr
 
 
 def test_a_question_from_a_pipe(prepared):
@@ -60,24 +69,6 @@ def test_json_is_the_whole_completion(prepared):
     result = prepared.run("chat", "starter", "Hi", "-o", "json")
     assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "ok"
     assert "stream" not in json.loads(prepared.requests[0]["content"])
-
-
-def test_an_answer_that_is_cut_off_is_an_error(prepared):
-    prepared.prepare("POST", CHAT, (200, sse("Hel", done=False)))
-    result = prepared.run("chat", "starter", "Hi")
-    assert result.exit_code == 1 and result.stdout == "Hel\n" and "cut off" in result.stderr
-
-
-def test_an_error_in_the_middle(prepared):
-    error = f"data: {json.dumps(openai_error('the engine died'))}\n\n".encode()
-    prepared.prepare("POST", CHAT, (200, sse("Hel", done=False) + error))
-    result = prepared.run("chat", "starter", "Hi")
-    assert result.exit_code == 1 and "the engine died" in result.stderr
-
-
-def test_an_unknown_model(prepared):
-    prepared.prepare("POST", CHAT, (404, openai_error("no such model", "model_not_found")))
-    assert prepared.run("chat", "nobody", "Hi").exit_code == 3
 
 
 def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance import last_backup
 from appliance.boot import doctor as checks
 from appliance.boot.box_state import read_end
-from appliance.boot.doctor import Finding, exit_code, findings
+from appliance.boot.doctor import findings
 from appliance.config import load_config
-from appliance.last_backup import LastBackup
-from runtime.devices.kind import Reading
 from tests.unit.cli.test_tree import is_command
 
 
@@ -36,28 +33,6 @@ def test_remedies_name_commands_that_can_be_typed():
 
 
 @pytest.mark.parametrize(
-    ("reading", "state"),
-    [
-        (Reading("n0/0", 1.0, temperature_c=60, slowdown_c=87), "ok"),
-        (Reading("n0/0", 1.0, throttled=("power_cap",)), "ok"),
-        (Reading("n0/0", 1.0, temperature_c=86, slowdown_c=87), "warn"),
-        (Reading("n0/0", 1.0, ecc_uncorrected=3), "warn"),
-        (Reading("n0/0", 1.0, throttled=("hw_thermal",)), "warn"),
-        (Reading("n0/0", 1.0, lost="does not answer"), "fail"),
-        (Reading("n0/0", 1.0, faults=("Xid 79",)), "fail"),
-    ],
-)
-def test_device_reading_has_the_state(reading: Reading, state: str):
-    found = checks._device(reading)
-    assert found.state == state and bool(found.remedy) == (state != "ok")
-
-
-@pytest.mark.parametrize(("states", "code"), [(("ok", "skip"), 0), (("ok", "warn"), 2), (("warn", "fail"), 1), ((), 0)])
-def test_exit_code_is_that_of_the_worst_finding(states: tuple[str, ...], code: int):
-    assert exit_code([Finding("x", state, "") for state in states]) == code  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"state": "failed", "message": "port 8000 is in use"}, "it did not start: port 8000 is in use"),
@@ -73,28 +48,3 @@ def test_box_that_ended_by_itself_is_reported_with_the_reason(tmp_path: Path, fi
     assert read_end(file) == told and read_end(tmp_path / "none") == ""
     (found,) = checks._box(file, runs=False)
     assert (found.state, found.found) == (("warn", f"does not run: {told}") if told else ("skip", "does not run"))
-
-
-def test_running_box_with_a_trouble_warns(tmp_path: Path):
-    file = tmp_path / "box.json"
-    file.write_text(json.dumps({"troubles": [{"name": "backup", "why": "no such place"}]}))
-    (found,) = checks._box(file, runs=True)
-    assert (found.state, found.found) == ("warn", "backup: no such place")
-
-
-def test_backup_is_late_after_a_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks.time, "time", lambda: 1e9)
-    file = tmp_path / "last-backup.json"
-    states = [next(checks._backup(file)).state]
-    for days in (1, 8):
-        last_backup.write(file, LastBackup("b", 1e9 - days * checks.DAY_S, "/mnt", 1))
-        states.append(next(checks._backup(file)).state)
-    assert states == ["warn", "ok", "warn"]
-
-
-def test_full_disk_skips_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checks.os, "fdatasync", full)
-    assert checks._slow_sync_s(tmp_path) is None and list(tmp_path.iterdir()) == []

@@ -77,20 +77,9 @@ def fault(line: str) -> str:
 
 
 def test_every_command_that_people_are_shown_can_be_typed():
-    """A template had `mode schedule add --cron "..."`, which there never was."""
     shown = typed()
     assert len(shown) > 80 and {"box.toml", "operations.md", "README.md"} <= {file for file, _ in shown}
     assert [(file, line, why) for file, line in shown if (why := fault(line))] == []
-
-
-def test_what_contributing_says_stands_in_a_file_stands_there():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`([\w/]+/\w+\.py)` \(`([\w.]+)`\)", text)
-    assert len(named) >= 7
-    for file, name in named:
-        code = (ROOT / file).read_text()
-        for part in name.split("."):
-            assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", code, re.M), f"{file} has no {part}"
 
 
 def test_every_option_and_key_that_the_tuning_handbook_turns_is_there():

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.cli.commands.evals import interval
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.unit.cli.conftest import ControlledBox, openai_error
+from tests.unit.cli.conftest import ControlledBox
 
 GRADER = {
     "type": "string_check",
@@ -52,11 +52,6 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
-def test_a_run_where_an_evaluation_belongs_is_told_apart(box: ControlledBox):
-    shown = box.run("eval", "show", "evalrun_abc")
-    assert shown.exit_code == 2 and "`appliance eval list` shows them" in shown.stderr
-
-
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
@@ -82,17 +77,6 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output
-
-
-def test_suite_with_a_line_separator_in_a_text_is_one_line(prepared, tmp_path: Path):
-    arguments = written(tmp_path, "4")
-    text = json.dumps({"messages": [{"role": "user", "content": "a\u2028b"}]}, ensure_ascii=False)
-    (tmp_path / "sums.jsonl").write_text(text)
-    prepared.prepare("GET", "/v1/models/starter", (200, {"id": "starter"}))
-    prepared.prepare("POST", "/v1/files", (400, openai_error("no")))
-    prepared.run("eval", "run", "starter", *arguments)
-    (sent,) = prepared.sent("POST", "/v1/files")
-    assert json.dumps({"item": json.loads(text)}).encode() + b"\n" in sent["content"]
 
 
 @pytest.mark.parametrize(

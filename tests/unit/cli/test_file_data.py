@@ -63,11 +63,3 @@ def test_a_local_file_is_prepared_beside_it(tmp_path: Path):
     assert again.exit_code == 1 and "exists" in again.stderr
     assert run("file", "prepare", str(path), "--drop-too-long").exit_code == 2
     assert run("file", "prepare", str(path), "--split", "2").exit_code == 2
-
-
-def test_file_check_shows_keys_left_out_and_each_cause_once(tmp_path: Path):
-    path = tmp_path / "f.jsonl"
-    rows = [{"prompt": "3?", "completion": "4", "source": "x", **({"is_good": 1} if n > 2 else {})} for n in range(9)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = run("file", "check", str(path)).stdout
-    assert "source 3" in shown and "bad_lines" in shown

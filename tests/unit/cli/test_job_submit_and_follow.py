@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import waiting
-from appliance.cli.commands.jobs import event_line
 from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
-from tests.unit.controller.conftest import chat_lines
 
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
@@ -66,14 +63,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
-
-
-def test_a_plan_counts_a_file_and_keeps_nothing_of_it(box, tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(chat_lines(20))
-    text = box.run("plan", "job", "--model", "starter", "--file", str(path)).stdout
-    assert "examples  20" in " ".join(text.split("\n")) or "20" in text
-    assert json.loads(box.run("file", "list", "-o", "json").stdout)["data"] == []
 
 
 def test_a_plan_for_what_is_not_here_needs_no_box():
@@ -178,12 +167,6 @@ def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names
     assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
 
 
-def test_a_file_that_is_on_the_box_already(prepared):
-    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
-    prepared.run("job", "submit", "--model", "starter", "--file", "file-9")
-    assert json.loads(prepared.requests[0]["content"])["training_file"] == "file-9"
-
-
 def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     job_id = make_job(box, tmp_path)
     events = box.job_events
@@ -240,11 +223,6 @@ def test_waiting_too_long(box, tmp_path):
     assert time.monotonic() - began_s < 60
 
 
-def test_an_unknown_job(box):
-    for command in (("logs",), ("wait",), ("get",), ("cancel",), ("logs", "-f")):
-        assert box.run("job", *command, "ftjob-none").exit_code == 3
-
-
 def test_following_rides_out_a_restart_of_the_box(prepared):
     done = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": "ft:x"}
     away = (503, openai_error("the controller is away", "controller_unavailable"))
@@ -252,46 +230,3 @@ def test_following_rides_out_a_restart_of_the_box(prepared):
     result = prepared.run("job", "wait", "ftjob-1")
     assert result.exit_code == 0
     assert "the controller is away; trying again" in result.stderr
-
-
-def test_following_gives_up_in_the_end(prepared, monkeypatch):
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
-    prepared.prepare("GET", JOB, (503, openai_error("away", None)))
-    assert prepared.run("job", "wait", "ftjob-1").exit_code == 6
-
-
-@pytest.mark.parametrize(
-    ("data", "finish_in_s", "expected"),
-    [
-        (
-            {"step": 3, "total_steps": 10, "train_loss": 2.5, "tokens_per_s": 900.4, "devices": 1},
-            100,
-            "step 3/10  train loss 2.5000  tokens/s 900.4  devices 1  ETA 1 min 40 s",
-        ),
-        ({"step": 3, "total_steps": None, "train_loss": None}, None, "step 3/-"),
-        (
-            {
-                "step": 3,
-                "total_steps": 4,
-                "train_loss": 0.5,
-                "train_mean_reward": 0.75,
-                "equal_rewards": 0.5,
-                "mean_unresponsive_rewards": 0.0,
-                "completion_tokens_mean": 17.4,
-            },
-            None,
-            "step 3/4  train loss 0.5000  train mean reward 0.75  equal rewards 0.5  mean unresponsive rewards 0  "
-            "completion tokens mean 17.4",
-        ),
-        (
-            {"step": 4, "total_steps": 4, "valid_mean_reward": 0.25},
-            None,
-            "step 4/4  valid mean reward 0.25",
-        ),
-    ],
-)
-def test_a_line_of_metrics(data, finish_in_s, expected, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    event = {"type": "metrics", "level": "info", "message": "", "created_at": 0, "data": data}
-    job = {"status": "running", "estimated_finish": None if finish_in_s is None else 1000 + finish_in_s}
-    assert event_line(event, job).split("  ", 1)[1] == expected

@@ -47,14 +47,6 @@ def test_help_of_a_group_lists_its_commands():
         assert all(text for _, text in below(group)), group
 
 
-def test_every_command_is_reached_from_the_overview():
-    def names(group: str = "") -> set[str]:
-        words = {f"{group} {word}".strip() for word, _ in below(group)}
-        return {word for word in words if word in COMMANDS} | {one for word in words for one in names(word)}
-
-    assert names() == set(COMMANDS)
-
-
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 

@@ -12,11 +12,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from appliance.cli.box import box
 from appliance.cli.box import main_process as up
 from tests.unit.cli.conftest import run, write_box_file
 
@@ -102,8 +100,6 @@ def test_up_detached_and_down(data_dir):
 
 
 def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
-    """`box.json` of a copy (a backup, a power loss) names a living process that is another box's: `up` refused it for
-    ever, and `down` ended the other box."""
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 0
     pid = box_file(data_dir)["pid"]
     copy = tmp_path / "copy"
@@ -130,15 +126,6 @@ def test_up_as_json(data_dir):
     script(data_dir, key_file=str(data_dir / "first-key"))
     started = json.loads(run("up", "-d", "--data-dir", str(data_dir), "-o", "json").stdout)
     assert started["first_key"] is None and started["first_key_file"] == str(data_dir / "first-key")
-
-
-def test_a_person_at_a_terminal_is_shown_the_first_key(data_dir, monkeypatch):
-    file = data_dir / "first-key"
-    file.write_text("sk-first\n")
-    assert box._first_key(str(file)) is None and box._first_key(None) is None
-    monkeypatch.setattr(box.sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert box._first_key(str(file)) == "sk-first"
-    assert box._first_key(str(data_dir / "gone")) is None
 
 
 def test_a_box_that_does_not_start(data_dir):
@@ -177,12 +164,6 @@ def test_a_box_that_takes_its_time(data_dir):
     killed = run("down", "--data-dir", str(data_dir), "--force")
     assert killed.exit_code == 0 and "was killed" in killed.stdout
     assert not up.BoxFile.read(data_dir).pid, f"{pid} is gone"
-
-
-def test_what_had_to_be_forced_is_told(data_dir):
-    script(data_dir, note="something had to be forced; see the logs")
-    run("up", "-d", "--data-dir", str(data_dir))
-    assert "note: something had to be forced" in run("down", "--data-dir", str(data_dir)).stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -20,12 +20,13 @@ from appliance.controller import data_checks
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import FromBox
+from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import keys, usage
+from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
-from tests.simulator.control_plane import SimulatedModelOps, SimulatedScheduler, simulated_context
+from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
 from train.graders import hosts
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
@@ -65,6 +66,10 @@ class Control:
         return self.context.scheduler  # type: ignore[return-value]
 
     @property
+    def engines(self) -> SimulatedEngines:
+        return self.context.asking  # type: ignore[return-value]
+
+    @property
     def ops(self) -> SimulatedModelOps:
         return self.context.model_ops  # type: ignore[return-value]
 
@@ -100,11 +105,6 @@ class Control:
         return [event.message for event in events.data][::-1]
 
 
-def spent(control: Control, by: usage.By = "key") -> dict[str, usage.Spent]:
-    now_s = time.time()
-    return {found.name: found for found in usage.report(control.db, by, now_s - 60, now_s)}
-
-
 @pytest.fixture(scope="session", autouse=True)
 def graders_load_what_they_use() -> Iterator[None]:
     """A box's worker loads all that any grader may use before its first request, which is half of the processor time of
@@ -133,18 +133,6 @@ def no_checks_of_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_checks, "AT_ONCE", 0)
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def db(tmp_path: Path) -> Iterator[Database]:
     with Database(tmp_path / "appliance.db") as opened:
@@ -153,14 +141,16 @@ def db(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
+
+
+@pytest.fixture
 async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     context = simulated_context(
-        tmp_path,
-        db,
-        upload_bytes=64 * 1024,
-        upload_part_bytes=64 * 1024,
-        json_body_bytes=16 * 1024,
+        tmp_path, db, upload_bytes=64 * 1024, upload_part_bytes=64 * 1024, json_body_bytes=16 * 1024
     )
+    context.box["public_url"] = "https://box.example.org"
     app = create_app(context)
     transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
     async with (

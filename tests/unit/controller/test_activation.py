@@ -23,16 +23,6 @@ def two(control: Control) -> Control:
     return control
 
 
-async def test_a_failed_change_takes_back_the_bytes_too_and_tells_the_scheduler(two: Control, monkeypatch):
-    before, nudges = models.find(two.db, "m"), []
-    monkeypatch.setattr(two.scheduler, "nudge", lambda why, by="": nudges.append(why))
-    two.scheduler.swap_error = "the fingerprint differs"
-    with pytest.raises(SwapFailed, match="fingerprint"):
-        await activation.switch(two.context, before, "v2", "a test")
-    assert models.find(two.db, "m") == before
-    assert nudges == ["a test", "m stays at v1"]
-
-
 async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(two: Control, monkeypatch):
     async def overtaken(model: str) -> dict[str, Any]:
         models.insert_version(two.db, VersionRow(model, "v3", "test", 10, 1.0, disk_path="/models/v3"))
@@ -65,14 +55,3 @@ async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, m
     first, second = await asyncio.gather(*asked)
     assert (first.status_code, second.status_code) == (409, 200)
     assert (second.json()["from"], second.json()["to"]) == ("v3", "v2")
-
-
-async def test_a_failed_change_whose_way_back_was_deleted_is_told_as_one(two: Control, monkeypatch):
-    async def deleted(model: str) -> dict[str, Any]:
-        models.delete_version(two.db, model, "v1")
-        raise SwapFailed(model, "v2", "no memory")
-
-    monkeypatch.setattr(two.scheduler, "converge_model", deleted)
-    answer = await two.http.post("/admin/v1/models/m/rollback", headers=ADMIN, json={"version": "v2"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_failed")
-    assert "deleted meanwhile" in answer.json()["error"]["message"]

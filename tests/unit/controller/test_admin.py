@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.controller.bus.load import parse_report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
@@ -40,24 +40,10 @@ def actions(control: Control) -> list[tuple[str, str, str]]:
     return [(row.action, row.target, row.outcome) for row in rows if row.key_id != SCOPES["x-appliance-key-id"]]
 
 
-async def test_status_shows_the_whole_box(control: Control):
-    job_id = await control.job()
-    status = await ask(control, "GET", "/status")
-    assert status["box"]["id"] == "0123abcd" and status["box"]["started_s"] > 0
-    assert status["mode"] == {"policy": "auto", "train_devices": None}
-    assert len(status["devices"]) == 8 and status["replicas"] == [] and status["handover"] is None
-    assert [job["id"] for job in status["jobs"]] == [job_id]
-    assert status["memory"] == {"budget_bytes": 2**30, "used_bytes": 0}
-
-
 async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
-    assert control.gateway_keys[digest] == {
-        "id": made["id"],
-        "owner": "laptop",
-        "scopes": ["inference"],
-    }
+    assert control.gateway_keys[digest] == {"id": made["id"], "owner": "laptop", "scopes": ["inference"]}
     listed = (await ask(control, "GET", "/keys"))["data"]
     assert [row["name"] for row in listed] == ["laptop"] and "key" not in listed[0] and "sha256" not in listed[0]
     conflict = await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "laptop"})
@@ -84,62 +70,42 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
     return digest
 
 
-@pytest.mark.parametrize("way", ["rotate", "revoke", "forget"])
-async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, way: str):
-    """It stayed, and who took the key from it was refused."""
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", "/keys/first/rotate", None), ("DELETE", "/keys/first", None), ("POST", "/forget", {"owner": "first"})],
+)
+async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, method: str, path: str, body):
     first = await ask(control, "POST", "/keys", json={"name": "first"})
     file = Path(control.context.box["data_dir"]) / "first-key"
     file.write_text(first["key"] + "\n")
     other = await ask(control, "POST", "/keys", json={"name": "other"})
-    assert (await ask(control, "POST", "/keys/other/rotate"))["first_key_file_removed"] is None and file.exists()
+    assert (await ask(control, "POST", "/keys/other/rotate"))["first_key_file_removed"] is None
     await ask(control, "DELETE", f"/keys/{other['id']}")
     assert file.exists()
-    if way == "rotate":
-        assert (await ask(control, "POST", "/keys/first/rotate"))["first_key_file_removed"] == str(file)
-    elif way == "revoke":
-        await ask(control, "DELETE", "/keys/first")
-    else:
-        await ask(control, "POST", "/forget", json={"owner": "first"})
+    await ask(control, method, path, json=body)
     assert not file.exists()
-    assert (await ask(control, "POST", "/keys", json={"name": "more"}))["key"], "and nothing fails where it is gone"
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"name": ""}, "name"),
+        ({"name": "小王"}, "name"),
         ({"name": "a\nb"}, "name"),
         ({"name": "x" * 65}, "name"),
         ({"name": "=cmd()"}, "name"),
+        ({"name": "all"}, "name"),
+        ({}, "name"),
         ({"name": "a", "scopes": ["root"]}, "scopes"),
         ({"name": "a", "scopes": []}, "scopes"),
-        ({}, "name"),
         ({"name": "a", "owner": ""}, "owner"),
+        ({"name": "a", "owner": "a\r\nx: y"}, "owner"),
+        ({"name": "a", "owner": "*"}, "owner"),
         ({"name": "a", "team": "x"}, "team"),
     ],
 )
 async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/keys", 400, json=body))["error"]
     assert error["param"] == param and keys.list_all(control.db) == []
-
-
-async def test_the_mode_is_set_waited_for_and_kept(control: Control):
-    done = await ask(control, "PUT", "/mode?wait=true", json={"policy": "split", "train_devices": 6})
-    assert (done["policy"], done["train_devices"], done["serving_floor"]) == ("split", 6, 1)
-    assert done["handover"]["state"] == "done" and done["handover"]["steps"][0]["state"] == "done"
-    assert read_mode(control.db).train_devices == 6
-    since = done["since_s"]
-    again = await ask(control, "PUT", "/mode", json={"policy": "split", "train_devices": 6})
-    assert again["since_s"] == since and again["handover"]["state"] == "running"
-    assert (await ask(control, "GET", "/mode"))["policy"] == "split"
-    assert len((await ask(control, "GET", "/handovers?limit=1"))["data"]) == 1
-    assert actions(control)[0] == ("mode.set", "split", "done")
-
-
-async def test_a_hand_over_that_hangs_ends_the_wait_not_the_mode(control: Control):
-    control.scheduler.hang = True
-    error = (await ask(control, "PUT", "/mode?wait=true&timeout_s=0.01", 504, json={"policy": "train"}))["error"]
-    assert error["code"] == "wait_timeout" and read_mode(control.db).policy == "train"
 
 
 @pytest.mark.parametrize(
@@ -158,39 +124,11 @@ async def test_bad_modes_are_refused_and_change_nothing(control: Control, body: 
     assert error["param"] == param and read_mode(control.db).policy == "auto" and actions(control) == []
 
 
-async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
-    accepted = await ask(control, "POST", "/models/import", 202, json={"source": "/data/tiny", "name": "team/tiny"})
-    assert accepted["operation"]["state"] == "running"
-    done = await ended(control, accepted)
-    assert done["state"] == "succeeded" and done["result"]["name"] == "team/tiny" and done["progress"]["done"] == 1
-    for name in ("team/tiny", "team%2Ftiny"):
-        shown = await ask(control, "GET", f"/models/{name}")
-        assert (shown["name"], shown["kind"], shown["state"], shown["active_version"]) == (
-            "team/tiny",
-            "base",
-            "cold",
-            "v1",
-        )
-    control.scheduler.replicas = [{"id": "r1", "model": "team/tiny", "state": "asleep"}]
-    assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
-    verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
-    assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
-    assert (await ask(control, "DELETE", "/v1/models/team/tiny"))["deleted"] is True
-    await ask(control, "GET", "/models/team/tiny", 404)
-    assert [action for action, _, _ in actions(control)] == ["model.import", "model.verify", "model.delete"]
-
-
-async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
-    done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "broken"}))
-    assert done["state"] == "failed"
-    assert done["error"] == {
-        "code": "invalid_checkpoint",
-        "message": "the header of model.safetensors overlaps",
-        "param": None,
-    }
+@pytest.mark.parametrize(("source", "code"), [("broken", "invalid_checkpoint"), ("bug", "internal_error")])
+async def test_a_failed_import_says_why_and_leaves_no_model(control: Control, source: str, code: str):
+    done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": source}))
+    assert (done["state"], done["error"]["code"]) == ("failed", code)
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
-    bug = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "bug"}))
-    assert bug["error"]["code"] == "internal_error" and "simulated bug" in bug["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -218,31 +156,9 @@ async def test_the_same_import_twice_at_once_is_refused(control: Control):
     assert (await ended(control, first))["state"] == "succeeded"
 
 
-@pytest.mark.parametrize("source", ["/data/model", "/data/adapter-of-starter"])
-async def test_import_resumes_after_restart(control: Control, monkeypatch: pytest.MonkeyPatch, source: str):
-    copy, reached = control.ops.import_model, asyncio.Event()
-
-    async def hang(*_: Any, **__: Any) -> Any:
-        reached.set()
-        return await asyncio.Event().wait()
-
-    monkeypatch.setattr(control.ops, "import_model", hang)
-    body = {"source": source, "name": "new", "origin": "org/new"}
-    accepted = await ask(control, "POST", "/models/import", 202, json=body)
-    await reached.wait()
-    await control.context.tasks.stop()
-    row = operations.find(control.db, accepted["operation"]["id"])
-    assert row is not None and row.state == "running"
-    monkeypatch.setattr(control.ops, "import_model", copy)
-    control.context.tasks.resume()
-    assert (await ended(control, accepted))["state"] == "succeeded"
-    model = models.find(control.db, "new")
-    assert model is not None and (model.kind, model.source) == (
-        ("fine-tuned", source) if "adapter" in source else ("base", "org/new")
-    )
-
-
-async def test_import_ends_with_its_key(control: Control, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def hanging(control: Control, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Imports hang; set once one has begun."""
     reached = asyncio.Event()
 
     async def hang(*_: Any, **__: Any) -> Any:
@@ -250,10 +166,30 @@ async def test_import_ends_with_its_key(control: Control, monkeypatch: pytest.Mo
         return await asyncio.Event().wait()
 
     monkeypatch.setattr(control.ops, "import_model", hang)
+    return reached
+
+
+@pytest.mark.parametrize("source", ["/data/model", "/data/adapter-of-starter"])
+async def test_import_resumes_after_restart(control: Control, hanging: asyncio.Event, monkeypatch, source: str):
+    body = {"source": source, "name": "new", "origin": "org/new"}
+    accepted = await ask(control, "POST", "/models/import", 202, json=body)
+    await hanging.wait()
+    await control.context.tasks.stop()
+    row = operations.find(control.db, accepted["operation"]["id"])
+    assert row is not None and row.state == "running"
+    monkeypatch.undo()
+    control.context.tasks.resume()
+    assert (await ended(control, accepted))["state"] == "succeeded"
+    model = models.find(control.db, "new")
+    expected = ("fine-tuned", source) if "adapter" in source else ("base", "org/new")
+    assert model is not None and (model.kind, model.source) == expected
+
+
+async def test_import_ends_with_its_key(control: Control, hanging: asyncio.Event):
     key, _ = keys.create(control.db, "second", ["admin"])
     by = {"x-appliance-key-id": key.id, "x-appliance-scopes": "admin"}
     sent = await control.http.post("/admin/v1/models/import", headers=by, json={"source": "/data/model"})
-    await reached.wait()
+    await hanging.wait()
     stopped = (await ask(control, "DELETE", f"/keys/{key.id}"))["stopped"]
     assert stopped["operations"] == [sent.json()["operation"]["id"]]
     assert (await ended(control, sent.json()))["error"]["code"] == "invalid_api_key"
@@ -261,81 +197,50 @@ async def test_import_ends_with_its_key(control: Control, monkeypatch: pytest.Mo
 
 async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2", "v3"))
-    assert await ask(control, "POST", "/models/m/rollback") == {
-        "model": "m",
-        "from": "v3",
-        "to": "v2",
-        "swap": {"replicas": 1, "pause_s": 0.01},
-    }
+    told = await ask(control, "POST", "/models/m/rollback")
+    assert (told["from"], told["to"], told["swap"]["replicas"]) == ("v3", "v2", 1)
     assert (await ask(control, "POST", "/models/m/rollback", json={"version": "v3"}))["to"] == "v3"
     await ask(control, "POST", "/models/m/rollback", 404, json={"version": "v9"})
     await ask(control, "POST", "/models/m/rollback", json={"version": "v1"})
     error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
     assert error["code"] == "no_older_version"
-    assert control.scheduler.converged == ["m", "m", "m"]
 
 
 async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2"))
     control.scheduler.swap_error = "the fingerprint differs"
     error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
-    assert error["code"] == "swap_failed" and "fingerprint differs" in error["message"]
+    assert error["code"] == "swap_failed"
     found = models.find(control.db, "m")
     assert found is not None and found.active_version == "v2"
     assert actions(control) == [("model.rollback", "m", "failed")]
 
 
-async def test_jobs_and_their_metrics(control: Control):
-    job_id = await control.job()
-    listed = (await ask(control, "GET", "/v1/fine_tuning/jobs"))["data"]
-    assert [(job["id"], job["phase"], job["reason"]) for job in listed] == [(job_id, "queued", "waiting for devices")]
-    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-    assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
-    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics"))["data"] == []
-    await ask(control, "GET", "/v1/fine_tuning/jobs/none/metrics", 404)
-    await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}/metrics?after_step={2**70}", 400)
-
-
-async def test_the_audit_log_pages(control: Control):
-    for name in ("a", "b", "c"):
-        await ask(control, "POST", "/keys", json={"name": name})
-    page = await ask(control, "GET", "/audit?limit=2")
-    assert [row["detail"]["name"] for row in page["data"]] == ["c", "b"] and page["has_more"]
-    assert page["data"][0]["key_id"] == page["data"][0]["by"] == "key_admin" and page["data"][0]["request_id"]
-    rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
-    assert [row["detail"]["name"] for row in rest["data"]] == ["a"]
-
-
-async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_expires(control: Control):
-    def report(gateway: str, **more: Any) -> Report:
-        return parse_report({"gateway": gateway, "generation": 1, **more})
-
-    old, bad = "the endpoint's certificate expires in 3 days", "the gateway skips a row of its table: keys.ab"
+async def test_status_has_notes_of_gateways_and_the_first_end_of_a_certificate(control: Control):
     reports = [
-        report("g-0", notes=[old, bad], certificate_expires_s=900.5),
-        report("g-1", notes=[old]),
-        report("g-2", certificate_expires_s=1000),
-        report("g-3", notes=[], certificate_expires_s=None),
+        parse_report({"gateway": f"g-{number}", "generation": 1, **more})
+        for number, more in enumerate(
+            (
+                {"notes": ["old", "bad"], "certificate_expires_s": 900.5},
+                {"notes": ["old"]},
+                {"certificate_expires_s": 1000},
+                {"notes": [], "certificate_expires_s": None},
+            )
+        )
     ]
     control.context.bus.load = lambda: total(reports)
     shown = await ask(control, "GET", "/status")
-    assert shown["notes"][-2:] == [old, bad] and shown["box"]["certificate_expires_s"] == 900.5
-    control.context.bus.load = Load
-    shown = await ask(control, "GET", "/status")
-    assert old not in shown["notes"] and shown["box"]["certificate_expires_s"] is None
+    assert shown["notes"][-2:] == ["old", "bad"] and shown["box"]["certificate_expires_s"] == 900.5
 
 
 async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
-    wrong = await ask(control, "POST", "/keys", 400, json={"name": "bob", "models": ["starter", "nosuch"]})
-    assert "'nosuch'" in wrong["error"]["message"] and wrong["error"]["param"] == "models"
+    for method, path, body in (("POST", "/keys", {"name": "bob"}), ("PATCH", "/keys/joe", {})):
+        if method == "PATCH":
+            assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]
+        error = (await ask(control, method, path, 400, json=body | {"models": ["starter", "nosuch"]}))["error"]
+        assert error["param"] == "models"
     made = await ask(control, "POST", "/keys", json={"name": "bob", "models": ["starter"]})
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
-    asked = {"name": "eve", "models": ["starter"], "scopes": ["inference", "fine_tuning"]}
-    assert (await ask(control, "POST", "/keys", json=asked))["scopes"] == ["inference", "fine_tuning"]
-    assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]
-    await ask(control, "PATCH", "/keys/bob", 400, json={"models": ["nosuch"]})
-    models.delete(control.db, "starter")
-    await ask(control, "PATCH", "/keys/bob", json={"models": ["starter"]})
 
 
 async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):

@@ -9,10 +9,8 @@ import openai
 import pytest
 
 from appliance.controller.devices import lost_nodes
-from appliance.controller.jobs import devices
 from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
-from appliance.store.records import keys
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -20,48 +18,19 @@ from tests.unit.controller.test_admin import actions, ask
 async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     deadline_s = time.time() + 3600
     control.as_key("planner", max_priority=5)
-    job_id = await control.job(
-        hyperparameters={"batch_size": 8},
-        extra_body={
-            "priority": 5,
-            "allowed_sizes": [4, 2, 3],
-            "deadline_s": deadline_s,
-            "preemptible": False,
-            "held": True,
-            "min_devices": 1,
-            "max_devices": 4,
-        },
-    )
+    asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False, "held": True}
+    sizes = {"allowed_sizes": [4, 2, 3], "min_devices": 1, "max_devices": 4}
+    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked | sizes)
     row = jobs.get(control.db, job_id)
-    assert (row.priority, row.deadline_s, row.preemptible, row.held) == (5, deadline_s, 0, 1)
     assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
     shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-    assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (
-        deadline_s,
-        False,
-        True,
-        "planner",
-    )
+    assert shown | asked | {"owner": "planner"} == shown
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
     with pytest.raises(openai.BadRequestError, match="1, 2, 4, 8 devices") as refused:
         await control.job(hyperparameters={"batch_size": 8}, extra_body={"allowed_sizes": [3]})
     assert refused.value.param == "allowed_sizes"
-
-
-async def test_a_job_that_no_size_suits_any_more_fails_and_says_so(control: Control):
-    """The box lost devices while the data was checked, and the batch that follows from accumulation depends on them."""
-    made = await control.sdk.fine_tuning.jobs.create(
-        model="starter",
-        training_file=await control.upload(),
-        extra_body={"allowed_sizes": [8]},
-        hyperparameters={"gradient_accumulation": 2},  # type: ignore[typeddict-unknown-key]
-    )
-    control.scheduler.devices = control.scheduler.devices[:1]
-    await control.settle()
-    row = jobs.get(control.db, made.id)
-    assert row.phase == "failed" and row.error is not None and row.error["code"] == "invalid_devices"
 
 
 def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
@@ -72,8 +41,6 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
     ("fields", "param"),
     [
         ({"extra_body": {"min_devices": 20}}, "min_devices"),
-        ({"extra_body": {"min_devices": 9, "max_devices": 20}}, "min_devices"),
-        ({"extra_body": {"allowed_sizes": [16, 32]}}, "allowed_sizes"),
         ({"extra_body": {"allowed_sizes": [3, 16], "min_devices": 4}}, "allowed_sizes"),
         # Three would fit the box but do not divide the step; sixteen do, and no node has them.
         ({"hyperparameters": {"batch_size": 16}, "extra_body": {"allowed_sizes": [3, 16]}}, "allowed_sizes"),
@@ -83,13 +50,10 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
 async def test_more_devices_than_any_node_has_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
     # A second node makes the box larger, but not the largest job: its ranks are all on one node.
     control.scheduler.devices = control.scheduler.devices + joined(control, "n1", 4)
-    with pytest.raises(openai.BadRequestError, match="at most 8, which is all that the largest node") as refused:
+    with pytest.raises(openai.BadRequestError) as refused:
         await control.job(**fields)
     assert (refused.value.param, refused.value.code) == (param, "insufficient_devices")
-    assert (
-        "appliance join" in refused.value.message
-        and jobs.page(control.db, viewer=None, after=None, limit=10).data == []
-    )
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(control: Control):
@@ -134,17 +98,6 @@ async def test_contradictions_are_refused_at_once(control: Control, fields: dict
     assert refused.value.param == param
 
 
-async def test_jobs_belong_to_the_owner_of_the_key_they_were_made_with(control: Control):
-    made = await ask(control, "POST", "/keys", json={"name": "laptop", "owner": "alice"})
-    assert made["owner"] == "alice"
-    assert (await ask(control, "POST", "/keys", json={"name": "ci"}))["owner"] == "ci"
-    control.http.headers["x-appliance-key-id"] = made["id"]
-    job_id = await control.job()
-    keys.revoke(control.db, "laptop")
-    (entry,) = (await ask(control, "GET", "/queue"))["data"]
-    assert (entry["id"], entry["owner"]) == (job_id, "alice"), "and stay theirs when the key is gone"
-
-
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
     jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])
@@ -162,20 +115,6 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     assert answer["owners"] == [{"owner": SCOPES["x-appliance-key-id"], "running": 1, "waiting": 2, "devices": 2}]
     jobs.set_wanted(control.db, third, "cancel")
     assert len((await ask(control, "GET", "/queue"))["data"]) == 2
-
-
-async def test_hold_and_release_are_idempotent_and_said(control: Control):
-    job_id = await control.job()
-    for _ in range(2):
-        assert (await ask(control, "POST", f"/jobs/{job_id}/hold"))["held"] is True
-    assert (await ask(control, "POST", f"/jobs/{job_id}/release"))["held"] is False
-    said = [text for text in await control.messages(job_id) if "operator" in text]
-    assert len(said) == 2 and f"`appliance job release {job_id}`" in said[0]
-    assert [name for name, _, _ in actions(control)] == ["job.hold", "job.hold", "job.release"]
-    jobs.set_phase(control.db, job_id, "failed")
-    error = (await ask(control, "POST", f"/jobs/{job_id}/hold", 409))["error"]
-    assert error["code"] == "invalid_job_state"
-    await ask(control, "POST", "/jobs/ftjob-none/hold", 404)
 
 
 async def test_a_job_is_changed_while_it_waits(control: Control):
@@ -210,40 +149,10 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
     assert error["param"] == param and jobs.get(control.db, job_id) == before and actions(control) == []
 
 
-async def test_only_admins_change_the_queue(control: Control):
-    job_id = await control.job()
-    for method, path in (("GET", "/queue"), ("PATCH", f"/jobs/{job_id}"), ("POST", f"/jobs/{job_id}/hold")):
-        answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES, json={"priority": 9})
-        assert answer.status_code == 403
-
-
-async def test_bounds_for_the_planner_never_contradict_each_other(control: Control):
-    job_id = await control.job(hyperparameters={"batch_size": 8})
-    row = jobs.get(control.db, job_id)
-    assert devices.bounds(row, 4) == (1, 8, (1, 2, 4, 8)), "it waits for the devices it may have one day"
-    jobs.update(control.db, job_id, min_devices=5, max_devices=6)
-    assert devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
-    jobs.update(control.db, job_id, allowed_sizes=None, min_devices=16, max_devices=None)
-    assert devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())
-
-
-@pytest.mark.parametrize(
-    ("wish", "sizes"),
-    [
-        ({}, [1, 2]),
-        ({"max_devices": 4}, [1, 2, 4]),
-        ({"min_devices": 4}, [4]),
-        ({"allowed_sizes": [4, 8]}, [4, 8]),
-    ],
-)
+@pytest.mark.parametrize(("wish", "sizes"), [({}, [1, 2]), ({"max_devices": 4}, [1, 2, 4]), ({"min_devices": 4}, [4])])
 async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
     control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
 ):
     monkeypatch.setattr(node_sizes, "host_cores", lambda: 2)
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=wish)
     assert jobs.get(control.db, job_id).allowed_sizes == sizes
-
-
-def test_sizes_of_tensor_parallel_keep_what_was_asked():
-    resolved = {"batch_size": 8, "micro_batch": 1, "tensor_parallel": 4}
-    assert devices.sizes(devices.Wish(), resolved, node_sizes.NodeSizes((8,), cores=2))[1] == [4]

@@ -11,16 +11,10 @@ import pytest
 
 from appliance.controller.batches import background_responses
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses import objects
 from appliance.store.objects import responses
-from tests.simulator.control_plane import LineReturned, SimulatedEngines
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.simulator.control_plane import LineReturned
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
@@ -32,7 +26,7 @@ def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
             raise given
         return given
 
-    engines(control).rule = rule
+    control.engines.rule = rule
 
 
 async def ended(control: Control, response_id: str) -> Any:
@@ -51,24 +45,24 @@ async def asked(control: Control, given: Any = "1+1?", model: str = "starter", *
 
 
 async def test_it_is_queued_at_once_and_answered_later(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
-    while not engines(control).models:
+    while not control.engines.models:
         await asyncio.sleep(0)
-    assert list(engines(control).models) == ["starter"]
+    assert list(control.engines.models) == ["starter"]
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
     assert caught.value.code == "previous_response_not_ready"
-    engines(control).lines = 4
+    control.engines.lines = 4
     found = await ended(control, made.id)
     assert (found.status, found.output_text, found.id) == ("completed", "2", made.id)
     assert found.background and found.created_at == made.created_at
-    body = engines(control).sent[0]
+    body = control.engines.sent[0]
     assert body["store"] is False and not {"background", "stream", "previous_response_id"} & set(body)
     row = responses.find(control.db, made.id)
-    assert row is not None and row.request is None and list(engines(control).models) == []
+    assert row is not None and row.request is None and list(control.engines.models) == []
 
 
 async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: Control):
@@ -77,7 +71,7 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
     made = await asked(control, "and 1?", previous_response_id=name(1))
     found = await ended(control, made.id)
     assert found.previous_response_id == name(1)
-    assert engines(control).sent[0]["input"] == [
+    assert control.engines.sent[0]["input"] == [
         {"type": "message", "role": "user", "content": "1+1?"},
         *answer(1)["output"],
         {"type": "message", "role": "user", "content": "and 1?"},
@@ -90,7 +84,6 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
 
 
 async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Control):
-    """Ten turns of 12 kB, which one request of at most 16 KiB could not have held, came to an engine as 120 kB."""
     scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
     previous: dict[str, str] = {}
     for _ in range(4):
@@ -98,7 +91,7 @@ async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Con
         previous = {"previous_response_id": made.id}
     assert made.status == "failed" and "begin a new one" in made.error.message
     most = 2 * control.context.config.json_body_bytes
-    assert max(len(json.dumps(body)) for body in engines(control).sent) < most
+    assert max(len(json.dumps(body)) for body in control.engines.sent) < most
     asked_by_gateway = await control.http.get("/internal/responses/context", params={"id": made.id})
     assert asked_by_gateway.json()["error"]["code"] == "context_length_exceeded"
 
@@ -117,7 +110,8 @@ async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control,
     assert found.status == "failed" and found.error.code == code and words in found.error.message
 
 
-async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):
+@pytest.mark.parametrize("verb", ["cancel", "delete"])
+async def test_cancelling_or_deleting_stops_the_engine(control: Control, verb: str):
     begun, stopped = asyncio.Event(), asyncio.Event()
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -128,84 +122,41 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
             stopped.set()
         raise AssertionError
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     made = await asked(control)
     await asyncio.wait_for(begun.wait(), 60)
     assert (await control.sdk.responses.retrieve(made.id)).status == "in_progress"
-    for _ in range(2):
-        assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
+    if verb == "cancel":
+        for _ in range(2):
+            assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
+    else:
+        await control.sdk.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await control.sdk.responses.retrieve(made.id)
     await asyncio.wait_for(stopped.wait(), 60)
     assert not unfinished(control)
-    begun.clear()
-    other = await asked(control, "2+2?")
-    await asyncio.wait_for(begun.wait(), 60)
-    await control.sdk.responses.delete(other.id)
-    assert not unfinished(control)
-    with pytest.raises(openai.NotFoundError):
-        await control.sdk.responses.retrieve(other.id)
-
-
-async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted_once(control: Control):
-    """A thread finds it and the loop goes on with what was found: a cancellation wrote over an answer that had come
-    meanwhile."""
-    background = control.app.state.background
-    scripted(control, EngineAnswer(200, answer(1, "2"), "v1"))
-    engines(control).lines = 0
-    made = await asked(control)
-    found_before = responses.find(control.db, made.id)
-    engines(control).lines = 1
-    assert (await ended(control, made.id)).status == "completed"
-    assert background.cancel(found_before).status == "completed"
-    assert (await control.sdk.responses.retrieve(made.id)).output_text == "2"
-    told = await asyncio.gather(*(control.http.delete(f"/v1/responses/{made.id}") for _ in range(4)))
-    assert sorted(one.status_code for one in told) == [200, 404, 404, 404]
-    assert responses.totals(control.db) == (0, 0)
 
 
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
     seen = [event async for event in stream]
-    kinds = [event.type for event in seen]
-    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
-    assert kinds[3:] == [
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    kinds = [event.type.removeprefix("response.") for event in seen]
+    assert kinds[:3] == ["created", "queued", "in_progress"]
+    assert kinds[3:6] == ["output_item.added", "content_part.added", "output_text.delta"]
+    assert kinds[6:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert [event.sequence_number for event in seen] == list(range(10))
     assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
     again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
 
 
-def test_events_never_change_while_a_response_goes_on():
-    call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
-    begun = objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
-    end = objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
-
-    def told(response: dict[str, Any], after: int = -1) -> list[bytes]:
-        return [event for _, event in objects.events(response, after)]
-
-    queued, going, done = told(begun), told({**begun, "status": "in_progress"}), told(end)
-    assert told(end, 3) == done[4:] and [place for place, _ in objects.events(end, 3)][0] == 4
-    kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in done]
-    assert len(queued) == 2 and len(going) == 3
-    assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
-    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
-    assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
-
-
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
-    engines(control).lines = 4
+    control.engines.lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
@@ -213,41 +164,7 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
     monkeypatch.setattr(background_responses, "DAY_S", 0.05)
-    engines(control).lines = 0
+    control.engines.lines = 0
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert list(engines(control).models) == [] == engines(control).sent
-
-
-async def test_background_response_ends_with_its_key(control: Control):
-    engines(control).lines = 0
-    key_id = control.as_key("ann")
-    made = await asked(control)
-    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
-    await control.context.tasks.idle("responses")
-    row = responses.find(control.db, made.id)
-    assert row is not None and row.status == "failed" and "was revoked" in row.response
-    assert list(engines(control).models) == [] == engines(control).sent
-
-
-async def test_what_is_not_for_here(control: Control):
-    engines(control).lines = 0
-    for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
-        refused = await control.http.post("/v1/responses", json=body)
-        assert refused.status_code == 400 and refused.json()["error"]["message"]
-    bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
-    assert bad.json()["error"]["code"] == "invalid_json"
-
-
-async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):
-    monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
-    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
-    engines(control).lines = 0
-    made = await asked(control)
-    follow = control.app.state.background.follow(made.id, -1)
-    assert (await anext(follow)).startswith(b"event: response.created\n")
-    assert (await anext(follow)).startswith(b"event: response.queued\n")
-    assert await anext(follow) == b": waiting\n\n"
-    await control.sdk.responses.cancel(made.id)
-    rest = [piece async for piece in follow]
-    assert rest[0].startswith(b"event: response.in_progress\n") and b"response.incomplete" in rest[-1]
+    assert list(control.engines.models) == [] == control.engines.sent

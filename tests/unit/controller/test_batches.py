@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import resource
+import threading
 import time
 from typing import Any
 
@@ -15,15 +14,16 @@ import pytest
 
 from appliance.controller.batches.answers import Answers
 from appliance.controller.bus import asking
-from appliance.controller.context import tasks
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import SimulatedEngines, change
-from tests.unit.controller.conftest import ADMIN, Control, disk_full, insert_model
+from tests.simulator.control_plane import change
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 URL = "/v1/chat/completions"
+ANSWER = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
+"""A line of an output file, without its custom_id."""
 
 
 def line(number: int, **changes: Any) -> dict[str, Any]:
@@ -40,11 +40,6 @@ def deep(levels: int) -> Any:
 
 def jsonl(rows: list[Any]) -> bytes:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
@@ -90,12 +85,12 @@ async def test_a_batch_answers_every_line_once(control: Control):
         assert row["error"] is None and row["response"]["status_code"] == 200
         number = row["custom_id"][1:]
         assert row["response"]["body"]["echo"]["messages"][0]["content"] == f"{number}+1?"
-    assert 1 < engines(control).most_at_once <= engines(control).lines
+    assert 1 < control.engines.most_at_once <= control.engines.lines
     file = await control.sdk.files.retrieve(batch.output_file_id)
     assert file.purpose == "batch_output" and file.filename == f"{batch_id}_output.jsonl"
     assert list(control.context.batches_dir.iterdir()) == []
     assert [b.id for b in (await control.sdk.batches.list()).data] == [batch_id]
-    assert list(engines(control).models) == []
+    assert list(control.engines.models) == []
 
 
 @pytest.mark.parametrize(
@@ -122,23 +117,21 @@ async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, 
     batch = await ended(control, await begun(control, rows))
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
-    assert engines(control).sent == [] and batch.output_file_id is None
+    assert control.engines.sent == [] and batch.output_file_id is None
 
 
-@pytest.mark.parametrize(("version", "status"), [("v1", "failed"), ("v2", "completed"), ("v3", "failed")])
-async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, status):
+@pytest.mark.parametrize(
+    ("version", "code"), [("v1", "model_version_not_served"), ("v2", None), ("v3", "model_not_found")]
+)
+async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, code):
     insert_model(control.db, "two", versions=("v1", "v2"))
     batch = await ended(control, await begun(control, [line(0, body={"model": f"two@{version}", "messages": []})]))
-    assert batch.status == status
-    if version == "v1":
-        (error,) = batch.errors.data
-        assert error.code == "model_version_not_served" and "`v2` of the model is" in error.message
-    elif version == "v3":
-        assert batch.errors.data[0].code == "model_not_found"
+    assert batch.status == ("failed" if code else "completed")
+    assert [error.code for error in (batch.errors.data if batch.errors else [])] == ([code] if code else [])
 
 
 async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(control: Control):
-    """Told before an engine starts for it; an adapter has the template of its base."""
+    """An adapter has the template of its base."""
     insert_model(control.db, "silent")
     models.update_version(control.db, "silent", "v1", meta={"chat_template": False})
     insert_model(control.db, "adapter")
@@ -146,17 +139,14 @@ async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(contr
     models.update_version(control.db, "adapter", "v1", meta=meta)
     for name in ("silent", "adapter"):
         batch = await ended(control, await begun(control, [line(0, body={"model": name, "messages": []})]))
-        (error,) = batch.errors.data
-        assert (batch.status, error.code) == ("failed", "model_not_supported") and "no chat template" in error.message
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "model_not_supported")
     prompts = [line(0, url="/v1/completions", body={"model": "silent", "prompt": "x"})]
     assert (await ended(control, await begun(control, prompts, "/v1/completions"))).status == "completed"
 
 
-@pytest.mark.parametrize(
-    ("given", "code"), [(["x"] * 128, None), ([[1]] * 128, None), ([1] * 5000, None), (["x"] * 129, "too_many_inputs")]
-)
+@pytest.mark.parametrize(("given", "code"), [(["x"] * 128, None), ([1] * 5000, None), (["x"] * 129, "too_many_inputs")])
 async def test_a_line_of_embeddings_has_few_inputs(control: Control, given, code):
-    """Their vectors are one answer, which is read and written on the controller's loop: 2,048 were up to 170 MB."""
+    """Their vectors are one answer, which is read and written on the controller's loop."""
     insert_model(control.db, "embedder", task="embed")
     rows = [line(0, url="/v1/embeddings", body={"model": "embedder", "input": given})]
     batch = await ended(control, await begun(control, rows, "/v1/embeddings"))
@@ -184,8 +174,8 @@ async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Con
     key_id = control.as_key("ann")
     rows = [line(0, url="/v1/responses", body={"model": "starter", "input": "x", "store": True})]
     assert (await ended(control, await begun(control, rows, "/v1/responses"))).status == "completed"
-    assert engines(control).asked_by == [key_id]
-    assert engines(control).sent == [{"model": "starter", "input": "x", "store": False}]
+    assert control.engines.asked_by == [key_id]
+    assert control.engines.sent == [{"model": "starter", "input": "x", "store": False}]
 
 
 async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, monkeypatch):
@@ -195,23 +185,21 @@ async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, 
     async def rule(_: dict[str, Any]) -> EngineAnswer:
         return EngineAnswer(429, spent)
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)
     assert (batch.status, batch.waiting_for) == ("in_progress", spent["error"]["message"])
-    engines(control).rule = None
+    control.engines.rule = None
     assert (await ended(control, batch_id)).request_counts.completed == 3
 
 
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
-            return EngineAnswer(
-                400, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}}
-            )
+            return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
         return None
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
     assert batch.status == "completed" and batch.request_counts.failed == 1
     (failed,) = await content(control, batch.error_file_id)
@@ -220,15 +208,15 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
 
 
 async def test_a_batch_waits_for_room_and_says_why(control: Control):
-    engines(control).lines = 0
+    control.engines.lines = 0
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)
     assert batch.status == "in_progress"
-    assert batch.waiting_for == "no engine of the model is awake" and engines(control).sent == []
-    assert list(engines(control).models) == ["starter"]
-    engines(control).lines = 2
+    assert batch.waiting_for == "no engine of the model is awake" and control.engines.sent == []
+    assert list(control.engines.models) == ["starter"]
+    control.engines.lines = 2
     assert (await ended(control, batch_id)).request_counts.completed == 3
-    assert engines(control).most_at_once <= 2
+    assert control.engines.most_at_once <= 2
 
 
 async def _hang_after(control: Control, answered: int) -> None:
@@ -242,7 +230,7 @@ async def _hang_after(control: Control, answered: int) -> None:
             await asyncio.Event().wait()
         return None
 
-    engines(control).rule = rule
+    control.engines.rule = rule
 
 
 async def test_cancelling_keeps_what_was_answered(control: Control):
@@ -312,15 +300,15 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     await control.context.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
-    engines(control).rule = None
+    control.engines.rule = None
     kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
     answered_before = {json.loads(row)["custom_id"] for row in kept}
-    sent_before = len(engines(control).sent)
+    sent_before = len(control.engines.sent)
     storage.sweep(control.context)
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9
-    assert (batch.usage.total_tokens, len(engines(control).sent) - sent_before) == (45, 4)
+    assert (batch.usage.total_tokens, len(control.engines.sent) - sent_before) == (45, 4)
     rows = await content(control, batch.output_file_id)
     assert sorted(row["custom_id"] for row in rows) == [f"r{n}" for n in range(9)]
     assert {row["custom_id"] for row in rows[:5]} == answered_before
@@ -332,33 +320,12 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     await until(control, batch_id, lambda b: b.status == "in_progress")
     await control.context.tasks.stop()
     answers = Answers(control.context.batches_dir, batch_id)
-    answers.append(
-        [
-            {
-                "id": "batch_req_1",
-                "custom_id": "r0",
-                "error": None,
-                "response": {"status_code": 200, "request_id": "req_1", "body": {}},
-            }
-        ]
-    )
+    answers.append([ANSWER | {"custom_id": "r0"}])
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
-
-
-async def test_batch_resumed_under_stricter_check_fails_with_its_answers(control: Control):
-    await _hang_after(control, 1)
-    batch_id = await begun(control, [line(n) for n in range(3)])
-    await until(control, batch_id, lambda b: b.request_counts.completed == 1)
-    await control.context.tasks.stop()
-    change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 2}))
-    control.context.tasks.resume()
-    batch = await ended(control, batch_id)
-    assert (batch.status, batch.errors.data[0].code, batch.errors.data[0].line) == ("failed", "too_many_requests", 3)
-    assert len(await content(control, batch.output_file_id)) == 1
 
 
 async def test_failed_batch_keeps_its_answers(control: Control):
@@ -369,7 +336,7 @@ async def test_failed_batch_keeps_its_answers(control: Control):
             await may_fail.wait()
             raise RecursionError
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
     batch_id = await begun(control, [line(0), line(1), line(2, body=odd)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)
@@ -379,61 +346,30 @@ async def test_failed_batch_keeps_its_answers(control: Control):
     assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
 
 
-async def test_batch_whose_end_could_not_be_stored_leaves_no_file_without_row(control: Control, monkeypatch):
-    monkeypatch.setattr(tasks, "ROOM_EVERY_S", 0.0)
-    real, full = batches.update, [True]
+async def test_batch_counts_are_written_off_the_loop(control: Control, monkeypatch):
+    real, writers = batches.update, set[int]()
 
     def update(*arguments: Any, **changes: Any) -> None:
-        if full and changes.get("status") == "completed":
-            full.clear()
-            raise disk_full()
+        if "completed" in changes and "status" not in changes:
+            writers.add(threading.get_ident())
         real(*arguments, **changes)
 
     monkeypatch.setattr(batches, "update", update)
     batch = await ended(control, await begun(control, [line(0)]))
-    assert batch.status == "completed" and not full
-    names = {path.name for path in control.context.files_dir.iterdir()}
-    assert names == {batch.input_file_id, batch.output_file_id}
+    assert batch.request_counts.completed == 1 and writers and threading.get_ident() not in writers
 
 
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
-    answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
     answers = Answers(tmp_path, "batch_1")
-    answers.append([answer | {"custom_id": "r0"}])
+    answers.append([ANSWER | {"custom_id": "r0"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            answers.append([answer | {"custom_id": "r1"}])
+            answers.append([ANSWER | {"custom_id": "r1"}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    answers.append([answer | {"custom_id": "r2"}])
+    answers.append([ANSWER | {"custom_id": "r2"}])
     answers.close()
-    again = Answers(tmp_path, "batch_1")
-    assert again.custom_ids == {"r0", "r2"}
-
-
-def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):
-    """The good answers were written, the refused ones not, and all of them again with the next try."""
-    made = {"id": "batch_req_1", "error": None}
-    lines = [
-        made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
-        for status in (200, 400)
-    ]
-    answers, real, fails = Answers(tmp_path, "batch_1"), os.fsync, [False, True]
-
-    def sync(handle):
-        if fails and fails.pop(0):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    with pytest.raises(OSError, match="No space"):
-        answers.append(lines)
-    answers.append(lines)
-    answers.close()
-    again = Answers(tmp_path, "batch_1")
-    again.close()
-    assert (again.completed, again.failed) == (1, 1)
-    assert [path.read_text().count("\n") for path in (again.output_path, again.error_path)] == [1, 1]
+    assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}

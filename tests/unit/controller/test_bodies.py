@@ -49,7 +49,6 @@ async def _in_pieces(text: bytes) -> Any:
     ],
 )
 async def test_a_body_is_no_deeper_than_it_can_be_written(control: Control, path: str, body: str):
-    """It was a 500, from where the body was kept."""
     deep = body.replace("%s", "[" * 300 + "]" * 300)
     refused = await control.http.post(path, content=deep, headers={"content-type": "application/json"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.controller.models.canaries import decide, p95_s
+from appliance.controller.models.canaries import decide
 from appliance.gateway.access.load import bucket
 from appliance.store.rows import CanaryRow
 
@@ -41,9 +41,3 @@ def test_canary_with_a_p95_beyond_the_ratio_is_rolled_back_when_its_time_is_over
     assert verdict(load(60, whole_s=2.0), old, now_s=599.0) == "wait"
     assert verdict(load(60, first_s=0.12), old) == "promote"
     assert verdict(load(60, first_s=0.004), load(540, first_s=0.001)) == "promote", "within the slack"
-
-
-def test_p95_is_the_upper_end_of_its_bucket():
-    assert p95_s({}) is None and p95_s({3: 0}) is None
-    assert p95_s({0: 95, 40: 5}) == 0.001
-    assert p95_s({0: 94, 4: 6}) == 0.002

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -110,15 +109,3 @@ async def test_a_completion_is_no_response_and_a_response_no_completion(control:
         url = f"/v1/chat/completions/{name(1)}{rest}"
         assert (await control.http.request(method, url)).status_code == 404
     assert responses.totals(control.db)[0] == 3
-
-
-async def test_it_counts_among_stored_responses_and_goes_with_them(control: Control):
-    await send(control, completion("chatcmpl-1", text="ä" * 1000), copy(1))
-    number, size = responses.totals(control.db)
-    assert number == 2 and size > 2000
-    await control.sdk.chat.completions.update("chatcmpl-1", metadata={"use": "größe"})
-    row = responses.find(control.db, "chatcmpl-1")
-    assert row is not None and row.bytes == responses.bytes_of(row.input, row.response, '{"use":"größe"}')
-    assert responses.totals(control.db)[1] - size == len('{"use":"größe"}'.encode())
-    control.app.state.responses.keep_house(time.time())  # made at the second 7
-    assert responses.totals(control.db) == (0, 0)

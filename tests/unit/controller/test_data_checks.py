@@ -3,14 +3,12 @@
 import asyncio
 import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller import data_checks
-from appliance.store.objects import files, models, tasks
-from tests.train_support.tiny import tokenizer
+from appliance.store.objects import tasks
 from tests.unit.controller.conftest import Control
 
 
@@ -66,8 +64,7 @@ async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}],
+    "body", [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}]
 )
 async def test_bad_requests_are_refused(control: Control, body: dict):
     made = await control.upload(TWICE)
@@ -97,42 +94,3 @@ async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert begun[0].returncode == -signal.SIGKILL
-
-
-async def test_owners_take_turns(control: Control, checks: data_checks.DataWork, monkeypatch: pytest.MonkeyPatch):
-    made, checked, may_go_on = dict[str, str](), list[str](), asyncio.Event()
-
-    async def process(file_id: str, options: dict[str, Any]) -> dict[str, Any]:
-        await may_go_on.wait()
-        checked.append(made[file_id])
-        return {}
-
-    monkeypatch.setattr(checks, "_process", process)
-    for owner in ("ann", "bob"):
-        control.as_key(owner)
-        for number in range(2):
-            made[await control.upload(TWICE * (number + 1))] = f"{owner}{number}"
-    may_go_on.set()
-    await control.context.tasks.idle("data_checks")
-    assert checked == ["ann0", "bob0", "ann1", "bob1"]
-
-
-async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control, checks: data_checks.DataWork):
-    made = await control.upload(TWICE)
-    (control.context.files_dir / made).unlink()
-    await control.context.tasks.idle("data_checks")
-    row = files.find(control.db, made, viewer=None, now_s=0)
-    assert row is not None and row.check_status == "failed"
-    assert str(control.context.files_dir) not in json.dumps(row.data_check)
-
-
-@pytest.mark.usefixtures("checked_here")
-async def test_tokens_are_counted_by_a_model(control: Control, tmp_path: Path):
-    wordy = "{% for m in messages %}" + "You are a helpful fox. " * 40 + "{{ m['content'] }}{% endfor %}"
-    tokenizer(wordy).save_pretrained(tmp_path / "v1")
-    made = await control.upload(TWICE)
-    refused = await control.http.post(f"/v1/files/{made}/check", json={"model": "starter"})
-    assert refused.json()["error"]["code"] == "model_not_ready"
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
-    report = await asked(control, f"/v1/files/{made}/check", {"model": "starter", "max_tokens": 300})
-    assert report["tokens"]["exact"] and report["checks"]["too_long"]["count"] == 3, "its template is long"

@@ -17,9 +17,9 @@ from appliance.store.rows import (
     JobMetricRow,
     JobRow,
 )
-from appliance.store.upkeep import holdings, retention
+from appliance.store.upkeep import retention
 from tests.unit.controller.conftest import Control
-from tests.unit.controller.test_evals import CHECK, ended, given, made
+from tests.unit.controller.test_evals import CHECK, given, made
 
 ITEM_BYTES = 128 << 10
 
@@ -72,16 +72,3 @@ async def test_a_run_that_is_deleted_under_way_ends(control: Control):
     await control.context.tasks.idle("eval_runs")
     assert rows(control.db, "eval_runs") == rows(control.db, "eval_items") == 0
     assert control.context.background.degraded() == []
-
-
-async def test_runs_that_hold_nothing_count_what_they_were_asked_with(control: Control):
-    """What a run says beside its items is up to 256 KiB, which no bound counted: neither for a run that failed."""
-    key_id = control.as_key("carol")
-    eval_id = await made(control)
-    file_id = await control.upload(b"{}\n", purpose="user_data")
-    source = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
-    run = await ended(control, eval_id, source)
-    assert run.status == "failed"
-    assert holdings.size(control.db, key_id) >= len(file_id)
-    kept = evals.find_run(control.db, (await ended(control, eval_id, given(("a" * 1000, "a")))).id)
-    assert kept is not None and 1000 < kept.bytes < 2500

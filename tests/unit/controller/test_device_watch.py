@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
@@ -52,14 +49,6 @@ def test_two_deaths_cordon_and_undrain_forgives(db, watch):
     assert cordoned(db) == ["n0/7"] and faults(db) == {}
     watch.died(("n0/3",), "job b", "died")
     assert cordoned(db) == ["n0/7"], "counted anew"
-
-
-def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
-    for _ in range(2):
-        watch.died(("n0/3",), "job a", "died")
-    again = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
-    again.judge()
-    assert cordoned(db) == ["n0/3"] and list(faults(db)) == ["n0/3"]
 
 
 class Clock:
@@ -136,23 +125,6 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
     assert faults(db) == {"n0/3": "had 1 uncorrected memory error"}
 
 
-async def test_the_newest_reading_is_shown_of_devices_that_answer_on_nodes_that_are_there(db):
-    clock = Clock([{"temperature_c": 50}])
-    watch = clock.watch(db)
-    await watch.look(clock)
-    clock.read = [{"temperature_c": 61, "power_w": 300.0}]
-    await watch.look(clock)
-    (shown,) = metered([{"id": "n0/3"}], watch.newest())
-    assert (shown["meters"]["temperature_c"], shown["meters"]["power_w"], shown["meters"]["busy"]) == (61, 300.0, None)
-    clock.read = [{"lost": "GPU is lost"}]
-    await watch.look(clock)
-    assert metered([{"id": "n0/3"}], watch.newest()) == [{"id": "n0/3", "meters": None}]
-    clock.read = [{"temperature_c": 50}]
-    await watch.look(clock)
-    watch.node_changed("n0", "lost", ())
-    assert watch.newest() == {}
-
-
 DEVICES = logical_devices(2, "n1")
 
 
@@ -197,21 +169,6 @@ def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, wat
     assert len(told(db)) == 3, "said once"
 
 
-def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch, caplog):
-    """The disk was full: who told of the death failed instead of telling the end of the job."""
-
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(box, "put", full)
-        for _ in range(3):
-            watch.died(("n0/3",), "job a", "died")
-    assert "cannot be cordoned now" in caplog.text and watch.nudges == []
-    watch.judge()
-    assert cordoned(db) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
-
-
 def gpus(*uuids, unfit=()):
     return tuple(
         Device(f"n0/{n}", "n0", n, "cuda", uuid=uuid, unfit="does not answer" if n in unfit else "")
@@ -254,9 +211,3 @@ def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
-
-
-def test_logical_devices_leave_no_identity(db, watch):
-    cordons.drain(db, "n0/1", "", "ann", 1.0)
-    watch.found(logical_devices(4))
-    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading import scoring
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import Saying, Teaching
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import LineReturned, SimulatedEngines, teaching_of
+from tests.simulator.control_plane import LineReturned, teaching_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
@@ -55,11 +53,6 @@ def taught(control: Control, tmp_path: Path) -> Control:
     return control
 
 
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
-
-
 def method(teacher: Any = "teacher", **hyperparameters: Any) -> Any:
     block = {"hyperparameters": {"max_completion_tokens": 16, **hyperparameters}}
     return {"type": "distillation", "distillation": block if teacher is None else {"teacher": teacher, **block}}
@@ -91,25 +84,22 @@ async def test_a_job_of_a_teacher_is_validated_and_shows_it(taught: Control):
 
 
 @pytest.mark.parametrize(
-    ("teacher", "fields", "param", "says"),
+    ("teacher", "fields", "param"),
     [
-        (None, {}, "method.distillation.teacher", "Missing required parameter: 'method.distillation.teacher'"),
-        (["teacher"], {}, "method.distillation.teacher", "expected the name of a model"),
-        ("nobody", {}, "method.distillation.teacher", "'nobody' does not exist"),
-        ("teacher@v9", {}, "method.distillation.teacher", "'teacher@v9' does not exist"),
-        ("anns", {}, "method.distillation.teacher", "does not exist or you do not have access"),
-        ("embedder", {}, "method.distillation.teacher", "makes embeddings"),
-        ("teacher", {"max_length": 2048}, "method.distillation.teacher", "at most 1,023 tokens .* is 2,048"),
-        ("teacher", {"samples": 65}, "method.distillation.hyperparameters.samples", "samples"),
+        (None, {}, "teacher"),
+        (["teacher"], {}, "teacher"),
+        ("nobody", {}, "teacher"),
+        ("teacher@v9", {}, "teacher"),
+        ("anns", {}, "teacher"),
+        ("embedder", {}, "teacher"),
+        ("teacher", {"max_length": 2048}, "teacher"),
+        ("teacher", {"samples": 65}, "hyperparameters.samples"),
     ],
 )
-async def test_who_cannot_teach_is_refused_in_words(
-    taught: Control, teacher: Any, fields: dict[str, Any], param: str, says: str
-):
+async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields: dict[str, Any], param: str):
     models.update(taught.db, "teacher", max_model_len=1024)
     refused = await asked(taught, method(teacher, **fields))
-    error = refused.json()["error"]
-    assert refused.status_code in (400, 404) and error["param"] == param and re.search(says, error["message"]), error
+    assert refused.status_code in (400, 404) and refused.json()["error"]["param"] == f"method.distillation.{param}"
     assert jobs.list_unfinished(taught.db) == []
 
 
@@ -143,96 +133,70 @@ def question(*answers: list[int]) -> dict[str, Any]:
 async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
     key_id = taught.as_key("ann", owner="ann")
     job_id, teach = await made(taught), teaching_of(taught.context)
-    engines(taught).rule = scored
+    taught.engines.rule = scored
     told = await teach(job_id, question([3, 4], [2]))
     assert told == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
-    assert engines(taught).asked_by == [key_id] * 2
+    assert taught.engines.asked_by == [key_id] * 2
     keys.revoke(taught.db, key_id)
     assert "revoked" in (await teach(job_id, question([3])))["failed"]
     assert "not known any more" in (await teach("ftjob-none", question([3])))["failed"]
 
 
-async def test_what_has_taught_is_named_by_its_version(taught: Control):
+async def test_what_has_taught_is_named_by_its_version(taught: Control, events: JobEvents):
     """A name may be another version's by the end of a job."""
     job_id, teach = await made(taught), teaching_of(taught.context)
-    events = JobEvents(taught.db, taught.context.files_dir, "local")
     versions = ["v2", "v1", "v1", ""]
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         return replace(await scored(body), version=versions.pop(0))
 
-    engines(taught).rule = rule
+    taught.engines.rule = rule
     events.started(job_id, ["n0/0"], resumed=False)
     for _ in range(2):
         await teach(job_id, question([3], [4]))
     shown = (await taught.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
     assert shown["method"]["distillation"]["teacher"] == "teacher" and shown["teacher_versions"] == ["v1", "v2"]
-    listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()["data"]
-    assert listed[0]["teacher_versions"] == ["v1", "v2"]
     version = {"event": "published", "version": "step-10", "path": "/dev/shm/x", "step": 10, "bytes": 10, "epoch": 1}
     events.ingest(job_id, version)
     found = models.find_version(taught.db, jobs.get(taught.db, job_id).output_model, "step-10")
     assert found is not None and found.meta["teacher"] == {"model": "teacher", "versions": ["v1", "v2"]}
 
 
-async def test_a_teacher_that_fails_is_told_of_in_words_and_once(taught: Control):
-    job_id = await made(taught)
-    left: list[Any] = [
-        EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}}),
-        LineReturned("EngineCore died", yielded=False),
-    ]
+async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
+    job_id, teach = await made(taught), teaching_of(taught.context)
+    given: list[Any] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
-        given = left.pop(0)
-        if isinstance(given, Exception):
-            raise given
-        return given
+        if isinstance(answer := given.pop(0), Exception):
+            raise answer
+        return EngineAnswer(200, {"choices": [answer], "usage": {}}) if isinstance(answer, dict) else answer
 
-    engines(taught).rule = rule
-    teach = teaching_of(taught.context)
-    assert "maximum context length is 8" in (await teach(job_id, question([3])))["errors"][0]
-    ended = await teach(job_id, question([3]))
-    assert "cannot be shown to its teacher teacher" in ended["failed"] and "EngineCore died" in ended["failed"]
-    assert not left
-    for value in (None, -9999.0, "x"):
-        place = {"3": {"logprob": value}}
-        left.append(EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, {}, place]}], "usage": {}}))
-        (error,) = (await teach(job_id, question([3])))["errors"]
-        assert error == f"the teacher gave {value} as the log-probability of token 3"
-    left += [EngineAnswer(200, {"choices": [{"text": "?"}], "usage": {}})] * 2
-    for _ in range(2):
-        assert (await teach(job_id, question([3])))["errors"] == [
-            "the teacher gave an answer without 'prompt_logprobs'"
-        ]
+    taught.engines.rule = rule
+    odd = [{"prompt_logprobs": [None, {}, {"3": {"logprob": value}}]} for value in (None, -9999.0, "x")]
+    refused = EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}})
+    for answer in (refused, *odd, {"text": "?"}, {"text": "?"}):
+        given.append(answer)
+        assert all((await teach(job_id, question([3])))["errors"]), answer
     said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
     assert len(said) == 5 and "maximum context length is 8" in said[0], "the same words once"
+    given.append(LineReturned("EngineCore died", yielded=False))
+    assert "EngineCore died" in (await teach(job_id, question([3])))["failed"]
 
 
 async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
-    job_id = await made(taught)
-    engines(taught).lines, engines(taught).rule = 0, scored
-    context = taught.context
+    """Without engines it stands still: its events have to say so."""
+    job_id, context = await made(taught), taught.context
+    taught.engines.lines, taught.engines.rule = 0, scored
     answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking, after_s=0.01)
     asking = asyncio.create_task(Teaching(context.db, answers, saying).teach(job_id, question([3])))
     async with asyncio.timeout(60):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)
-    (said,) = [text for text in await taught.messages(job_id) if "waits for its teacher" in text]
-    assert said.endswith("waits for its teacher teacher, up to 60 minutes: no engine of the model is awake")
-    engines(taught).lines = 4
+    taught.engines.lines = 4
     assert (await asking)["log_probs"] == [[-0.3]]
 
 
-def test_an_answer_has_a_number_for_each_of_its_tokens():
-    places = [None, {"8": {"logprob": -1.5}}, {"3": {"logprob": 0}}]
-    assert scoring.read({"choices": [{"prompt_logprobs": places}]}, [7, 8, 3], 2) == [-1.5, 0.0]
-    for broken in ({}, {"choices": []}, {"choices": [{"prompt_logprobs": places[:2]}]}, {"choices": [{}]}):
-        with pytest.raises(ValueError, match="log-prob|without|choices|unpack"):
-            scoring.read(broken, [7, 8, 3], 2)
-
-
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):
-    """It was deleted, and the job failed at its next step."""
     taught.as_key("ann")
     judge = {"type": "score_model", "name": "j", "model": "teacher@v1", "input": [{"role": "user", "content": "x"}]}
     several = {"type": "multi", "name": "m", "calculate_output": "j", "graders": {"j": judge}}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.main import _of_engines
 from appliance.store.objects import models
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
@@ -42,13 +40,3 @@ def test_an_engine_may_be_placed_on_any_device_and_is_sized_for_the_smallest(siz
 def test_a_models_own_share_is_one_of_the_smallest_too(size):
     assert size(LARGE, SMALL, gpu_memory=0.5).room_bytes == 12 * GIB
     assert size(LARGE, LARGE, gpu_memory=0.5).room_bytes == 40 * GIB
-
-
-def test_devices_of_nodes_that_joined_count_if_engines_can_be_on_them():
-    away = Device("n1/0", "n1", 0, "cuda", "L4", 22 * GIB)
-    logical = Device("n2/0", "n2", 0, "cpu", "logical CPU device", GIB)
-
-    nodes = SimpleNamespace(devices=(LARGE, away, logical))
-    assert [device.id for device in _of_engines((LARGE, SMALL), nodes)] == ["n0/0", "n0/1", "n0/0", "n1/0"]
-    nodes.devices = ()
-    assert _of_engines((LARGE, SMALL), nodes) == [LARGE, SMALL], "before nodes have answered home's are known"

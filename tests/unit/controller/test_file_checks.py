@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from appliance.controller.files import storage
-from appliance.controller.jobs import validation
 from tests.train_support.tiny import tokenizer
-from tests.unit.controller.conftest import Control, chat_lines
+from tests.unit.controller.conftest import chat_lines
 from tests.unit.controller.test_jobs import PAIR
 from train.data.check import check_training_file
 from train.methods import check_process
-from train.methods.check_process import ANY, check_apart
+from train.methods.check_process import check_apart
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
@@ -38,42 +34,6 @@ def test_the_same_tokens_are_counted_in_a_process_of_its_own(tmp_path: Path, che
     assert check_apart(source, method="dpo", tokenizer=model, cut_at=64) == here
 
 
-def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
-    source = tmp_path / "in"
-    heard: list[tuple[int, float]] = []
-    source.write_bytes(chat_lines())
-    assert check_apart(source, heard=lambda *far: heard.append(far)).ok
-    (first,) = heard
-    assert first[0] == 1 and 0 < first[1] < 0.5
-    check_training_file(source, heard=lambda *far: heard.append(far))
-    assert heard[-1] == (12, pytest.approx(1.0)) and len(heard) == 13
-
-
-async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(control: Control, monkeypatch):
-    monkeypatch.setattr(validation, "TELL_EVERY_S", 0.001)
-    checked, told = storage.checked, asyncio.Event()
-    said = validation.add_message
-
-    async def slow(*given: Any, heard: Any = None, **more: Any) -> Any:
-        if heard is not None:
-            await told.wait()
-            told.clear()
-            heard(1234, 0.421)
-            await told.wait()
-        return await checked(*given, **more)
-
-    def add_message(*given: Any, **more: Any) -> None:
-        said(*given, **more)
-        told.set()
-
-    monkeypatch.setattr(storage, "checked", slow)
-    monkeypatch.setattr(validation, "add_message", add_message)
-    messages = await control.messages(await control.job())
-    assert messages[1] == "train.jsonl is being checked"
-    assert "train.jsonl is being checked: 1,234 examples so far, 42 % of the file" in messages
-    assert messages[-1].startswith("Files validated, 12 training examples")
-
-
 def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
@@ -85,23 +45,3 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
     source.unlink()
     with pytest.raises(FileNotFoundError):
         check_apart(source)
-
-
-async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):
-    apart: list[Path] = []
-    methods: list[str] = []
-
-    def seen(path: Path, chat_path: Path | None, method: str, *counted: object):
-        assert counted[:2] == (None, None)
-        methods.append(method)
-        apart.append(path)
-        return check_training_file(path, chat_path=chat_path)
-
-    monkeypatch.setattr(storage, "check_apart", seen)
-    await control.job()
-    assert not apart
-    monkeypatch.setattr(storage, "APART_FROM_BYTES", 1)
-    job_id = await control.job()
-    assert len(apart) == 2 and methods == [ANY, "supervised"], "an upload names no method yet"
-    lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["messages"][0]["role"] == "user"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from appliance.controller.admin.owners import forget
-from appliance.controller.files import storage
-from appliance.store.objects import jobs, models, responses
-from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
+from appliance.store.objects import jobs, models
+from appliance.store.records import audit, box, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
 SECRET = b"what annabel taught"
+LINE = (
+    b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
+    b'"body": {"model": "starter", "messages": []}}\n'
+)
 
 
 async def ask(control: Control, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -24,77 +28,54 @@ async def ask(control: Control, status: int = 200, **body: Any) -> dict[str, Any
 
 
 class Person:
+    """With two keys, and something of everything once `acts` has run."""
+
     def __init__(self, control: Control, name: str):
         self.control, self.name = control, name
-        self.rows = [
-            keys.create(control.db, name + more, ["inference", "fine_tuning"], name)[0] for more in ("", "-laptop")
-        ]
-        self.heads = [
-            {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference,fine_tuning"} for row in self.rows
-        ]
+        scopes = ["inference", "fine_tuning"]
+        self.rows = [keys.create(control.db, name + more, scopes, name)[0] for more in ("", "-laptop")]
+        self.heads = [{"x-appliance-key-id": row.id, "x-appliance-scopes": ",".join(scopes)} for row in self.rows]
 
     async def post(self, path: str, which: int = 0, **more: Any) -> dict[str, Any]:
         answer = await self.control.http.post(path, headers=self.heads[which], **more)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def does_something_of_everything(self) -> None:
-        taught = SECRET if self.name == NAME else b"other"
-        data = chat_lines() + chat_lines(1).replace(b"0+1?", taught)
-        sent = [
-            (f"{self.name}.jsonl", data),
-            (
-                "b.jsonl",
-                b'{"custom_id": "1", "method": "POST", "url": '
-                b'"/v1/chat/completions", "body": {"model": "starter", "messages": []}}\n',
-            ),
-        ]
-        self.file, given = [
-            (await self.post("/v1/files", n, files={"file": file}, data={"purpose": purpose}))["id"]
-            for n, (file, purpose) in enumerate(zip(sent, ("fine-tune", "batch"), strict=True))
-        ]
-        upload = await self.post(
-            "/v1/uploads", json={"bytes": 9, "filename": self.name, "mime_type": "text/plain", "purpose": "user_data"}
-        )
-        await self.post(f"/v1/uploads/{upload['id']}/parts", files={"data": ("d", b"x" * 9)})
-        self.job = (
-            await self.post(
-                "/v1/fine_tuning/jobs",
-                json={"model": "starter", "training_file": self.file, "metadata": {"who": self.name}},
-            )
-        )["id"]
+    async def make(self, path: str, which: int = 0, **body: Any) -> str:
+        return (await self.post(f"/v1/{path}", which, json=body))["id"]
+
+    async def upload(self, name: str, data: bytes, purpose: str, which: int = 0) -> str:
+        sent = {"files": {"file": (name, data)}, "data": {"purpose": purpose}}
+        return (await self.post("/v1/files", which, **sent))["id"]
+
+    async def acts(self) -> None:
+        db, name = self.control.db, self.name
+        data = chat_lines() + chat_lines(1).replace(b"0+1?", SECRET if name == NAME else b"other")
+        self.file = await self.upload(f"{name}.jsonl", data, "fine-tune")
+        given = await self.upload("b.jsonl", LINE, "batch", 1)
+        part = await self.make("uploads", bytes=9, filename=name, mime_type="text/plain", purpose="user_data")
+        await self.post(f"/v1/uploads/{part}/parts", files={"data": ("d", b"x" * 9)})
+        who = {"metadata": {"who": name}}
+        self.job = await self.make("fine_tuning/jobs", model="starter", training_file=self.file, **who)
         await self.control.settle()
-        self.batch = (
-            await self.post(
-                "/v1/batches",
-                1,
-                json={
-                    "completion_window": "24h",
-                    "endpoint": "/v1/chat/completions",
-                    "input_file_id": given,
-                    "metadata": {"who": self.name},
-                },
-            )
-        )["id"]
-        self.response = (
-            await self.post(
-                "/v1/responses", json={"model": "starter", "input": f"I am {self.name}", "background": True}
-            )
-        )["id"]
-        spent = {
-            "model": "starter",
-            "version": "v1",
-            "requests": 2,
-            "errors": 0,
-            "prompt_tokens": 3,
-            "completion_tokens": 4,
-        }
-        usage.add(self.control.db, [{"key": row.id, **spent} for row in self.rows], 7200.0)
-        await self.control.http.patch(f"/admin/v1/keys/{self.name}", headers=ADMIN, json={"requests_per_minute": 5})
-        made = f"ft:starter:local:mine:{'a' * 7}{len(self.name) % 10}"
-        insert_model(self.control.db, made, kind="fine-tuned", base="starter")
-        models.update(self.control.db, made, job_id=self.job)
-        self.model = made
+        batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
+        self.batch = await self.make("batches", 1, **batch, **who)
+        self.response = await self.make("responses", model="starter", input=f"I am {name}", background=True)
+        spent = {"model": "starter", "version": "v1", "requests": 2, "errors": 0}
+        spent |= {"prompt_tokens": 3, "completion_tokens": 4}
+        usage.add(db, [{"key": row.id, **spent} for row in self.rows], 7200.0)
+        await self.control.http.patch(f"/admin/v1/keys/{name}", headers=ADMIN, json={"requests_per_minute": 5})
+        self.model = f"ft:starter:local:mine:{'a' * 7}{len(name) % 10}"
+        insert_model(db, self.model, kind="fine-tuned", base="starter")
+        models.update(db, self.model, job_id=self.job)
+
+
+@pytest.fixture
+async def people(control: Control) -> list[Person]:
+    found = [Person(control, name) for name in (NAME, OTHER)]
+    for person in found:
+        await person.acts()
+    return found
 
 
 def written(control: Control) -> str:
@@ -111,10 +92,8 @@ def spent(control: Control) -> dict[str, int]:
     return {row.name: row.completion_tokens for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
-async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control):
-    ann, ben = Person(control, NAME), Person(control, OTHER)
-    for person in (ann, ben):
-        await person.does_something_of_everything()
+async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control, people: list[Person]):
+    ann, ben = people
     assert NAME in written(control) and SECRET.decode() in written(control)
     before = spent(control)
     assert before[NAME] >= 8 <= before[OTHER]
@@ -122,30 +101,25 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
 
     refused = await ask(control, 409)
     assert refused["error"]["code"] == "owner_busy" and ann.job in refused["error"]["message"]
-    assert len(control.gateway_keys) == 4  # nothing was done
     shown = (await control.http.get(f"/admin/v1/forget?owner={NAME}", headers=ADMIN)).json()
     # The batch and the response are answered meanwhile, at once or not.
     assert shown["unfinished"][0] == ann.job and {*shown["unfinished"]} <= {ann.job, ann.batch, ann.response}
     assert shown["models"] == [ann.model]
     assert shown["files"] == 2 + (ann.batch not in shown["unfinished"]), "with that of the batch's answers"
     assert (shown["uploads"], shown["batches"], shown["responses"], shown["jobs"]) == (1, 1, 1, 1)
-    assert len(control.gateway_keys) == 4
+    assert len(control.gateway_keys) == 4, "nothing was done"
 
     done = await ask(control, cancel=True)
     assert done["done"] and done["models"] == [ann.model] and done["models_deleted"] == []
     left = written(control)
     assert NAME not in left and SECRET.decode() not in left
     assert control.db.path.with_name("appliance.db-wal").stat().st_size == 0, "what is deleted stands in it for long"
-    assert len(control.gateway_keys) == 2 and control.scheduler.nudges[-1] == f"cancel of {ann.job}"
+    assert len(control.gateway_keys) == 2
     assert jobs.get(control.db, ann.job).phase == "cancelled" and models.find(control.db, ann.model) is not None
-    now = spent(control)
-    assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
     log = audit.page(control.db, after=None, limit=999).data
     assert len(log) == audited + 1 and (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
-    assert log[0].detail["models"] == 0
 
     assert OTHER in left and jobs.get(control.db, ben.job).metadata == {"who": OTHER}
-    assert responses.find(control.db, ben.response) is not None
     for path in (f"/v1/files/{ben.file}", f"/v1/batches/{ben.batch}", f"/v1/responses/{ben.response}"):
         assert (await control.http.get(path, headers=ben.heads[1 if "batch" in path else 0])).status_code == 200
 
@@ -155,20 +129,16 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
 
 
-async def test_models_of_the_files_go_when_asked_to(control: Control):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    assert deployments.find(control.db, ann.model) is None
-    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
-    assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
+async def test_models_of_the_files_go_when_asked_to(control: Control, people: list[Person]):
+    model = people[0].model
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [model]
+    assert models.find(control.db, model) is None and models.find(control.db, "starter") is not None
+    assert model in [name for name, _ in control.ops.removed], "from each tier too"
 
 
-async def test_what_trackers_keep_of_their_jobs_on_the_box_goes(control: Control):
-    ann, ben = Person(control, NAME), Person(control, OTHER)
-    for person in (ann, ben):
-        await person.does_something_of_everything()
+async def test_what_trackers_keep_of_their_jobs_on_the_box_goes(control: Control, people: list[Person]):
     kept = control.context.files_dir.parent / "tracking" / "wandb"
-    runs = [kept / f"offline-run-20260101_000000-{person.job}-0" for person in (ann, ben)]
+    runs = [kept / f"offline-run-20260101_000000-{person.job}-0" for person in people]
     for run in runs:
         (run / "files").mkdir(parents=True)
         (run / "files" / "config.yaml").write_text(NAME)
@@ -197,13 +167,11 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     assert asked[::-1] == changed == [who, who, OTHER]
 
 
-async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control):
-    ann, ben = Person(control, NAME), Person(control, OTHER)
-    for person in (ann, ben):
-        await person.does_something_of_everything()
+async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control, people: list[Person]):
+    ann, ben = people
     models.update(control.db, ann.model, owner=NAME)
     await ann.post(f"/v1/models/{ann.model}/share", json={"owners": [OTHER]})
-    job = (await ben.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ben.file}))["id"]
+    job = await ben.make("fine_tuning/jobs", model=ann.model, training_file=ben.file)
     await control.context.tasks.idle("responses", "batches", "validations")  # what ends meanwhile would be written
     before = written(control)
     refused = await ask(control, 409, cancel=True, models=True)
@@ -213,55 +181,28 @@ async def test_a_model_that_another_uses_is_named_before_anything_is_changed(con
     assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
 
 
-async def test_adapters_go_before_the_models_below_them_and_jobs_on_them_are_no_hindrance(control: Control):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
+async def test_adapters_go_before_the_models_below_them_and_jobs_on_them_are_no_hindrance(
+    control: Control, people: list[Person]
+):
+    ann = people[0]
     models.update(control.db, ann.model, owner=NAME)
-    job = await ann.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ann.file})
+    job = await ann.make("fine_tuning/jobs", model=ann.model, training_file=ann.file)
     insert_model(control.db, "ft:on-hers", kind="fine-tuned", base=ann.model, owner=NAME)
-    models.update(control.db, "ft:on-hers", job_id=job["id"])
+    models.update(control.db, "ft:on-hers", job_id=job)
     meta = {"adapter": {"base": ann.model, "base_version": "v1", "rank": 8}}
     models.update_version(control.db, "ft:on-hers", "v1", meta=meta)
     assert (await ask(control, cancel=True, models=True))["models_deleted"] == ["ft:on-hers", ann.model]
 
 
-async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control: Control, monkeypatch):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
+async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(
+    control: Control, people: list[Person], monkeypatch
+):
+    ann = people[0]
     jobs.set_phase(control.db, ann.job, "running")
     monkeypatch.setattr(forget, "ENDS_WITHIN_S", 0.0)
-    await asyncio.sleep(0)
     waiting = await ask(control, cancel=True)
     assert not waiting["done"] and ann.job in waiting["waits_for"]
-    assert control.gateway_keys == {} and (control.context.files_dir / ann.file).exists()
+    assert (control.context.files_dir / ann.file).exists()
     jobs.set_phase(control.db, ann.job, "cancelled")
     monkeypatch.setattr(forget, "ENDS_WITHIN_S", 20.0)
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
-
-
-async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):
-    """`ModelOps.remove` has every tier delete its copy, later where it cannot be reached now (test_tier_flow)."""
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    await ask(control, cancel=True, models=True)
-    assert ann.model in [name for name, _ in control.ops.removed]
-
-
-async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
-    """Its check took longer than forgetting did, and then the file was there, by name."""
-    ann, going_on, checking = Person(control, NAME), asyncio.Event(), asyncio.Event()
-    check = storage.checked
-
-    async def slow(*told: Any, **more: Any) -> Any:
-        checking.set()
-        await going_on.wait()
-        return await check(*told, **more)
-
-    monkeypatch.setattr(storage, "checked", slow)
-    sent = {"files": {"file": (f"{NAME}.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
-    upload = asyncio.create_task(control.http.post("/v1/files", headers=ann.heads[0], **sent))
-    await checking.wait()
-    assert (await ask(control))["done"]
-    going_on.set()
-    assert (await upload).status_code == 401
-    assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)

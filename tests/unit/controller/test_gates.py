@@ -11,19 +11,14 @@ import pytest
 from appliance.controller.gates import Gates, not_worse, threshold
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import jobs, models, tasks
+from appliance.store.objects import jobs, models
 from appliance.store.records import audit, deployments
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_evals import CHECK
-from tests.unit.controller.test_stable_names import active, published, run
+from tests.unit.controller.test_stable_names import active, run
 
 SCHEMA: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
 ITEMS = 12
-
-
-@pytest.fixture
-def events(control: Control) -> JobEvents:
-    return JobEvents(control.db, control.context.files_dir, "local")
 
 
 class Answers:
@@ -32,7 +27,7 @@ class Answers:
     def __init__(self, control: Control):
         self.right: dict[str, int] = {}
         self.asked: list[str] = []
-        control.context.asking.rule = self._rule  # type: ignore[attr-defined]
+        control.engines.rule = self._rule  # type: ignore[attr-defined]
 
     async def _rule(self, body: dict[str, Any]) -> EngineAnswer:
         self.asked.append(body["model"])
@@ -170,32 +165,19 @@ async def test_gate_after_a_restart_asks_nothing_twice_and_finds_what_answers(
 async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     control: Control, events: JobEvents, answers: Answers
 ):
-    failed = await gated(control, await evaluation(control))
+    evals = [await evaluation(control) for _ in range(3)]
+    failed, cancelled, deleted = [await gated(control, one, pass_rate_at_least=0.5) for one in evals]
     events.failed(failed, "training_failed", "x")
-    cancelled = await gated(control, await evaluation(control), pass_rate_at_least=0.5)
-    run(control, events, cancelled)
-    deleted_eval = await evaluation(control)
-    deleted = await gated(control, deleted_eval, pass_rate_at_least=0.5)
-    run(control, events, deleted)
-    await control.sdk.evals.delete(deleted_eval)
+    for job_id in (cancelled, deleted):
+        run(control, events, job_id)
+    await control.sdk.evals.delete(evals[2])
     await Gates(control.context).look()
     (run_id,) = gate(control, cancelled)["runs"].values()
     await control.sdk.evals.runs.cancel(run_id, eval_id=gate(control, cancelled)["eval_id"])
     await looked(control)
     for job_id in (failed, cancelled, deleted):
         assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("undecided", False)
-    assert (
-        active(control) is None
-        and jobs.gated(control.db) == []
-        and "eval_runs" not in {one.kind for one in tasks.list_all(control.db)}
-    )
-
-
-async def test_epochs_of_a_gated_job_do_not_answer(control: Control, events: JobEvents, answers: Answers):
-    job_id = await gated(control, await evaluation(control))
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, published(control, job_id, 10))
-    assert active(control) is None
+    assert active(control) is None and jobs.gated(control.db) == []
 
 
 async def test_what_cannot_be_a_gate_is_refused(control: Control, events: JobEvents, answers: Answers):

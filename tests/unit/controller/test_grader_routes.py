@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.grading import given, grader_routes
-from appliance.controller.grading import judged as judged_module
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import RolloutGrading, Saying
-from appliance.controller.http.peers import FromBox
+from appliance.controller.grading import questions
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.simulator.control_plane import LineReturned, SimulatedEngines, grading_of
-from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from tests.simulator.control_plane import LineReturned, grading_of
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
-from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.hosts import GraderHosts
 
 JUDGE: Any = {
     "type": "score_model",
@@ -31,11 +22,6 @@ JUDGE: Any = {
     "model": "starter",
     "input": [{"role": "user", "content": "{{item.q}}: {{sample.output_text}}"}],
 }
-
-
-def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.asking, SimulatedEngines)
-    return control.context.asking
 
 
 def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> list[dict[str, Any]]:
@@ -53,7 +39,7 @@ def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> lis
         used = {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29}
         return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
 
-    engines(control).rule = rule
+    control.engines.rule = rule
     return sent
 
 
@@ -78,51 +64,24 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
     assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
 
 
-async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused(control: Control):
-    validate = control.sdk.fine_tuning.alpha.graders.validate
-    nameless: Any = {name: value for name, value in CHECK.items() if name != "name"}
-    with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'grader.name'") as caught:
-        await validate(grader=nameless)
-    assert (caught.value.param, caught.value.code) == ("grader.name", "missing_required_parameter")
-    if worker.refusal():
-        return
-    good: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
-    await validate(grader=good)
-    for source in (
+@pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
+@pytest.mark.parametrize(
+    "source",
+    [
         "def grade(sample, item)\n    return 1",
-        "def grade(sample, item):\n    return 1\nreturn 2",
         "def grade(s, i): return " + "-" * 8_000 + "1",
         "import rdkit\ndef grade(sample, item):\n    return 1",
         "def grade(sample):\n    return 1",
         "async def grade(sample, item):\n    return 1",
-    ):
-        both: Any = {
-            "type": "multi",
-            "name": "m",
-            "calculate_output": "p",
-            "graders": {"p": {**good, "source": source}},
-        }
-        for grader, param in (({**good, "source": source}, "grader.source"), (both, "grader.graders.p.source")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await validate(grader=grader)
-            assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
-
-
-async def test_a_worker_that_breaks_of_itself_is_no_fault_of_what_was_asked(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(hosts_module, "_BEGIN", "raise SystemExit")
-    monkeypatch.setattr(given, "refusal", lambda: "")
-    body: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
-    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
-        await control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders.validate(grader=body)
-    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
-    config: Any = {"type": "custom", "item_schema": {"type": "object"}}
-    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
-        await control.sdk.with_options(max_retries=0).evals.create(
-            data_source_config=config, testing_criteria=[{**CHECK, "input": "1", "reference": "1"}]
-        )
-    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
+    ],
+)
+async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
+    bad: Any = {"type": "python", "name": "p", "source": source}
+    both: Any = {"type": "multi", "name": "m", "calculate_output": "p", "graders": {"p": bad}}
+    for grader, param in ((bad, "grader.source"), (both, "grader.graders.p.source")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await control.sdk.fine_tuning.alpha.graders.validate(grader=grader)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -143,47 +102,48 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
     key_id = control.as_key("carol")
-    clock = itertools.count()  # a second between two looks
-    monkeypatch.setattr(judged_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     sent = judged(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"q": "2+2"})
     assert found.reward == 0.75 and found.metadata.token_usage == 29
     assert found.metadata.sampled_model_name == "starter"
-    assert found.metadata.execution_time > 1, "with the time of the judge"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
-    assert list(engines(control).models) == [] and engines(control).asked_by == [key_id]
+    assert list(control.engines.models) == [] and control.engines.asked_by == [key_id]
 
 
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
-    refused = EngineAnswer(400, {"error": {"message": "too long"}})
-    judged(control, "it is good", refused)
-    graders = control.sdk.fine_tuning.alpha.graders
-    assert (
-        await graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    ).metadata.errors.api_model_grader_parse_error
-    errors = (await graders.run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors
-    assert errors.api_model_grader_server_error_details == "too long"
+    judged(control, "it is good", EngineAnswer(400, {"error": {"message": "too long"}}))
+    run = control.sdk.fine_tuning.alpha.graders.run
+    first, second = [(await run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors for _ in range(2)]
+    assert first.api_model_grader_parse_error and second.api_model_grader_server_error_details == "too long"
 
 
-async def test_a_judge_without_engines_says_so_in_time(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grader_routes, "ANSWER_WITHIN_S", 0.05)
-    engines(control).lines = 0
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    assert "no answer within" in (found.metadata.errors.api_model_grader_server_error_details or "")
+async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
+    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
+    bad, good = "it is good", '{"result": 1}'
+    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
+    grade = grading_of(control.context)
+    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
+        told = await grade(job_id, {"samples": [{"text": text, "item": {"q": ""}} for text in texts]})
+        assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
+    said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
+    assert ["too long" in text for text in said] == [False, True, False]
 
 
-async def test_judge_of_a_key_that_ends_says_so(control: Control):
-    key_id = control.as_key("carol")
-    engines(control).lines = 0
-    asking = asyncio.create_task(control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 60.0))
-    async with asyncio.timeout(60):
-        while not engines(control).models:
-            await asyncio.sleep(0)
-    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
-    assert (await asking).error == "the key that asks was revoked" and not engines(control).sent
+@pytest.mark.parametrize(("again_s", "times"), [(questions.SAY_AGAIN_S, 1), (0.0, 2)])
+async def test_graders_failure_at_parts_of_a_step_is_said_once_in_a_while(
+    control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
+):
+    monkeypatch.setattr(questions, "SAY_AGAIN_S", again_s)
+    job_id = await judged_job(control)
+    judged(control, "it is good", '{"result": 1}', "it is good")
+    grade = grading_of(control.context)
+    for text in "abc":
+        await grade(job_id, answers_of(text))
+    assert sum(text.startswith("the grader failed at ") for text in await control.messages(job_id)) == times
 
 
 async def judged_job(control: Control) -> str:
@@ -193,90 +153,3 @@ async def judged_job(control: Control) -> str:
 
 def answers_of(*texts: str) -> dict[str, Any]:
     return {"samples": [{"text": text, "item": {"q": ""}} for text in texts]}
-
-
-async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """It stood still for 74 s while its judge's engines were started again, and its events had not a word of it; after
-    five minutes without one (a mode `train`) it failed."""
-    job_id, context = await judged_job(control), control.context
-    judged(control, '{"result": 1}')
-    engines(control).lines, hosts = 0, GraderHosts()
-    answers = ModelAnswers(context.db, context.asking)
-    grading = RolloutGrading(context.db, hosts, answers, Saying(context.db, context.asking, after_s=0.01))
-    asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
-    try:
-        async with asyncio.timeout(60):
-            while not (said := [text for text in await control.messages(job_id) if "waits for its judge" in text]):
-                await asyncio.sleep(0)
-        assert said == ["the job waits for its judge starter, up to 60 minutes: no engine of the model is awake"]
-        engines(control).lines = 4
-        assert (await asking)["rewards"] == [1.0]
-    finally:
-        await hosts.stop()
-
-
-async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
-    """Of some answers of each step: the events had their share alone, whatever it was."""
-    job_id = await judged_job(control)
-    bad, good = "it is good", '{"result": 1}'
-    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
-    grade = grading_of(control.context)
-    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
-        told = await grade(job_id, answers_of(*texts))
-        assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
-    said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
-    assert ["too long" in text for text in said] == [False, True, False]
-    assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
-    assert "it is good" in said[0] and "it is good" in said[2]
-
-
-async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):
-    deep: Any = "x"
-    for _ in range(500):
-        deep = [deep]
-    with pytest.raises(openai.BadRequestError, match="nested deeper"):
-        await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item=deep)
-
-
-async def test_what_nobody_waits_for_any_more_is_ended(control: Control):
-    """The client has left, or its key was revoked: code of a grader ran on for an hour, and the judge was asked."""
-    begun, ended, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        raise AssertionError
-
-    engines(control).rule = rule
-    body = json.dumps({"grader": JUDGE, "model_sample": "4", "item": {"q": "2+2"}}).encode()
-    received, sent = [{"type": "http.request", "body": body, "more_body": False}], []
-
-    async def receive() -> Any:
-        if not received:
-            await left.wait()
-        return received.pop() if received else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/v1/fine_tuning/alpha/graders/run",
-        "query_string": b"",
-        "headers": [
-            (name.encode(), value.encode()) for name, value in (SCOPES | {"content-type": "application/json"}).items()
-        ],
-    }
-    asking = asyncio.create_task(FromBox(control.app)(scope, receive, send))
-    async with asyncio.timeout(30):
-        await begun.wait()
-        left.set()
-        await asking
-        await ended.wait()
-    assert sent[0]["status"] == 499

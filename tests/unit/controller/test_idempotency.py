@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.objects import models
 from appliance.store.records import audit, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
-from tests.unit.controller.test_admin import ask, ended
+from tests.unit.controller.test_admin import ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
@@ -77,37 +76,35 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-@pytest.mark.usefixtures("checked_here")
 async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Control):
-    """A retry was refused for a file that its first attempt had named, though that had been accepted."""
     control.as_key("ann", owner="ann")
     made = await bodies(control)
-    routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/responses", "/v1/evals/{eval_id}/runs")
-    named_none = routes[2:]
+    naming = ("/v1/batches", "/v1/fine_tuning/jobs")
     first = {}
-    for path in routes:
+    for path in (*naming, "/v1/responses", "/v1/evals/{eval_id}/runs"):
         answer = await control.http.post(made[path][0], headers=KEYED, **made[path][1])
-        assert answer.status_code < 300, answer.text
-        first[path] = answer.json()["id"]
+        first[path] = answer.raise_for_status().json()["id"]
     control.db.execute("UPDATE files SET owner = 'bob'")
     control.db.execute("UPDATE models SET owner = 'bob'")
-    for path in routes:
+    for path, made_first in first.items():
         url, same, _ = made[path]
-        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == first[path], path
-        assert (await control.http.post(url, **same)).status_code >= 400 or path in named_none, path
+        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == made_first, path
+        assert (await control.http.post(url, **same)).status_code >= 400 or path not in naming, path
     await control.settle()
 
 
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
-    first = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
-    again = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+
+    async def post(**headers: str) -> Any:
+        return await control.http.post("/v1/evals", json=body, headers=headers)
+
+    first, again = await post(**KEYED), await post(**KEYED)
     assert first.status_code == again.status_code == 201 and again.json() == first.json()
-    assert (await control.http.post("/v1/evals", json=body)).status_code == 413
-    deleted = await control.http.delete(f"/v1/evals/{first.json()['id']}")
-    assert deleted.status_code == 200
-    later = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+    assert (await post()).status_code == 413
+    (await control.http.delete(f"/v1/evals/{first.json()['id']}")).raise_for_status()
+    later = await post(**KEYED)
     assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
 
 
@@ -132,19 +129,6 @@ async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control
         refused = await control.http.post(url, **same)
         assert (refused.status_code, refused.json()["error"]["param"]) == (status, name), (path, refused.text)
     await control.settle()
-
-
-@pytest.mark.parametrize("more", [KEYED, {"x-stainless-retry-count": "1"}])
-async def test_a_file_that_is_there_is_told_of_though_no_more_may_come(control: Control, more: dict[str, str]):
-    control.as_key("ann", owner="ann", bounds={"bytes": 4})
-    body, post = form("file", b"abc", purpose="user_data"), control.http.post
-    first = await post("/v1/files", headers=KEYED, **body)
-    again = await post("/v1/files", headers=more, **body)
-    assert first.status_code == again.status_code == 200 and first.json() == again.json()
-    other = form("file", b"xyz", purpose="user_data")
-    refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
-    assert refused.status_code == 413, refused.text
-    assert len(list(control.context.files_dir.iterdir())) == 1
 
 
 async def repeated(control: Control, path: str, body: Any = None, **more: str) -> Any:
@@ -176,20 +160,3 @@ async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_it
     assert (await repeated(control, path, body)).json()["operation"]["id"] == first
     retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
     assert retried.status_code == 202 and retried.json()["operation"]["id"] != first
-
-
-async def test_promotion_repeated_after_it_succeeded_answers_the_same(control: Control, monkeypatch):
-    insert_model(control.db, "m", versions=("v3", "v2", "v1"))
-    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
-    await ask(control, "PUT", "/models/m/canary", json={"version": "v2"})
-
-    async def fails(model: str) -> dict[str, Any]:
-        raise SwapFailed(model, "v2", "no memory")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(control.scheduler, "converge_model", fails)
-        assert (await repeated(control, "/models/m/promote")).status_code == 409
-    assert (await repeated(control, "/models/m/promote")).json()["to"] == "v2"
-    again = await repeated(control, "/models/m/promote")
-    assert (again.status_code, again.json()["from"], again.json()["to"]) == (200, "v1", "v2")
-    assert models.find(control.db, "m").active_version == "v2"

@@ -8,11 +8,8 @@ import sys
 import pytest
 
 from appliance.config import load_config
-from appliance.controller.devices.lost_nodes import NODES
 from appliance.controller.main import Parts, build
 from appliance.paths import BoxPaths
-from appliance.store.records import box
-from scheduler.core.inventory import Device
 
 ENDS = """
 import asyncio, sys
@@ -31,8 +28,6 @@ main.main(["--config", "/nowhere", "--ray-address", "nowhere"])
 
 
 def test_it_ends_though_a_thread_goes_on():
-    """`down` waited two minutes for a model that was being made, killed the controller, and said that not all was
-    saved."""
     with subprocess.Popen([sys.executable, "-c", ENDS], stdin=subprocess.PIPE) as controller:
         assert controller.wait(60) == 0
 
@@ -53,29 +48,8 @@ def built(tmp_path):
         made.context.db.close()
 
 
-async def test_build_load_report_wakes_the_loop(built):
-    parts = built()
-    before = parts.loop.nudge()
-    for told in parts.context.bus.on_load:
-        told()
-    assert parts.loop.nudge() == before + 2
-
-
-async def test_build_usage_reaches_what_counts_it(built):
-    (take,) = built().context.bus.on_usage
-    with pytest.raises(KeyError):
-        take([{"key": 1}])
-
-
 @pytest.mark.parametrize(
     ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
 )
 async def test_build_names_the_endpoint_by_its_scheme(built, table, scheme):
-    """`appliance status` said http:// of an endpoint with TLS: who believed it sent a key in clear."""
     assert built(table).context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"
-
-
-async def test_build_joined_node_is_remembered(built):
-    parts = built()
-    parts.context.nodes._on_change("n1", "joined", (Device("n1/0", "n1", 0),))
-    assert list(box.get(parts.context.db, NODES, {})) == ["n1"]

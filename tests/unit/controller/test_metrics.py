@@ -46,61 +46,48 @@ async def test_box_at_rest(control: Control) -> None:
     assert ended == {"done": 0, "undone": 0, "failed": 0}, "there before the first one fails"
 
 
-async def test_jobs_devices_and_handovers(control: Control) -> None:
+async def test_jobs_and_devices(control: Control) -> None:
     running, waiting = await control.job(), await control.job()
-    jobs.set_phase(
-        control.db, running, "running", devices=["n0/0", "n0/1"], loss=1.5, tokens_per_s=900.0, step=3, total_steps=9
-    )
+    told = {"loss": 1.5, "tokens_per_s": 900.0, "step": 3, "total_steps": 9}
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], **told)
     control.scheduler.devices[0]["holder"] = {"kind": "job", "id": running}
     control.scheduler.devices[1]["health"] = "failed"
-    now_s = time.time()
-    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0)):
-        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, now_s + seconds), [])
-    handovers.insert(control.db, HandoverRow("4", "r", "running", now_s), [])
     found = await scrape(control)
     job = (("job", running), ("model", "starter"))
     assert found["appliance_job_loss", job] == 1.5 and found["appliance_job_tokens_per_second", job] == 900
     assert found["appliance_job_step", job] == 3 and found["appliance_job_devices", job] == 2
     assert ("appliance_job_energy_joules", job) not in found, "nothing counts it"
     assert ("appliance_job_gradient_norm", job) not in found, "no step has told it yet"
-    for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
-        job_records.upsert_metric(control.db, JobMetricRow(running, step, now_s, grad_norm=norm, learning_rate=rate))
-    told = await scrape(control)
-    assert (told["appliance_job_gradient_norm", job], told["appliance_job_learning_rate", job]) == (0.7, 1e-4)
-    jobs.add_energy(control.db, running, 250.0, 5.0)
-    assert (await scrape(control))["appliance_job_energy_joules", job] == 250
     assert not any(dict(labels).get("job") == waiting for _, labels in found)
     assert found["appliance_job_queue_length", ()] == 1
     assert found["appliance_devices", (("health", "ok"), ("holder", "job"))] == 1
     assert found["appliance_devices", (("health", "failed"), ("holder", "none"))] == 1
-    assert found["appliance_handover_seconds_count", (("outcome", "done"),)] == 2
-    assert round(found["appliance_handover_seconds_sum", (("outcome", "done"),)], 3) == 5
-    assert found["appliance_handover_seconds_count", (("outcome", "undone"),)] == 1
-    assert found["appliance_handovers_running", ()] == 1
+    for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
+        row = JobMetricRow(running, step, time.time(), grad_norm=norm, learning_rate=rate)
+        job_records.upsert_metric(control.db, row)
+    jobs.add_energy(control.db, running, 250.0, 5.0)
+    found = await scrape(control)
+    assert (found["appliance_job_gradient_norm", job], found["appliance_job_learning_rate", job]) == (0.7, 1e-4)
+    assert found["appliance_job_energy_joules", job] == 250
+
+
+async def test_counts_of_handovers_stay_when_old_ones_are_deleted(control: Control) -> None:
+    """A count that falls is an increase to Prometheus, of all that is left."""
+    now_s = time.time()
+
+    def add(number: int, state: str, seconds: float | None) -> None:
+        ended_s = None if seconds is None else now_s + seconds
+        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, ended_s), [])
+
+    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0), (4, "running", None)):
+        add(number, state, seconds)
+    assert (await scrape(control))["appliance_handovers_running", ()] == 1
     retention.delete_aged(control.db, "handovers", now_s + 60)
-    handovers.insert(control.db, HandoverRow("5", "r", "done", now_s, now_s + 0.5), [])
+    add(5, "done", 0.5)
     retention.delete_aged(control.db, "handovers", now_s + 60)
-    kept = await scrape(control)
-    counted = {state: kept["appliance_handover_seconds_count", (("outcome", state),)] for state in ("done", "undone")}
-    assert counted == {"done": 3, "undone": 1}, "a count that falls is an increase to Prometheus, of all that is left"
-    assert kept["appliance_handover_seconds_sum", (("outcome", "done"),)] == 5.5
-
-
-async def test_each_ranks_own_time_is_told_with_its_device(control: Control) -> None:
-    running = await control.job()
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/3"])
-
-    async def told() -> dict[tuple[str, str], float]:
-        found = [(dict(labels), value) for (name, labels), value in (await scrape(control)).items() if name == series]
-        return {(labels["rank"], labels["device"]): value for labels, value in found}
-
-    series = "appliance_job_rank_seconds"
-    job_records.upsert_metric(control.db, JobMetricRow(running, 1, time.time()))
-    assert await told() == {}, "ranks of an older release do not tell it"
-    job_records.upsert_metric(control.db, JobMetricRow(running, 2, time.time(), rank_seconds=[0.5, 0.75]))
-    assert await told() == {("0", "n0/0"): 0.5, ("1", "n0/3"): 0.75}
-    jobs.update(control.db, running, devices=["n0/0", "n0/3", "n0/4", "n0/5"])
-    assert await told() == {}, "the job has other devices and no step on them yet"
+    kept, series = await scrape(control), "appliance_handover_seconds"
+    counted = [kept[f"{series}_count", (("outcome", state),)] for state in ("done", "undone")]
+    assert counted == [3, 1] and kept[f"{series}_sum", (("outcome", "done"),)] == pytest.approx(5.5, abs=1e-3)
 
 
 async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:
@@ -119,35 +106,27 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
 
 async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Control) -> None:
     running = await control.job()
-    bf16 = {"precision": "bf16", "full": True}
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5, resolved=bf16)
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5)
     control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
 
-    async def told() -> float | None:
+    async def told(full: bool, precision: str = "bf16") -> float | None:
+        jobs.update(control.db, running, resolved={"precision": precision, "full": full})
         found = await scrape(control)
         return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
 
-    assert await told() is None, "nobody publishes the rate of a processor"
+    assert await told(True) is None, "nobody publishes the rate of a processor"
     for device in control.scheduler.devices:
         device["name"] = "NVIDIA H100 80GB HBM3"
-    assert await told() == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
-    jobs.update(control.db, running, resolved=bf16 | {"full": False})
-    assert await told() == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
-    jobs.update(control.db, running, resolved=bf16 | {"precision": "fp32"})
-    assert await told() is None
-    jobs.update(control.db, running, resolved=bf16)
-    control.db.execute("UPDATE models SET arch = 'Qwen3MoeForCausalLM' WHERE id = 'starter'")
-    assert await told() is None
+    assert await told(True) == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
+    assert await told(False) == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
+    assert await told(True, "fp32") is None
 
 
 async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
     control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
     found = await scrape(control)
     told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
-    assert told == {
-        (("code", "31"), ("device", "n0/0")): 2,
-        (("code", "94"), ("device", "n0/0")): 1,
-    }
+    assert told == {(("code", "31"), ("device", "n0/0")): 2, (("code", "94"), ("device", "n0/0")): 1}
 
 
 # As vLLM writes them, between hundreds of others.
@@ -205,7 +184,3 @@ async def test_engines_tell_of_their_cache_and_queue_and_one_that_is_silent_cost
         ("appliance_engine_prefix_hit_tokens_total", of): 64,
     }
     assert found["appliance_job_queue_length", ()] == 0
-
-
-async def test_only_for_admins(control: Control) -> None:
-    assert (await control.http.get("/admin/v1/metrics")).status_code == 403

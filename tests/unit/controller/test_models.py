@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from urllib.parse import quote
 
 import openai
 import pytest
 
-from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
+from appliance.controller.access.naming import is_model_name, resolve
 from appliance.controller.interfaces.records import VersionPaths
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import canaries, keys
-from appliance.store.rows import CanaryRow, CheckpointRow, JobJudgeRow, JobRow, KeyRow, VersionRow
+from appliance.store.rows import CheckpointRow, JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 TUNED = "ft:starter:local:maths:AbCd1234"
@@ -23,22 +21,9 @@ CHECKPOINT = f"{TUNED}:ckpt-step-10"
 
 def insert_tuned(control: Control) -> None:
     insert_model(control.db, TUNED, kind="fine-tuned", base="starter", versions=("step-10", "step-20"))
-    jobs.insert(
-        control.db,
-        JobRow(
-            id="ftjob-1",
-            model="starter",
-            method="supervised",
-            training_file="f",
-            seed=1,
-            output_model=TUNED,
-            created_s=1.0,
-            phase="succeeded",
-        ),
-    )
-    job_records.insert_checkpoint(
-        control.db, CheckpointRow("ftckpt_1", "ftjob-1", CHECKPOINT, TUNED, "step-10", 10, time.time())
-    )
+    jobs.insert(control.db, JobRow("ftjob-1", "starter", "supervised", "f", 1, TUNED, 1.0, phase="succeeded"))
+    checkpoint = CheckpointRow("ftckpt_1", "ftjob-1", CHECKPOINT, TUNED, "step-10", 10, time.time())
+    job_records.insert_checkpoint(control.db, checkpoint)
 
 
 async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_everywhere(control: Control):
@@ -46,36 +31,25 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     message = "not serving: no memory; next try in 12 s"
     control.scheduler.troubles = [{"model": "starter", "reason": "no memory", "message": message, "lasting": False}]
     control.scheduler.replicas = [{"id": "r1", "model": TUNED, "state": "asleep"}]
-    found = {model.id: model.model_extra for model in (await control.sdk.models.list()).data}
-    assert {name: (extra["state"], extra["state_details"]) for name, extra in found.items()} == {
-        "starter": ("failed", message),
-        TUNED: ("asleep", None),
-        CHECKPOINT: ("cold", None),
-    }
-    one = (await control.http.get("/admin/v1/models/starter", headers=ADMIN)).json()
-    assert (one["state"], one["message"]) == ("failed", message)
+    listed = (await control.sdk.models.list()).data
+    found = {model.id: (model.model_extra["state"], model.model_extra["state_details"]) for model in listed}
+    assert found == {"starter": ("failed", message), TUNED: ("asleep", None), CHECKPOINT: ("cold", None)}
     rows = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]
     assert {row["name"]: row["message"] for row in rows} == {"starter": message, TUNED: None}
-    status = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()
-    assert status["troubles"] == control.scheduler.troubles
     control.scheduler.replicas.append({"id": "r2", "model": "starter", "state": "open"})
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
 async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
-    """It had no end, and each row of it reads the model's versions."""
-    for number in range(5):
+    for number in range(3):
         insert_model(control.db, f"org/m{number}")
-    names, after = [], ""
-    for expected in (2, 2, 2):
-        answer = await control.http.get(f"/admin/v1/models?limit=2{after}", headers=ADMIN)
-        assert answer.status_code == 200, answer.text
-        page = answer.json()
-        assert len(page["data"]) == expected and page["has_more"] == (len(names) < 4)
+    names, page = [], {"has_more": True, "last_id": ""}
+    while page["has_more"]:
+        after = {"after": page["last_id"]} if names else {}
+        answer = await control.http.get("/admin/v1/models", params={"limit": 2, **after}, headers=ADMIN)
+        page = answer.raise_for_status().json()
         names += [row["name"] for row in page["data"]]
-        after = f"&after={page['last_id']}"
-    assert names == ["org/m4", "org/m3", "org/m2", "org/m1", "org/m0", "starter"]
-    assert len((await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]) == 6
+    assert names == ["org/m2", "org/m1", "org/m0", "starter"]
     assert (await control.http.get("/admin/v1/models?after=nobodys", headers=ADMIN)).status_code == 400
 
 
@@ -124,18 +98,6 @@ async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Co
     assert models.find(control.db, TUNED) is None and control.ops.removed[0][0] == TUNED
 
 
-async def test_who_cannot_delete_a_model_because_of_anothers_adapter_is_told_who_can(control: Control):
-    """ "Delete the adapter first" was said to somebody who does not see it."""
-    insert_model(control.db, TUNED, kind="fine-tuned", base="starter")
-    insert_model(control.db, "anns", kind="fine-tuned", base=TUNED, owner="ann")
-    models.update_version(control.db, "anns", "v1", meta={"adapter": {"base": TUNED, "base_version": "v1", "rank": 8}})
-    path = f"/v1/models/{quote(TUNED, safe='')}"
-    for headers, said, not_said in (({}, "by an administrator", "anns"), (ADMIN, "anns is an adapter", "admin")):
-        answer = await control.http.delete(path, headers=headers)
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 409 and said in message and not_said not in message, message
-
-
 async def test_deleting_a_model_twice_at_once_deletes_it_once(control: Control):
     insert_tuned(control)
     path = f"/v1/models/{quote(TUNED, safe='')}"
@@ -162,35 +124,23 @@ async def test_a_model_that_a_job_uses_stays(control: Control):
     assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
 
 
-async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_deleted_and_used(control: Control):
+@pytest.mark.parametrize("used", [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"])
+@pytest.mark.parametrize("how", ["trained on", "judge"])
+async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control: Control, used: str, how: str):
     insert_tuned(control)
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
     models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, time.time(), disk_path="/models/step-30"))
     job_records.insert_checkpoint(db, CheckpointRow("ftckpt_3", "ftjob-1", names[1], TUNED, "step-30", 30, time.time()))
-    canaries.put(db, CanaryRow(TUNED, "step-30", "step-20", 0.1, time.time()))
-    for number, used in enumerate(2 * names):
-        job = JobRow(f"ftjob-u{number}", used, "distillation", "f", 1, f"made-{number}", 1.0, phase="running")
-        key = KeyRow(f"key_{number}", f"k{number}", f"{number}", "", 0.0, scopes=["admin"], models=["starter", used])
-        keys.insert(db, key)
-        judged = replace(job, model="starter", phase="queued", key_id=key.id)
-        jobs.insert(db, job if number < len(names) else judged)
-        if number >= len(names):
-            job_records.insert_judge(db, JobJudgeRow(job.id, {"teacher": used}))
-        for name in names:
-            refused = await control.http.delete(f"/v1/models/{quote(name, safe='')}", headers=ADMIN)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), (name, job.id)
-            assert job.id in refused.json()["error"]["message"]
-        jobs.set_phase(db, job.id, "failed")
-    canaries.update(db, TUNED, state="rolled_back", ended_s=time.time())
+    model = used if how == "trained on" else "starter"
+    jobs.insert(db, JobRow("ftjob-u", model, "distillation", "f", 1, "made", 1.0, phase="running"))
+    if how == "judge":
+        job_records.insert_judge(db, JobJudgeRow("ftjob-u", {"teacher": used}))
+    for name in names:
+        refused = await control.http.delete(f"/v1/models/{quote(name, safe='')}", headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), name
+        assert "ftjob-u" in refused.json()["error"]["message"]
+    jobs.set_phase(db, "ftjob-u", "failed")
     assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
-
-
-def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
-    insert_tuned(control)
-    name = fine_tuned_name("starter", "local", None)
-    assert name.startswith("ft:starter:local::") and is_model_name(name)
-    found = models.find(control.db, TUNED)
-    assert found is not None and root_base(control.db, found) == "starter"
 
 
 @pytest.mark.parametrize(
@@ -199,12 +149,8 @@ def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
         ("My Great Model", "my-great-model"),
         ("a:b/c..d", "a-b-c-d"),
         ("<script>", "script"),
-        ("Büro_2.1 ", "b-ro_2.1"),
         ("A" * 64, "a" * 64),
-        ("客服", "xn--ubtq9x"),
         ("中文 模型", "xn----kq6at31adrolnf"),
-        ("поддержка", "xn--80ahaefyxhn"),
-        ("हिन्दी", "xn--j2bd4cyah0f"),
         ("客服 v2", "v2"),
     ],
 )
@@ -214,8 +160,6 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
     told = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
     assert told["user_provided_suffix"] == suffix
-    if part.startswith("xn--"):
-        assert part.removeprefix("xn--").encode().decode("punycode") == suffix.replace(" ", "-")
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])

@@ -13,7 +13,7 @@ from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.plan.estimate import parameters_of
-from train.plan.known_shapes import SHAPES, shape_named
+from train.plan.known_shapes import shape_named
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -87,32 +87,14 @@ async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
 
 
 @pytest.mark.parametrize(
-    "name, billions",
-    [
-        ("llama-3.1-8b", 8.03),
-        ("meta-llama/Llama-3.3-70B-Instruct", 70.55),
-        ("Qwen/Qwen2.5-7B-Instruct", 7.62),
-        ("qwen3-0.6b", 0.596),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 46.7),
-        ("Qwen/Qwen3-30B-A3B", 30.5),
-        ("70b", 70.55),
-    ],
+    ("name", "billions"),
+    [("meta-llama/Llama-3.3-70B-Instruct", 70.55), ("qwen3-0.6b", 0.596), ("Qwen/Qwen3-30B-A3B", 30.5)],
 )
 def test_shapes_have_as_many_parameters_as_their_publishers_say(name: str, billions: float):
     assert parameters_of(shape_named(name)) == pytest.approx(billions * BILLION, rel=0.003)
 
 
-def test_seventy_billion_on_eight_gpus_without_one():
-    full = planned.plan_imagined("70b", {"full": True}, devices=8, accelerator="h100")
-    assert not full["fits"] and any("LoRA" in text for text in full["instead"])
-    lora = planned.plan_imagined("70b", {"lora_rank": 16}, devices=8, accelerator="h100")
-    assert lora["fits"] and lora["sizes"][-1] == 8
-    host = lora["numbers"]["host"]
-    assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
-
-
 def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
-    """It said that this box has no speed of such a job, whatever was asked."""
     given = {"devices": 8, "accelerator": "h100", "examples": 50_000}
     told = planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]
     least, most = told["device_hours"]
@@ -148,17 +130,6 @@ def test_engines_on_devices_that_nobody_has():
     assert not alone["fits"] and alone["instead"] == ["1 replica over 4 devices each"]
 
 
-def test_of_a_quantised_config_the_size_is_not_guessed(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"] | {"quantization_config": {"bits": 4}}))
-    with pytest.raises(planned.BadShape, match="quantised"):
-        planned.serve_imagined(str(tmp_path), replicas=1, tensor_parallel=1, devices=1, accelerator="l4")
-
-
-@pytest.mark.parametrize("name", ["H20", "a800", "h800", "L20", "rtx_4090d", "RTX 5090"])
-def test_what_is_sold_in_china_is_known_by_name(name: str):
-    assert planned.memory_bytes_of(name) > 23 * 2**30
-
-
 async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
     line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
     file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
@@ -171,28 +142,14 @@ async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control
     assert not any("cut off" in text for text in longer)
 
 
-def test_a_config_may_be_a_file_or_its_directory(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"]))
-    for given in (tmp_path, tmp_path / "config.json"):
-        plan = planned.plan_imagined(str(given), {}, devices=2, accelerator="80gb")
-        assert plan["fits"] and not plan["hyperparameters"]["full"]
-
-
 @pytest.mark.parametrize(
-    "config, kind, said",
-    [
-        ("no-such-model", "h100", "the known ones are"),
-        ("70b", "h10", "h100"),
-        ("{}", "h100", "hidden_size"),
-        ("[]", "h100", "no JSON object"),
-        ("not json", "h100", "cannot be read"),
-    ],
+    ("config", "kind"), [("no-such-model", "h100"), ("70b", "h10"), ("{}", "h100"), ("[]", "h100")]
 )
-def test_what_is_not_known_is_named_with_what_is(tmp_path: Path, config: str, kind: str, said: str):
-    if config[0] in "{[n" and config != "no-such-model":
+def test_what_is_not_known_is_refused(tmp_path: Path, config: str, kind: str):
+    if config[0] in "{[":
         (tmp_path / "config.json").write_text(config)
         config = str(tmp_path)
-    with pytest.raises(planned.BadShape, match=said):
+    with pytest.raises(planned.BadShape):
         planned.plan_imagined(config, {}, devices=8, accelerator=kind)
 
 

@@ -70,12 +70,6 @@ async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, 
     assert keeper.status()["refused"] == {} and driver.limits_w["GPU-a"] == 450.0
 
 
-async def test_box_without_limits_sets_none(db, driver):
-    keeper = PowerKeeper({}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
-    await keeper.look()
-    assert driver.calls == 0 and keeper.status() == {"set": False, "limit_w": None, "refused": {}}
-
-
 class Meters:
     """Two devices whose counters the test turns; a job holds the first."""
 
@@ -140,42 +134,3 @@ async def test_a_job_tells_its_energy(control: Control):
     }
     own = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)).json()
     assert own["energy"] == told, "its owner sees it too"
-
-
-async def test_of_a_job_that_was_counted_for_half_its_time_nothing_is_told_per_step(control: Control):
-    job_id = await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=50.0)
-    told = (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"]
-    assert told["metered_share"] == 0.5
-    assert told["joules_per_step"] is None and told["joules_per_1000_tokens"] is None
-
-
-async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_devices(control: Control):
-    asked = {"job": {"model": "starter", "examples": 1000}}
-    plan = await ask(control, "POST", "/plan", json=asked)
-    assert plan["device_hours"] is None and plan["energy"] is None
-    job_id = await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=0.0, metered_s=0.0)
-    assert (await ask(control, "POST", "/plan", json=asked))["energy"] is None, "nothing tells what they draw"
-    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, power_limit_w=700.0)}
-    plan = await ask(control, "POST", "/plan", json=asked)
-    assert (plan["energy"]["watts_per_device"], plan["energy"]["watts_from"]) == (700.0, "limit")
-    jobs.add_energy(control.db, job_id, 30_000.0, 100.0)
-    plan = await ask(control, "POST", "/plan", json=asked)
-    told, hours = plan["energy"], plan["device_hours"]
-    assert (told["watts_per_device"], told["watts_from"]) == (300.0, "jobs")
-    assert told["kwh"] == pytest.approx(0.3 * hours)
-
-
-async def test_the_report_has_jobs_that_had_not_ended(control: Control):
-    job_id, ended = await control.job(), await control.job()
-    trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)
-    trained(control, ended, steps=50, tokens=20_000, joules=1_000.0, metered_s=95.0)
-    jobs.set_phase(control.db, ended, "cancelled", finished_s=NOON)
-    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, energy_j=1.0), "n0/1": Reading("n0/1", 0)}
-    told = await ask(control, "GET", f"/power?since_s={2 * NOON}")
-    assert [(one["job"], one["joules"], one["joules_per_1000_tokens"]) for one in told["data"]] == [
-        (job_id, 36_000.0, 1800.0)
-    ]
-    assert told["meters"] == 1
-    assert [one["job"] for one in (await ask(control, "GET", "/power"))["data"]] == [job_id, ended]

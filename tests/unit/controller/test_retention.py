@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from appliance.controller import retention
-from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs
@@ -25,69 +25,49 @@ from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
 DAYS = dict.fromkeys(
-    (
-        "files_days",
-        "batches_days",
-        "job_data_days",
-        "job_events_days",
-        "audit_days",
-        "usage_days",
-        "handovers_days",
-        "operations_days",
-    ),
-    10.0,
+    (f"{what}_days" for what in "files batches job_data job_events audit usage handovers operations".split()), 10.0
 )
+LEFT = {
+    "audit": 1,
+    "usage": 1,
+    "device_time": 1,
+    "handovers": 1,
+    "handover_steps": 1,
+    "operations": 1,
+    "batches": 3,
+    "files": 6,
+    "job_events": 3,
+    "job_metrics": 3,
+    "jobs": 4,
+    "folders": 3,
+    "bytes": 3,
+}
+"""Rows by table, and what is on the disk."""
 AGES = (20, 5)  # one that goes and one that stays of everything
 
 
-def job(db: Database, name: str, **fields: object) -> None:
-    jobs.insert(
-        db,
-        JobRow(
-            id=name,
-            model="starter",
-            method="supervised",
-            training_file=f"file-of-{name}",
-            seed=1,
-            output_model="ft",
-            created_s=0.0,
-            **fields,
-        ),
-    )  # type: ignore[arg-type]
+def job(db: Database, name: str, **fields: Any) -> None:
+    jobs.insert(db, JobRow(name, "starter", "supervised", f"file-of-{name}", 1, "ft", 0.0, **fields))
 
 
 def filled(db: Database, folder: Path) -> None:
     (folder / "files").mkdir(exist_ok=True)
+    spent = {"key": "k", "model": "m", "version": "v", "requests": 1, "errors": 0}
+    spent |= {"prompt_tokens": 1, "completion_tokens": 1}
     for age in AGES:
         at_s = NOW_S - age * DAY_S
         audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
-        usage.add(
-            db,
-            [
-                {
-                    "key": "k",
-                    "model": "m",
-                    "version": "v",
-                    "requests": 1,
-                    "errors": 0,
-                    "prompt_tokens": 1,
-                    "completion_tokens": 1,
-                }
-            ],
-            at_s,
-        )
+        usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        handovers.insert(
-            db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")]
-        )
+        step = HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")
+        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [step])
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
-            batches.insert(
-                db, BatchRow(f"batch_{age}_{status}", "/v1/x", f"file-{status}-{age}", at_s, at_s, status=status)
-            )  # type: ignore[arg-type]
-            files.insert(db, FileRow(f"file-{status}-{age}", "a", "batch", 1, "", "processed", at_s))
-            (folder / "files" / f"file-{status}-{age}").write_text("x")
+            given = f"file-{status}-{age}"
+            batches.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))
+            files.insert(db, FileRow(given, "a", "batch", 1, "", "processed", at_s))
+            (folder / "files" / given).write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
             job(db, name, phase="running" if ended_s is None else "succeeded", finished_s=ended_s)
             job_records.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
@@ -98,21 +78,8 @@ def filled(db: Database, folder: Path) -> None:
 
 
 def counts(db: Database, folder: Path) -> dict[str, int]:
-    tables = (
-        "audit",
-        "usage",
-        "device_time",
-        "handovers",
-        "handover_steps",
-        "operations",
-        "batches",
-        "files",
-        "job_events",
-        "job_metrics",
-        "jobs",
-    )
-    found = {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
-    return found | {"folders": len(list((folder / "jobs").iterdir())), "bytes": len(list((folder / "files").iterdir()))}
+    found = {name: len(list((folder / at).iterdir())) for name, at in (("folders", "jobs"), ("bytes", "files"))}
+    return {name: db.value(f"SELECT count(*) FROM {name}") for name in LEFT if name not in found} | found
 
 
 def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
@@ -120,23 +87,9 @@ def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tm
     before = counts(db, tmp_path)
     every = dict.fromkeys([*DAYS, "jobs_days", "eval_runs_days"])
     retention.keep_house(simulated_context(tmp_path, db, retention=every), NOW_S)
-    assert counts(db, tmp_path) == before  # null: for ever
+    assert counts(db, tmp_path) == before, "null is for ever"
     retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
-    assert counts(db, tmp_path) == {
-        "audit": 1,
-        "usage": 1,
-        "device_time": 1,
-        "handovers": 1,
-        "handover_steps": 1,
-        "operations": 1,
-        "batches": 3,
-        "files": 6,
-        "job_events": 3,
-        "job_metrics": 3,
-        "jobs": 4,
-        "folders": 3,
-        "bytes": 3,
-    }
+    assert counts(db, tmp_path) == LEFT
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
@@ -154,15 +107,3 @@ def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path,
     retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
     assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
     assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
-
-
-def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
-    assert {name for name, days in RetentionSettings() if days is not None} == {
-        "job_data_days",
-        "operations_days",
-        "usage_days",
-        "handovers_days",
-        "jobs_days",
-        "batches_days",
-        "eval_runs_days",
-    }

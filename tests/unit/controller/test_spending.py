@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.access.model_access import may_use
 from appliance.controller.access.spending import quota_of, spent_until_s
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
@@ -24,15 +23,8 @@ async def ask(control: Control, method: str, path: str, status: int = 200, **kwa
 
 
 def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, completion: int = 5, model: str = "m"):
-    return {
-        "key": key,
-        "model": model,
-        "version": "v1",
-        "requests": requests,
-        "errors": errors,
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-    }
+    told = {"key": key, "model": model, "version": "v1", "requests": requests, "errors": errors}
+    return told | {"prompt_tokens": prompt, "completion_tokens": completion}
 
 
 async def test_limits_reach_the_gateways_and_can_be_lifted(control: Control):
@@ -74,12 +66,9 @@ async def test_the_list_of_keys_says_when_each_last_asked_a_model(control: Contr
     busy = await ask(control, "POST", "/keys", json={"name": "busy"})
     for when_s in (NOON, NOON - 86400):
         usage.add(control.db, [row(busy["id"])], when_s)
-    listed = {one["id"]: one["last_asked_s"] for one in (await ask(control, "GET", "/keys"))["data"]}
-    assert listed == {idle["id"]: None, busy["id"]: busy["created_s"]}, "not before there was the key"
     keys.update(control.db, busy["id"], created_s=0.0)
-    assert (await ask(control, "GET", "/keys"))["data"][1]["last_asked_s"] == NOON - 1800
-    plan = control.db.execute("EXPLAIN QUERY PLAN SELECT max(hour_s) FROM usage WHERE key_id = ?", ["k"]).fetchall()
-    assert "SEARCH usage USING COVERING INDEX usage_of_keys" in plan[0]["detail"]
+    listed = {one["id"]: one["last_asked_s"] for one in (await ask(control, "GET", "/keys"))["data"]}
+    assert listed == {idle["id"]: None, busy["id"]: NOON - 1800}, "the hour"
 
 
 async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
@@ -145,11 +134,6 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Contro
         "/v1/fine_tuning/jobs", headers=headers, json={"model": "secret", "training_file": "file-1"}
     )
     assert made.status_code == 404 and made.json()["error"]["code"] == "model_not_found"
-
-
-def test_whoever_may_use_a_model_may_use_its_versions_by_name(control: Control):
-    row, _ = keys.create(control.db, "k", ["inference"], models=["starter"])
-    assert may_use(control.db, row.id, "starter@v9") and not may_use(control.db, row.id, "other@v9")
 
 
 async def test_what_cannot_be_written_now_is_written_later(control: Control, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
 
 import pytest
 
@@ -79,27 +81,6 @@ async def test_task_started_on_thread_runs_once_its_transaction_commits(db: Data
     assert await work.end() == ["run a", "end a"]
 
 
-async def test_changed_object_is_run_again_after_its_coroutine_has_ended(db: Database):
-    work, ended = Work(db), list[str]()
-
-    async def run(task: TaskRow) -> None:
-        work.log.append(f"run {task.id}")
-        try:
-            await work.may_end.wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append(task.id)
-            assert len(ended) == len(work.log)
-
-    work.tasks.add(Kind("things", run, work.fail, "thing"))
-    work.tasks.start("things", "a", None)
-    await work.until(1)
-    for _ in range(3):
-        work.tasks.restart("things", "a")
-    await work.until(2)
-    assert await work.end() == ["run a", "run a"]
-
-
 async def test_key_end_fails_its_tasks_alone(db: Database):
     key, other = (keys.create(db, name, ["inference"])[0] for name in ("ann", "bob"))
     work = Work(db, per_owner=1)
@@ -155,6 +136,18 @@ async def test_owners_take_turns_and_a_kind_is_bounded(db: Database):
     assert sorted(await work.end()) == sorted(
         f"{what} {one}" for what in ("run", "end") for one in ("a1", "a2", "b1", "b2")
     )
+
+
+async def test_finished_cancels_what_began_before_its_source_failed():
+    def begin() -> Iterator[Coroutine[None, None, None]]:
+        yield asyncio.sleep(60)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        async with aclosing(tasks.finished(begin(), 2)) as groups:
+            async for _ in groups:
+                pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_second_start_leaves_a_live_task_alone_and_restart_runs_it_again(db: Database):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from pathlib import Path
 
 import openai
 import pytest
@@ -78,18 +76,17 @@ async def test_limits(control: Control):
     with pytest.raises(openai.BadRequestError) as refused:
         await begun(control, size=control.context.config.upload_total_bytes + 1)
     assert refused.value.code == "upload_too_large"
-    with pytest.raises(openai.BadRequestError, match="purpose"):
+    with pytest.raises(openai.BadRequestError) as refused:
         await begun(control, purpose="nonsense")
+    assert refused.value.param == "purpose"
     upload_id = await begun(control, size=10)
     with pytest.raises(openai.APIStatusError) as large:
         await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
     assert large.value.status_code == 413
-    with pytest.raises(openai.BadRequestError, match="more than twice"):
-        await part(control, upload_id, b"x" * 40_000)  # announced: 10
     for _ in range(2):  # the second is the first one again, whose answer was lost
         await part(control, upload_id, b"x" * 10)
-    with pytest.raises(openai.BadRequestError, match="more than twice"):
-        await part(control, upload_id, b"x")
+    with pytest.raises(openai.BadRequestError):
+        await part(control, upload_id, b"x")  # announced: 10, and twice as many may come
     folder = control.context.uploads_dir / upload_id
     assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
 
@@ -122,34 +119,3 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])
     assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
-
-
-async def test_parts_are_bounded_by_number_however_small_they_are(control: Control, monkeypatch):
-    """An empty part costs none of the bytes that were announced; it is a row and a file all the same."""
-    monkeypatch.setattr(upload_routes, "MAX_PARTS", 3)
-    upload_id = await begun(control, size=10)
-    for data in (b"", b"", b"x"):
-        await part(control, upload_id, data)
-    with pytest.raises(openai.BadRequestError) as refused:
-        await part(control, upload_id, b"")
-    assert refused.value.code == "too_many_parts"
-    folder = control.context.uploads_dir / upload_id
-    assert len(list(folder.iterdir())) == 3
-
-
-async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control: Control, monkeypatch):
-    """Its parts had gone under the hand that joined them: a 500."""
-    join = upload_routes._join
-
-    def cancelled_meanwhile(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-        cancelling = asyncio.run_coroutine_threadsafe(control.sdk.uploads.cancel(made.id), loop)
-        cancelling.result(timeout=60)
-        return join(folder, part_ids, target)
-
-    loop = asyncio.get_running_loop()
-    made = await control.sdk.uploads.create(bytes=4, filename="a", mime_type="text/plain", purpose="user_data")
-    part = await control.sdk.uploads.parts.create(made.id, data=b"abcd")
-    monkeypatch.setattr(upload_routes, "_join", cancelled_meanwhile)
-    with pytest.raises(openai.BadRequestError, match="is cancelled"):
-        await control.sdk.uploads.complete(made.id, part_ids=[part.id])
-    assert not list(control.context.files_dir.iterdir()) and not list(control.context.uploads_dir.iterdir())

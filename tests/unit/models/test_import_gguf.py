@@ -155,28 +155,3 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(tmp_path, monke
     convert.main(file, tmp_path / "out")
     assert said[0]["needed_bytes"] > said[0]["available_bytes"] == 1 << 30 and not (tmp_path / "out").exists()
     assert "2.1 GB" in str(NotEnoughMemory("m.gguf", 2_100_000_000, 1_000_000_000))
-
-
-def test_text_where_a_number_belongs_is_refused_by_name(tmp_path):
-    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama", **{"split.count": "many"})
-    with pytest.raises(convert._Refused, match="not a sound GGUF file"):
-        convert._parameters(file)
-    file = gguf_files.write(tmp_path / "n.gguf", gguf_files.model("llama"), "llama", **{"llama.block_count": "many"})
-    with pytest.raises(convert._Refused, match="cannot be read by transformers"):
-        convert._convert(file, tmp_path / "out")
-
-
-def test_lists_in_lists_without_end_are_refused_by_name(tmp_path):
-    """The library reads them by recursion."""
-
-    def text(value: bytes) -> bytes:
-        return len(value).to_bytes(8, "little") + value
-
-    def number(value: int, size: int) -> bytes:
-        return value.to_bytes(size, "little")
-
-    inner = (number(9, 4) + number(1, 8)) * 50_000 + number(0, 4) + number(1, 8) + b"\0"
-    file = tmp_path / "deep.gguf"
-    file.write_bytes(b"GGUF" + number(3, 4) + number(0, 8) + number(1, 8) + text(b"a") + number(9, 4) + inner)
-    with pytest.raises(convert._Refused, match="not a sound GGUF file: RecursionError"):
-        convert._parameters(file)

@@ -1,19 +1,11 @@
 """Downloads against a hub on loopback: resume, checksums, refusals; offline unless allowed."""
 
-import errno
 from pathlib import Path
 
 import pytest
 
 from appliance.models import hub
-from appliance.models.errors import (
-    DownloadCorrupt,
-    HubDisallowed,
-    HubNotFound,
-    HubUnreachable,
-    NotEnoughDisk,
-    SourceNotFound,
-)
+from appliance.models.errors import DownloadCorrupt, HubDisallowed, HubNotFound, HubUnreachable, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server
@@ -75,21 +67,6 @@ def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path,
         == sum(len(content[p.name]) for p in taken.path.iterdir() if p.name in content)
     )
     assert not any((tmp_path / "models" / ".downloads").iterdir())
-
-
-def test_a_disk_that_fills_up_during_a_download_is_named_and_what_came_is_kept(tmp_path, served, content, monkeypatch):
-    state, endpoint = served
-    library = library_at(tmp_path, endpoint)
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("appliance.models.hub.hf_hub_download", full)
-        with pytest.raises(NotEnoughDisk, match="appliance model rm"):
-            library.import_model(REPOSITORY)
-    assert library.list() == []
-    assert library.import_model(REPOSITORY).bytes > 0
 
 
 def test_import_hub_removes_partial_files_of_a_killed_download(tmp_path, served, monkeypatch):
@@ -204,13 +181,13 @@ def test_a_whole_model_on_a_hub_is_no_adapter(tmp_path, served):
     assert library_at(tmp_path, endpoint).import_model(REPOSITORY).version == "v1"
 
 
-@pytest.mark.parametrize("source", ["org/../../etc", "a/b/c", "http://x/y", "x y", "org/a..b", "@x", "-rf"])
+@pytest.mark.parametrize("source", ["org/../../etc", "http://x/y", "-rf"])
 def test_strange_sources_are_neither_path_nor_repository(tmp_path, source):
     with pytest.raises(SourceNotFound, match="neither"):
         library_at(tmp_path, "http://127.0.0.1:1").import_model(source)
 
 
-@pytest.mark.parametrize("revision", ["../../x", "a b", "", "-x"])
+@pytest.mark.parametrize("revision", ["../../x", "-x"])
 def test_strange_revisions_are_refused(tmp_path, revision):
     with pytest.raises(SourceNotFound, match="revision"):
         library_at(tmp_path, "http://127.0.0.1:1").import_model(REPOSITORY, revision=revision)

@@ -1,13 +1,11 @@
 """Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
 
-import errno
 import io
 import json
 import os
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -80,14 +78,6 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
 
 
-def test_the_copy_does_not_change_with_its_source(library, source):
-    taken = library.import_path(source)
-    with open(source / "model.safetensors", "r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(b"\xff\xff\xff\xff")
-    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
-
-
 def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source):
     assert [library.import_path(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
     assert [(m.name, m.version) for m in library.list()] == [("org/m", "v1"), ("org/m", "v2")]
@@ -98,7 +88,6 @@ def test_importing_again_makes_the_next_version_and_remove_takes_one(library, so
 
 
 def test_the_number_of_a_deleted_version_never_comes_again(library, source):
-    """Another node had the deleted one's weights in memory, and answered with them as `v1` of the new model."""
     first = library.import_path(source, name="one")
     assert library.remove("one", first.version) and library.list() == []
     assert library.import_path(source, name="one").version == "v2"
@@ -108,7 +97,6 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source):
 
 
 def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
-    """Its bytes left the disk, and its row is there: an import became the version that was in the other tier."""
     shutil.rmtree(library.import_path(source, name="one").path)
     assert library.import_path(source, name="one").version == "v2"
 
@@ -138,13 +126,6 @@ def test_verify_names_the_damaged_file(library, source):
         library.verify(taken.path)
 
 
-def test_a_changed_config_is_found_too(library, source):
-    taken = library.import_path(source)
-    (taken.path / "config.json").write_text("{}")
-    with pytest.raises(IntegrityError, match="config.json"):
-        library.verify(taken.path)
-
-
 # --- hostile or broken ----------------------------------------------------------------------------------------------
 
 
@@ -155,14 +136,6 @@ def test_a_symlink_out_of_the_checkpoint_is_refused(library, source, tmp_path):
     with pytest.raises(UnsafeLink, match="generation_config.json.*secret.json"):
         library.import_path(source)
     assert nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("target", ["/etc/passwd", "../../../etc/hostname", "nowhere"])
-def test_links_as_weights_are_refused(library, source, target):
-    (source / "model.safetensors").unlink()
-    (source / "model.safetensors").symlink_to(target)
-    with pytest.raises(UnsafeLink, match="model.safetensors"):
-        library.import_path(source)
 
 
 def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
@@ -193,51 +166,13 @@ def test_pickles_alone_are_refused_with_the_way_out(library, source):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x04\x95" + b"pickle" * 20,
-        struct.pack("<Q", 2**63) + b"{}" * 50,
-        struct.pack("<Q", 2) + b"{}" + b"trailing",
-        b"",
-        struct.pack("<Q", 200) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}',
-    ],
-    ids=["pickle", "length 2^63", "unclaimed bytes", "empty", "short"],
-)
-def test_hostile_weight_files_are_refused_before_anything_is_copied(library, source, tmp_path, content):
-    (source / "model.safetensors").write_bytes(content)
-    with pytest.raises(IntegrityError, match="model.safetensors"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
-def test_overlapping_offsets_are_refused(library, source):
-    header = json.dumps(
-        {
-            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
-        }
-    ).encode()
-    (source / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
-    with pytest.raises(IntegrityError):
-        library.import_path(source)
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_remote_code_is_refused(library, source, file):
-    body = json.loads((source / file).read_text()) | {"auto_map": {"AutoModel": "modeling_x.X"}}
-    (source / file).write_text(json.dumps(body))
-    with pytest.raises(RemoteCodeRefused, match=f"{file}.*auto_map"):
-        library.import_path(source)
-
-
-@pytest.mark.parametrize(
     ("config", "error", "says"),
     [
         ({"architectures": None}, NotACheckpoint, "architectures"),
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
-        ({"speculators_config": {"verifier": {"name_or_path": "/etc"}}}, UnsupportedModel, "speculators_config"),
-        ({"configuration_files": ["config.4.0.0.json"]}, UnsupportedModel, "configuration_files"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, UnsupportedModel, "has a head .*score_model, label_model"),
+        ({"model_type": ["llama"]}, NotACheckpoint, "model_type"),
     ],
 )
 def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
@@ -247,39 +182,10 @@ def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, say
     assert nothing_there(tmp_path)
 
 
-def test_no_other_file_is_read_in_place_of_the_config(library, source, tmp_path):
-    """By it an engine served another model of the machine: what is refused in config.json stood in the other file."""
-    config = json.loads((source / "config.json").read_text()) | {"configuration_files": ["config.4.0.0.json"]}
-    (source / "config.json").write_text(json.dumps(config))
-    verifier = {"name_or_path": "/models/of-somebody-else/v1", "architectures": ["LlamaForCausalLM"]}
-    (source / "config.4.0.0.json").write_text(json.dumps({"speculators_config": {"verifier": verifier}}))
-    with pytest.raises(UnsupportedModel, match=r"config\.json.*configuration_files"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '{"a": ' * 50_000])
-def test_malformed_json_is_named(library, source, content):
-    (source / "config.json").write_text(content)
-    with pytest.raises(NotACheckpoint, match="config.json"):
-        library.import_path(source)
-
-
 def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
     source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
     taken = library.import_path(source)
     assert taken.task == "embed" and taken.warnings == ()
-
-
-@pytest.mark.parametrize(
-    "arch", ["Qwen2ForRewardModel", "LlamaForSequenceClassification", "Qwen3ForTokenClassification"]
-)
-def test_a_head_of_rewards_or_labels_is_refused_by_name_and_says_what_is_there_instead(library, tmp_path, arch):
-    """A reward model was taken for one of embeddings, by the end of its name."""
-    source = checkpoints.write(tmp_path / "r", config={"architectures": [arch]}, template=None)
-    with pytest.raises(UnsupportedModel, match=f"{arch} has a head .*score_model, label_model"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
 
 
 def test_no_tokenizer_no_model(library, source):
@@ -338,14 +244,12 @@ def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"String": "a"}, "a" * 100)] * 6}},
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
         {"decoder": {"type": "Sequence", "decoders": [replaces({"String": "a"}, "a" * 100)] * 6}},
     ],
-    ids=["a letter", "an expression", "the decoder"],
+    ids=["an expression", "the decoder"],
 )
 def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
-    """In an engine, which has no limit of its own, one letter took all memory of the machine."""
     source = checkpoints.write(tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
     limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
@@ -385,22 +289,10 @@ def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_pat
     assert len([note for note in taken.warnings if "'<|python_tag|>'" in note and "llama3_json" in note]) == 1
 
 
-def test_a_template_in_a_file_of_its_own_counts(library, tmp_path):
-    source = checkpoints.write(tmp_path / "source", template=None)
-    (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE)
-    taken = library.import_path(source)
-    assert taken.info["chat_template"] is True and (taken.path / "chat_template.jinja").is_file()
-
-
-@pytest.mark.parametrize("name", ["", "../x", "a b", "/etc", "x" * 129, "ft:starter:me:x", "a\nb", "<script>", "a//b"])
+@pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 129, "ft:starter:me:x"])
 def test_bad_names_are_refused(library, source, name):
     with pytest.raises(InvalidModelName, match="--name"):
         library.import_path(source, name=name)
-
-
-def test_the_directory_gives_the_name(library, tmp_path):
-    taken = library.import_path(checkpoints.write(tmp_path / "My model (final)"))
-    assert taken.name == "My-model-final"
 
 
 def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
@@ -449,20 +341,7 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
     assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
 
 
-@pytest.mark.parametrize("step", ["copy_file_range", "fsync", "rename"])
-def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(library, source, tmp_path, monkeypatch, step):
-    def full(*arguments, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("appliance.models.library.sync" if step == "fsync" else f"os.{step}", full)
-        with pytest.raises(NotEnoughDisk, match="appliance model rm"):
-            library.import_path(source)
-    assert nothing_there(tmp_path) and library.list() == []
-    library.import_path(source)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, tmp_path, family):
     import torch
     import transformers
@@ -491,21 +370,8 @@ def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, t
         np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "processor_config.json", "anything_else.json"])
-@pytest.mark.parametrize(
-    "text", ['{"auto_map": {"A": "x.B"}}', '{"\\u0061uto_map": {"A": "x.B"}}', '{"custom_generate": "x"}']
-)
-def test_remote_code_is_refused_wherever_it_is_asked_for(library, source, file, text):
-    (source / file).write_text(text)
-    with pytest.raises(RemoteCodeRefused, match=file):
-        library.import_path(source)
-
-
-@pytest.mark.parametrize(
-    "when", ["messages|length > 7", "messages|length > 200", "tools", "messages[0].content|length > 9999"]
-)
+@pytest.mark.parametrize("when", ["messages|length > 7", "tools"])
 def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, monkeypatch, when):
-    """One request of eight messages took the engine off the air for everybody."""
     limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
     template = "{% if " + when + " %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
@@ -522,14 +388,8 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
 @pytest.mark.parametrize(
     ("file", "given"),
     [
-        ("tokenizer_config.json", {"default": _ENDLESS}),
         ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": _ENDLESS}),
-        (
-            "tokenizer_config.json",
-            [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": _ENDLESS}],
-        ),
         ("chat_template.json", _ENDLESS),
-        ("processor_config.json", _ENDLESS),
     ],
 )
 def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monkeypatch, file, given):
@@ -543,14 +403,6 @@ def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monk
     assert nothing_there(tmp_path)
 
 
-@pytest.mark.parametrize("given", [7, ["{{ messages }}"], {"default": 7}, [{"name": "default"}]])
-def test_a_template_that_is_no_text_is_refused_by_name(library, tmp_path, given):
-    source = checkpoints.write(tmp_path / "odd")
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    with pytest.raises(NotACheckpoint, match=r"tokenizer_config\.json.*chat_template"):
-        library.import_path(source)
-
-
 def test_templates_by_name_come_in(library, tmp_path):
     source = checkpoints.write(tmp_path / "named")
     named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
@@ -559,38 +411,37 @@ def test_templates_by_name_come_in(library, tmp_path):
 
 
 _SECRET = "/var/lib/appliance/first-key"
+_TOKENIZER, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+# (file, its content, error, what the error says besides the file's name)
+REFUSED = [
+    ("config.json", "[]", NotACheckpoint, ""),
+    ("config.json", "[" * 100_000, NotACheckpoint, ""),
+    ("config.json", '{"x":' + "[" * 100 + "]" * 100 + "}", NotACheckpoint, "nested too deeply"),
+    (_TOKENIZER, '{"x":[' + "[]," * 200_000 + "[]]}", NotACheckpoint, "values"),
+    (_TOKENIZER, {"chat_template": 7}, NotACheckpoint, "chat_template"),
+    (_TOKENIZER, {"chat_template": [{"name": "default"}]}, NotACheckpoint, "chat_template"),
+    ("model.safetensors", "pickle" * 20, IntegrityError, ""),
+    ("generation_config.json", '{"\\u0061uto_map": {"A": "x.B"}}', RemoteCodeRefused, ""),
+    ("anything_else.json", {"auto_map": {"A": "x.B"}}, RemoteCodeRefused, ""),
+    (_TOKENIZER, {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}, TokenizerRefused, ""),
+    (_TOKENIZER, {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}, TokenizerRefused, ""),
+    (_TOKENIZER, {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}, TokenizerRefused, ""),  # which no trial has read
+    (_SPECIAL, {"eos_token": "</s>", "vocab_file": _SECRET}, TokenizerRefused, ""),
+    ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}, UnsafeLink, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": _SECRET}),
-        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "init_inputs": [_SECRET]}),
-        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}),
-        ("tokenizer_config.json", {"merges": _SECRET}),
-        ("tokenizer_config.json", {"target_spm": _SECRET}),
-        ("tokenizer_config.json", {"gguf_file": _SECRET}),
-        ("tokenizer_config.json", {"sudachi_kwargs": {"sudachi_config_path": "sudachi"}}),
-        ("tokenizer_config.json", {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}),
-        ("tokenizer_config.json", {"mecab_kwargs": {"mecab_dic": _SECRET}}),
-        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),  # which no trial has read
-        ("special_tokens_map.json", {"eos_token": "</s>", "vocab_file": _SECRET}),
-        ("special_tokens_map.json", {"tokenizer_file": _SECRET}),
-        ("special_tokens_map.json", {"chat_template": _ENDLESS}),  # goes before all that were tried
-    ],
-)
-def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
-    """The box's first key was a token of the model, and what it answered."""
-    (source / file).write_text(json.dumps(said))
-    with pytest.raises(TokenizerRefused, match=file):
+@pytest.mark.parametrize(("file", "content", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[3]}" for row in REFUSED])
+def test_import_path_refuses_a_hostile_file_by_name(library, source, tmp_path, file, content, error, says):
+    (source / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(error, match=f"{file}.*{says}"):
         library.import_path(source)
     assert nothing_there(tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../../other/v1", "..", "2_Dense/../../other", 7, None])
+@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "2_Dense/../../other", None])
 @pytest.mark.parametrize("as_object", [False, True])
 def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_object):
-    """vLLM opened a pickle of any folder of the machine that an embedding model's modules.json named."""
     source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
     modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Dense"}]
     (source / "modules.json").write_text(json.dumps({"modules": modules} if as_object else modules))
@@ -625,32 +476,6 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     assert not (library.import_path(source).path / "params.json").exists()
 
 
-def test_an_adapter_in_a_models_directory_stays_behind(library, source):
-    """transformers would add it to the model wherever that is trained."""
-    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
-    assert not (library.import_path(source).path / "adapter_config.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        (
-            "processor_config.json",
-            {"audio_tokenizer": {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "/elsewhere"}},
-        ),
-        ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}),
-        ("processor_config.json", {"video_processor": {"draw_on_frames": True, "font": "../../elsewhere.ttf"}}),
-        ("video_preprocessor_config.json", {"class_info_file": "../other/v1/config.json"}),
-    ],
-)
-def test_a_processor_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
-    """By the first an engine opened pickles of another folder."""
-    (source / file).write_text(json.dumps(said))
-    with pytest.raises(UnsafeLink, match=file):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
 def test_what_processors_were_saved_with_comes_in(library, source):
     said = {
         "processor_class": "Qwen2VLProcessor",
@@ -663,15 +488,6 @@ def test_what_processors_were_saved_with_comes_in(library, source):
     taken = library.import_path(source)
     assert (taken.path / "processor_config.json").exists()
     assert not (taken.path / "audio_tokenizer_config.json").exists()
-
-
-@pytest.mark.parametrize("key", ["text_model_id", "audio_model_id"])
-def test_a_model_is_not_put_together_with_another_one(library, source, tmp_path, key):
-    config = json.loads((source / "config.json").read_text()) | {key: "/models/of-somebody-else/v1"}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=rf"config\.json.*{key}"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
 
 
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
@@ -695,39 +511,6 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     (source / "tokenizer_config.json").write_text(json.dumps(said))
     (source / "special_tokens_map.json").write_text(json.dumps(special))
     assert library.import_path(source).version == "v1"
-
-
-def lists(number: int) -> bytes:
-    return b"[" + b"[]," * number + b"[]]"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("config.json", b'{"x":' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply"),
-        ("config.json", b'{"x":' + lists(200_000) + b"}", "values"),
-        ("tokenizer_config.json", b'{"x":' + lists(200_000) + b"}", "values"),
-        ("model.safetensors.index.json", b'{"weight_map":' + lists(600_000) + b"}", "values"),
-    ],
-)
-def test_json_of_very_many_values_is_never_parsed(library, source, tmp_path, file, content, says):
-    """Nesting that the import can just parse, other threads cannot; 256 MB of `[],` took 5 GB and the loop's time."""
-    (source / file).write_bytes(content)
-    with pytest.raises((NotACheckpoint, IntegrityError), match=rf"{file}.*{says}"):
-        library.import_path(source)
-    assert nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("kind", [["llama"], {"a": 1}, "x" * 200, "a\nb", 7])
-def test_a_family_that_is_no_name_is_refused(library, tmp_path, kind):
-    with pytest.raises(NotACheckpoint, match="model_type"):
-        library.import_path(checkpoints.write(tmp_path / "source", config={"model_type": kind}))
-
-
-def test_what_is_shown_of_a_model_is_numbers_that_models_have(library, tmp_path):
-    odd = {"max_position_embeddings": 10**300, "num_hidden_layers": "x" * 10_000}
-    taken = library.import_path(checkpoints.write(tmp_path / "source", config=odd))
-    assert taken.max_model_len is None and taken.info["layers"] is None
 
 
 def without_tokenizer_json(source, **files):

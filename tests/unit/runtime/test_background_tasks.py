@@ -51,8 +51,6 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
 
 
 async def test_what_fails_while_it_is_cancelled_is_not_begun_anew(background, caplog):
-    """A warm parent had just died by itself as it was to be stopped: the error took the place of the cancellation, and
-    whoever stopped it waited for ever."""
     began, begun = asyncio.Event(), 0
 
     async def fails_at_its_end():
@@ -119,13 +117,3 @@ async def test_rounds_go_on_after_one_that_failed_and_one_that_ended_well_heals(
     await background.stop()
     # A failed round is tried again after the pause alone, then the rhythm goes on.
     assert time.slept == [60, 60, 1, 2, 60] and seen == [[], [], [1], [2], []]
-
-
-async def test_guarded_work_of_others_breaks_nothing_of_theirs(background, caplog):
-    with caplog.at_level(logging.ERROR), background.guard("usage"):
-        raise OSError("database or disk is full")
-    assert [trouble["why"] for trouble in background.degraded()] == ["OSError: database or disk is full"]
-    assert "usage failed, time 1 in a row" in caplog.text
-    with background.guard("usage"):
-        pass
-    assert background.degraded() == []

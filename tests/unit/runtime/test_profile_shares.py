@@ -20,7 +20,6 @@ def on_device(name: str, start_us: float, end_us: float, **fields: Any) -> Funct
 
 
 def test_of_a_device_kernels_count_and_the_ranges_around_them_do_not():
-    """All-reduces took twice their time, as in torch itself once (its issue 130730)."""
     found = shares(
         [
             event("aten::mm", 0, 10),

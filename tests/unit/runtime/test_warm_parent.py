@@ -137,14 +137,6 @@ async def test_a_child_killed_from_outside_is_noticed_though_its_own_child_lives
     assert group_pids(child.pid) == []
 
 
-async def test_an_entry_that_raises_reports_why(warm, tmp_path):
-    child = await spawn(warm, tmp_path, entry="crash")
-    await asyncio.wait_for(child.closed(), 60)
-    assert child.fatal["message"] == "boom at start"
-    with pytest.raises(ChildDied, match="boom at start"):
-        await child.call("echo")
-
-
 @pytest.mark.parametrize(
     ("entry", "grandchild"),
     [("echo", "await c.call('fork')"), ("starting", "(await c.next_event())['grandchild']")],
@@ -217,14 +209,3 @@ async def test_death_after_the_parent_was_replaced_is_told_at_once(tmp_path, mon
     assert await asyncio.wait_for(child.how_it_ended(), 60) == "ended"
     second.terminate()
     second.wait()
-
-
-async def test_child_whose_reader_is_cancelled_counts_as_gone(warm, tmp_path, monkeypatch):
-    child = await spawn(warm, tmp_path)
-    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
-    child._status = asyncio.Event().wait
-    child.kill()
-    while not child._watch.cancelled():
-        await asyncio.sleep(0.001)
-    child._reader.cancel()
-    await asyncio.wait_for(child.closed(), 60)

@@ -18,14 +18,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
-from scheduler.handover.effects import (
-    Event,
-    GroupEnded,
-    GroupObserved,
-    InventoryChanged,
-    Observed,
-    ReplicaDied,
-)
+from scheduler.handover.effects import Event, GroupEnded, GroupObserved, InventoryChanged, Observed, ReplicaDied
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,23 +11,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, ReplicaView
 
 CONFIG = SchedulerConfig()
-SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=10)
-
-
-def moves(
-    inflight: Callable[[float, Hysteresis], int], hours: float, *, switch_device_s: float = SWITCH_DEVICE_S
-) -> tuple[list[float], list[float], Hysteresis]:
-    """Times at which the count fell and rose, looked at every second, and the hysteresis at the end."""
-    hysteresis, fell, rose = Hysteresis(), [], []
-    for second in range(int(hours * 3600)):
-        now_s = 1000.0 + second
-        model = replace(MODEL, demand=Demand(inflight=inflight(now_s, hysteresis), last_request_s=now_s))
-        before = hysteresis.replicas
-        hysteresis, _ = demand_.required(model, hysteresis, now_s, CONFIG, switch_device_s=switch_device_s)
-        assert hysteresis.replicas >= demand_.wanted_now(model, now_s, CONFIG), "growing is at once"
-        (fell if hysteresis.replicas < before else rose if hysteresis.replicas > before else []).append(now_s)
-    return fell, rose, hysteresis
 
 
 def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
@@ -40,34 +23,7 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     assert demand_.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
 
 
-def test_bursts_minutes_apart_give_devices_back_every_time() -> None:
-    """Seven minutes between bursts of seconds: the devices go to training every time, without delay."""
-
-    def bursts(now_s: float, hysteresis: Hysteresis) -> int:
-        return 75 if now_s % 420 < 5 else 25
-
-    fell, _, _ = moves(bursts, 4)
-    assert len(fell) >= 4 * 3600 // 420 - 1
-
-
-def wishes(now_s: float) -> list[tuple[str, int, bool]]:
-    """Of three models with a replica each, opened at different times; the first holds one that nothing asks for."""
-    models = [replace(MODEL, model=name, max_replicas=3, demand=Demand(inflight=20)) for name in ("a", "b", "c")]
-    hysteresis = {"a": Hysteresis(replicas=1), "b": Hysteresis(replicas=3), "c": Hysteresis(replicas=2)}
-    opened = [ReplicaView(m.model, m.model, "v1", "open", (f"n0/{n}",), 1000.0 + n) for n, m in enumerate(models)]
-    return [(s.model, s.nth, s.wanted) for s in demand_.slots(models, opened, hysteresis, now_s, CONFIG)]
-
-
-def test_the_end_of_a_turn_changes_no_order_but_that_of_first_replicas() -> None:
-    """It did, and second replicas moved from model to model for ever though each had one (found by random lives)."""
-    during, after = wishes(1000.5 + CONFIG.turn_s), wishes(1010.0 + CONFIG.turn_s)
-    assert [s for s in during if s[1]] == [s for s in after if s[1]]
-    assert during[3:6] == [("b", 1, True), ("c", 1, True), ("b", 2, True)], "what is asked for comes before what fills"
-
-
 def test_versions_asked_by_their_names_share_their_models_turn() -> None:
-    """Each name was a model with a turn of its own: of fifty checkpoints, whose owner asked them all, a neighbour's
-    model was one of fifty-one."""
     versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
     other = replace(MODEL, model="z", demand=Demand(inflight=1))
     waiting = {d.model: Hysteresis(replicas=1, waiting_since_s=1000.0 + n) for n, d in enumerate([*versions, other])}
@@ -82,7 +38,6 @@ def test_versions_asked_by_their_names_share_their_models_turn() -> None:
 
 
 def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
-    """They were ordered by name: of four that shared a device, the last had none of it in twenty minutes."""
     versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
     waits_since_s = {d.model: 1000.0 for d in versions}
     opened, opened_s, had_s = "", 0.0, dict.fromkeys(waits_since_s, 0)
@@ -101,7 +56,6 @@ def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
 
 
 def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_asks() -> None:
-    """It held a request for ever, beside a device that only a minimum kept."""
     asked = [
         replace(MODEL, model="a:ck", beside="a", min_replicas=0, demand=Demand(inflight=1)),
         replace(MODEL, model="a", min_replicas=0, demand=Demand(inflight=1)),

@@ -22,10 +22,6 @@ def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):
     assert all(d.memory_bytes > 0 for d in devices)
 
 
-def test_a_number_asks_for_that_many_logical_devices():
-    assert [d.id for d in discovery.discover_devices(4, node="n3")] == ["n3/0", "n3/1", "n3/2", "n3/3"]
-
-
 def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     devices = discovery.discover_devices("auto")
@@ -93,19 +89,6 @@ def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
     assert "exclusive process" in unfit["n0/2"] and "-c DEFAULT" in unfit["n0/2"]
 
 
-def test_a_gpu_cut_by_mig_is_said_to_be_so_to_who_may_not_see_its_memory(monkeypatch):
-    machine = eight_h100()
-    machine.gpus[1].mig = machine.gpus[1].private = True
-    machine.install(monkeypatch)
-    cut = discovery.discover_devices("auto")[1]
-    assert "MIG" in cut.unfit and "-mig 0" in cut.unfit
-    assert cut.memory_bytes == 80 * GIB, "taken for one like the others"
-    assert cut.uuid == "GPU-h100-1", "its cordon follows it"
-    Machine([machine.gpus[1]]).install(monkeypatch)
-    with pytest.raises(DevicesRefused, match=r"none of them can be used.*MIG.*-mig 0"):
-        discovery.discover_devices("auto")
-
-
 def test_a_gpu_that_computes_no_bfloat16_is_no_device(monkeypatch):
     small = {"name": "NVIDIA T400 4GB", "memory_bytes": 4 * GIB, "capability": (7, 5), "datacentre": False}
     machine = eight_h100()
@@ -118,16 +101,6 @@ def test_a_gpu_that_computes_no_bfloat16_is_no_device(monkeypatch):
     Machine([machine.gpus[2]]).install(monkeypatch)
     with pytest.raises(DevicesRefused, match=r"too old: NVIDIA T400 4GB is of compute capability 7\.5.*8\.0.*\[box\]"):
         discovery.discover_devices("auto")
-
-
-def test_processes_of_others_are_said(monkeypatch):
-    machine = eight_h100()
-    machine.gpus[5].pids, machine.gpus[5].used_bytes = (4711, 4712), 30 * 10**9
-    machine.gpus[6].handle_error = pynvml.NVMLError_GpuIsLost()
-    machine.install(monkeypatch)
-    (told,) = discovery.foreign_use(discovery.discover_devices("auto"))
-    assert told.startswith("n0/5 (NVIDIA H100 80GB HBM3) is used by 2 other processes (pid 4711, 4712), 30.0 GB")
-    assert discovery.foreign_use(discovery.discover_devices(4)) == []
 
 
 def test_an_old_driver_is_refused_with_the_remedy(monkeypatch):
@@ -150,8 +123,3 @@ def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, ma
     machine.install(monkeypatch)
     with pytest.raises(DevicesRefused, match=says):
         discovery.discover_devices("auto")
-
-
-@pytest.fixture
-def without_nvidia(monkeypatch):
-    Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from scheduler.core.workload import DeploymentView, JobView, Policy
+from scheduler.core.workload import DeploymentView, Policy
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
@@ -49,33 +49,6 @@ async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
 
 
 @in_virtual_time
-async def test_taking_back_is_no_failure_and_the_next_flip_drains_at_once() -> None:
-    async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-        await rig.settle()
-        for _ in range(5):
-            await rig.change(Policy("train"), 5.0)
-            await rig.change(Policy("serve"))
-            await rig.settle()
-        rig.effects.seconds["drain_replica"] = 0.4
-        began_s = rig.now_s
-        await rig.change(Policy("train"))
-        await rig.settle()
-        assert rig.jobs() == {"j1": 4} and rig.now_s - began_s < 5.0
-        assert not rig.store.troubles and not rig.store.ended
-
-
-@in_virtual_time
-async def test_past_the_drain_the_hand_over_goes_on() -> None:
-    async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-        rig.effects.seconds |= {"sleep_replica": 20.0}
-        await rig.settle()
-        await rig.change(Policy("train"), LONG_STREAM_S + 5.0)
-        await rig.change(Policy("serve"))
-        await rig.settle()
-        assert rig.states() == ["open"] and {"sleep_replica", "wake_replica"} <= rig.verbs()
-
-
-@in_virtual_time
 async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
     model = DeploymentView("m", "v1", max_replicas=1)
     async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, min_devices=4),), (model,))) as rig:
@@ -88,20 +61,6 @@ async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
         rig.store.ask("m", inflight=1, now_s=rig.now_s)
         await rig.settle()
         assert rig.states() == ["open"] and "sleep_replica" not in rig.verbs()
-
-
-@in_virtual_time
-async def test_a_job_that_was_to_grow_onto_the_engine_goes_on_at_its_size() -> None:
-    model = replace(MODEL, min_replicas=2, max_replicas=2)
-    async with DrainingRig(FakeStore(Policy("split", 2), (JobView("j1", 2, 4, (2, 4)),), (model,))) as rig:
-        await rig.settle()
-        assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
-        await rig.change(Policy("train"), 30.0)
-        assert rig.jobs() == {}, "suspended, it waits for the engines' devices"
-        await rig.change(Policy("split", 2))
-        await rig.settle()
-        assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
-        assert "sleep_replica" not in rig.verbs()
 
 
 @in_virtual_time

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failures, goes_back_to
-from scheduler.core.workload import Build, DeploymentView, JobView, Policy, Workload
+from scheduler.core.workload import Build, DeploymentView
 
 
 @pytest.fixture
@@ -99,25 +99,10 @@ def test_free_memory_ends_the_wait_of_what_it_killed_and_of_nothing_else(failure
     assert failures.retry("device") == ["a", "b", "c"]
 
 
-def test_another_version_begins_anew(failures: Failures) -> None:
-    failures.model_failed("m", "v1", "x", 100.0)
-    assert failures.model("m", "v2") is None
-    assert failures.model_failed("m", "v2", "y", 100.1).count == 1
-
-
 def test_death_of_the_engine_that_another_version_ended_is_an_echo(failures: Failures) -> None:
     failures.model_failed("m", "v2", "no numbers", 100.0, blame="input")
     assert failures.is_echo("m", "v1", 100.5)
     assert not failures.is_echo("m", "v2", 100.5) and not failures.is_echo("m", "v1", 102.0)
-
-
-def test_what_left_the_workload_is_forgotten(failures: Failures) -> None:
-    for name in ("kept", "gone"):
-        failures.job_failed(name, 0, "x", 1.0)
-        failures.model_failed(name, "v1", "x", 1.0)
-    failures.keep(Workload(Policy("auto"), (JobView("kept"),), (DeploymentView("kept", "v1"),)))
-    assert failures.job("gone") is None and failures.model("gone", "v1") is None
-    assert failures.job("kept") and failures.model("kept", "v1")
 
 
 SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")

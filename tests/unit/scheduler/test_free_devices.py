@@ -36,17 +36,6 @@ def test_nvlink_bridges_win_over_numa() -> None:
     assert len({frozenset(p) & frozenset(four) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
 
 
-def test_all_to_all_links_leave_numa_to_decide() -> None:
-    free = FreeDevices(linked([(a, b) for a in range(8) for b in range(a)]))
-    assert free.choose(4) == ("n0/0", "n0/1", "n0/2", "n0/3")
-
-
-def test_a_single_device_does_not_break_a_bigger_numa_node() -> None:
-    free = FreeDevices(box_of(8))
-    free.take(["n0/4", "n0/5"])
-    assert free.choose(1) == ("n0/6",)
-
-
 def test_as_few_nodes_as_possible_across() -> None:
     free = FreeDevices(box_of(4, nodes=4))
     free.take(["n0/0", "n1/0", "n1/1"])

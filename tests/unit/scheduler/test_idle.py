@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.autoscale.demand import required
-from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
@@ -15,7 +14,6 @@ from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
 
 CONFIG = SchedulerConfig()
-IDLE = IdlePolicy(CONFIG)
 LAST_S = 1000.0
 SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7
 BUSY = DeploymentView("m", "v1", max_replicas=4, target_inflight=10, demand=Demand(inflight=30, last_request_s=LAST_S))
@@ -41,28 +39,6 @@ def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
 def test_a_limit_of_the_box_keeps_nothing_awake() -> None:
     by_default_s = asleep_after_s(BUSY)
     assert asleep_after_s(replace(BUSY, idle=Idle(limit_s=CHECKPOINT_IDLE_S))) == by_default_s < CHECKPOINT_IDLE_S
-
-
-def test_replicas_beyond_the_one_go_as_by_default() -> None:
-    hysteresis, _ = required(BUSY, Hysteresis(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    quiet = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
-    for second in range(400):
-        hysteresis, _ = required(quiet, hysteresis, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    assert hysteresis.replicas == 1
-
-
-def test_the_answer_names_its_reason() -> None:
-    idle = replace(BUSY, demand=Demand(last_request_s=LAST_S))
-    own = IDLE.awake(replace(idle, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
-    assert own == (LAST_S + 600.0, "its idle_sleep_s is 600 s")
-    limit = IDLE.awake(replace(idle, idle=Idle(limit_s=300.0)))
-    assert limit[0] == LAST_S + 300.0 and "nobody deployed it" in limit[1]
-    assert IDLE.awake(idle)[0] is None and "after 10 s" in IDLE.awake(idle)[1]
-    least = IDLE.awake(replace(idle, pinned=True, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
-    assert least[0] is None and "at least 1 is kept awake" in least[1]
-    assert not IDLE.asleep(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=5.0))), LAST_S + 100.0), (
-        "requests are not idleness"
-    )
 
 
 def test_explain_says_until_when_an_idle_model_stays_awake() -> None:

@@ -22,12 +22,6 @@ def moved(pauses: JobPauses, job_id: str, suspend_s: float, start_s: float) -> N
     pauses.step_done("start_group", job_id, start_s)
 
 
-def test_a_first_start_is_no_change_of_size() -> None:
-    pauses = JobPauses(CONFIG.job_pause_s, CONFIG.start_group_timeout_s)
-    pauses.step_done("start_group", "j", 30.0)
-    assert pauses.pause_s("j") is None
-
-
 def test_the_median_of_the_last_five_counts_with_what_the_steps_do_not_show() -> None:
     pauses = JobPauses(CONFIG.job_pause_s, CONFIG.start_group_timeout_s)
     moved(pauses, "j", 0.25, 2.0)

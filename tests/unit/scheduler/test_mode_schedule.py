@@ -9,12 +9,11 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from benchmarks.simulator import virtual_time
-from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
-from scheduler.loop.loop import SchedulerLoop
-from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
-from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
+from scheduler.loop.mode_schedule import Window, in_force, preview
+from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
+from tests.unit.scheduler.test_loop import Rig
 
 TRAIN, SERVE, AUTO = Policy("train"), Policy("serve"), Policy("auto")
 BERLIN = (Window("0 22 * * *", TRAIN, "Europe/Berlin"), Window("0 6 * * *", SERVE, "Europe/Berlin"))
@@ -38,32 +37,11 @@ def test_a_persons_choice_lasts_until_the_next_firing() -> None:
     assert in_force(BERLIN, AUTO, set_s, at("2026-03-03 06:00:00")).policy == SERVE
 
 
-def test_without_windows_a_persons_choice_lasts() -> None:
-    found = in_force((), TRAIN, 5.0, 1e9)
-    assert (found.policy, found.since_s, found.until_s, found.window) == (TRAIN, 5.0, None, None)
-
-
 def test_local_time_is_kept_over_the_change_of_the_clocks() -> None:
     before, after = at("2026-03-28 21:00:00"), at("2026-03-29 21:00:00")  # 29 March: clocks go forward at 2:00
     assert in_force(BERLIN, AUTO, 0.0, before).until_s == at("2026-03-28 22:00:00")
     assert in_force(BERLIN, AUTO, 0.0, after).until_s == at("2026-03-29 22:00:00")
     assert at("2026-03-29 22:00:00") - at("2026-03-28 22:00:00") == 23 * 3600
-
-
-def test_preview_of_a_day() -> None:
-    now_s = at("2026-03-02 12:00:00")
-    assert told(preview(BERLIN, AUTO, now_s, now_s)) == [
-        ("12:00", "22:00", "auto", True),
-        ("22:00", "06:00", "train", False),
-        ("06:00", "12:00", "serve", False),
-    ]
-
-
-def told(segments: list[InForce]) -> list[tuple[str, str, str, bool]]:
-    def clock(at_s: float | None) -> str:
-        return datetime.fromtimestamp(at_s or 0.0, ZoneInfo("Europe/Berlin")).strftime("%H:%M")
-
-    return [(clock(h.since_s), clock(h.until_s), h.policy.kind, h.overridden is not None) for h in segments]
 
 
 NIGHT = Window("0 22 * * *", TRAIN, "Europe/Berlin", until="0 6 * * *")
@@ -102,10 +80,6 @@ def test_a_preview_is_the_same_as_looking_at_every_minute() -> None:
         assert (shown.policy, shown.window) == (holds.policy, holds.window)
 
 
-def test_a_preview_is_bounded() -> None:
-    assert len(preview((Window("* * * * *", TRAIN), Window("*/2 * * * *", SERVE)), AUTO, 0.0, 1e9, most=10)) == 10
-
-
 def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
     half_past_two = Window("30 2 * * *", TRAIN, "Europe/Berlin")
     assert half_past_two.next_s(at("2026-03-28 12:00")) == at("2026-03-29 03:00")
@@ -131,21 +105,16 @@ def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
         Window("0 22 * * *", TRAIN, **named)
 
 
-def test_a_date_that_never_comes() -> None:
-    with pytest.raises(InvalidSchedule, match="never fires"):
-        Window("0 0 30 2 *", TRAIN)
-
-
 @pytest.mark.parametrize(
     "cron",
-    ["", "0 22 * *", "61 * * * *", "0 0 22 * * *", "@daily", "tonight please go now ok", "R R * * *", "H 3 * * *"],
+    ["", "0 22 * *", "61 * * * *", "@daily"],
 )
 def test_what_is_no_cron_expression(cron: str) -> None:
     with pytest.raises(InvalidSchedule, match="five fields expected"):
         Window(cron, TRAIN)
 
 
-@pytest.mark.parametrize("zone", ["Mars/Olympus", "../etc/passwd", ""])
+@pytest.mark.parametrize("zone", ["Mars/Olympus", ""])
 def test_what_is_no_time_zone(zone: str) -> None:
     with pytest.raises(InvalidSchedule, match="IANA name expected"):
         Window("0 22 * * *", TRAIN, zone)
@@ -162,52 +131,29 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
     async def life() -> None:
         store = WindowStore(AUTO, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
         store.windows = (Window("0 22 * * *", TRAIN), Window("0 6 * * *", SERVE))
-        world = World(box_of(2))
-        loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), clock=virtual_time.VirtualClock())
-        running = asyncio.create_task(loop.run())
-        await loop.wait_settled(loop.nudge())
-        assert {r.state for r in world.replicas.values()} == {"open"} and not world.groups
-        assert loop.status()["policy"]["schedule"] == "0 6 * * *"
-        await asyncio.sleep(3600 + 60)
-        assert {r.state for r in world.replicas.values()} == {"asleep"}
-        assert [len(g.devices) for g in world.groups.values()] == [2]
-        await asyncio.sleep(8 * 3600)
-        assert {r.state for r in world.replicas.values()} == {"open"} and not world.groups
-        loop.stop()
-        await running
+        async with Rig(store, devices=2) as rig:
+            await rig.settle()
+            assert set(rig.states()) == {"open"} and not rig.jobs()
+            assert rig.loop.status()["policy"]["schedule"] == "0 6 * * *"
+            await asyncio.sleep(3600 + 60)
+            assert set(rig.states()) == {"asleep"} and rig.jobs() == {"j": 2}
+            await asyncio.sleep(8 * 3600)
+            assert set(rig.states()) == {"open"} and not rig.jobs()
 
     virtual_time.run(life(), start_s=at("2026-03-02 21:00:00", "UTC"))
 
 
 @in_virtual_time
-async def test_explain_says_why_a_job_would_be_suspended() -> None:
-    store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
-    world = World(box_of(2))
-    loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), clock=virtual_time.VirtualClock())
-    running = asyncio.create_task(loop.run())
-    await loop.wait_settled(loop.nudge())
-    assert loop.explain(SERVE)["steps"] == [
-        "Job j is suspended at its next step, because it needs 1 device: mode serve gives training no devices."
-    ]
-    loop.stop()
-    await running
-
-
-@in_virtual_time
 async def test_explain_says_what_would_happen_and_does_nothing() -> None:
     store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
-    world, journal = World(box_of(2)), MemoryJournal()
-    loop = SchedulerLoop(FakeEffects(world), store, journal, clock=virtual_time.VirtualClock())
-    running = asyncio.create_task(loop.run())
-    await loop.wait_settled(loop.nudge())
-    told = loop.explain(TRAIN)
-    assert told["steps"] == [
-        "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
-        "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
-        "from 1 to 2.",
-    ]
-    assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
-    assert loop.explain()["steps"] == [] and "mode serve" in loop.explain()["waiting"]["j"]
-    assert journal.last_id() == 1 and not world.groups
-    loop.stop()
-    await running
+    async with Rig(store, devices=2) as rig:
+        await rig.settle()
+        told = rig.loop.explain(TRAIN)
+        assert told["steps"] == [
+            "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
+            "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
+            "from 1 to 2.",
+        ]
+        assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
+        assert rig.loop.explain()["steps"] == [] and "mode serve" in rig.loop.explain()["waiting"]["j"]
+        assert rig.journal.last_id() == 1 and not rig.jobs()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import shutil
 import tempfile
 from dataclasses import replace
@@ -17,11 +16,10 @@ from ray.exceptions import RayActorError
 from runtime.errors import CopyFailed
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node as ray_node
-from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
-from weights.format.errors import StoreFull, VersionLeased
+from weights.format.errors import VersionLeased
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -94,7 +92,6 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
 
 
 async def test_a_copy_of_what_home_has_deleted_goes_whoever_had_it(nodes):
-    """A model's weights stayed in the other node's memory for good, leased for the engines that it had there."""
     home, away = nodes
     first, tuned = write(home.store, "v1", model="m"), write(home.store, "s1", model="ft:m", kind="adapter")
     await away.node.take(home.agent, BASE, first.path, "serve m")
@@ -128,27 +125,6 @@ async def test_a_snapshot_that_memory_has_no_room_for_goes_to_disk(nodes):
     assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
 
 
-async def test_memory_that_fills_up_while_a_copy_arrives_is_named_and_a_snapshot_goes_to_disk(nodes, monkeypatch):
-    home, away = nodes
-    made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
-    base = write(away.store, "v1", model="m")
-    copy = node_copies.copy_directory
-
-    async def full(source, remote, target, *names):
-        received = await copy(source, remote, target, *names)
-        if target.is_relative_to(home.config.shm_root):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return received
-
-    monkeypatch.setattr(node_copies, "copy_directory", full)
-    path, _ = await home.node.keep(away.agent, SNAPSHOT, made.path)
-    assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
-    with pytest.raises(StoreFull, match="no room for"):
-        await home.node.take(away.agent, BASE, base.path, "serve m")
-    for root in (home.config.shm_root, home.config.jobs_dir / "job-1" / "snapshots"):
-        assert list((root / "incoming").glob("*")) == []
-
-
 async def test_only_a_jobs_data_travels(nodes):
     home, away = nodes
     folder = home.config.jobs_dir / "job-1"
@@ -173,15 +149,6 @@ async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(node
     with pytest.raises(CopyFailed):
         await away.node.take_job(Gone(), home.config.jobs_dir / "job-1")
     assert list((away.config.shm_root / "incoming").glob("*")) == list(away.config.jobs_dir.iterdir()) == []
-
-
-async def test_copy_of_several_chunks_is_whole(nodes, monkeypatch, tmp_path):
-    home, _ = nodes
-    monkeypatch.setattr(node_copies, "CHUNK_BYTES", 4)
-    for name, content in (("a", b""), ("b", b"1234"), ("c", b"1234567890")):
-        (home.config.jobs_dir / name).write_bytes(content)
-    assert await node_copies.copy_directory(home.agent, home.config.jobs_dir, tmp_path / "copy") == 14
-    assert [file.read_bytes() for file in sorted((tmp_path / "copy").iterdir())] == [b"", b"1234", b"1234567890"]
 
 
 async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import InvalidWorkload
-from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import (
     Allocation,
     Demand,
@@ -81,15 +79,6 @@ def test_split_bounds_training() -> None:
     assert sizes(planned(policy=Policy("split", 0), jobs=(job(),))) == {}
 
 
-def test_a_floor_takes_from_training_and_the_reason_says_so() -> None:
-    a = planned(policy=Policy("split", 6, serving_floor=4), jobs=(job(min_devices=8),))
-    assert a.waiting["j1"] == (
-        "Needs 8 devices: mode split gives training 4, because the serving floor keeps 4 of 8 devices."
-    )
-    assert sizes(planned(policy=Policy("split", 6, serving_floor=4), jobs=(job(),))) == {"j1": 4}
-    assert sizes(planned(policy=Policy("train", serving_floor=0), jobs=(job(),))) == {"j1": 8}
-
-
 @pytest.mark.parametrize("floor", [8, 20])
 @pytest.mark.parametrize(
     ("policy", "why"),
@@ -146,57 +135,11 @@ def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
     assert third.hysteresis["m"].replicas == 3, "the peak of the last minute, not the present"
 
 
-def test_growing_is_at_once() -> None:
-    running = job(phase="running", devices=tuple(d.id for d in EIGHT), since_s=999.0)
-    a = planned(jobs=(running,), deployments=(replace(M, demand=Demand(held=1)),))
-    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 1}
-    assert set(a.groups[0].devices) < set(running.devices)
-
-
 def test_a_model_with_demand_and_no_engine_comes_before_a_second_engine() -> None:
     busy = replace(M, demand=Demand(inflight=100))
     cold = DeploymentView("cold", "v1", demand=Demand(held=1))
     a = planned(policy=Policy("serve"), devices=box_of(2), deployments=(busy, cold))
     assert awake(a) == {"m": 1, "cold": 1}
-
-
-def test_more_models_than_devices_take_turns() -> None:
-    names = ("a", "b")
-    deployments = tuple(DeploymentView(n, "v1", demand=Demand(held=1)) for n in names)
-    one = box_of(1)
-    replicas: tuple[ReplicaView, ...] = ()
-    hysteresis: dict[str, Hysteresis] = {}
-    served = []
-    for now_s in range(0, 200, 10):
-        a = planned(
-            float(now_s),
-            devices=one,
-            deployments=deployments,
-            replicas=replicas,
-            hysteresis=hysteresis,
-            handover_id=now_s,
-        )
-        (winner,) = a.open_replicas
-        served.append(winner.model)
-        old = {r.id: r for r in replicas}
-        replicas = tuple(
-            old[r.id]
-            if r.id in old and old[r.id].state == r.state
-            else ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=float(now_s))
-            for r in a.replicas
-        )
-        hysteresis = a.hysteresis
-    turns = [n for i, n in enumerate(served) if i == 0 or served[i - 1] != n]
-    assert turns[:4] == ["a", "b", "a", "b"]
-    assert 4 <= len(turns) <= 200 / CONFIG.turn_s + 1, f"each keeps its turn: {served}"
-
-
-def test_jobs_in_order_of_priority_then_submission_with_reasons() -> None:
-    urgent = job("z", priority=1, submitted_s=9.0, max_devices=4)
-    early = job("a", submitted_s=1.0, min_devices=4, max_devices=4)
-    a = planned(jobs=(early, urgent, job("b", submitted_s=2.0)))
-    assert sizes(a) == {"z": 4, "a": 4}
-    assert a.waiting == {"b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it."}
 
 
 def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
@@ -268,21 +211,6 @@ def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
     return SchedulerConfig(**{**CONFIG.model_dump(), **fields})
 
 
-def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
-    d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
-    early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
-    assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
-    assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), hysteresis=early.hysteresis)) == {}
-
-
-def test_cordoned_devices_are_left_and_holders_move() -> None:
-    broken = (replace(EIGHT[0], health="draining"), *EIGHT[1:])
-    running = job(phase="running", devices=("n0/0", "n0/1"), since_s=0.0, max_devices=2)
-    a = planned(devices=broken, jobs=(running,), deployments=(M,), replicas=(opened("r0", 0),))
-    assert "n0/0" not in a.groups[0].devices and len(a.groups[0].devices) == 2
-    assert a.replicas == (), "an engine on a cordoned device is stopped, not put to sleep"
-
-
 def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:
     two = box_of(4, nodes=2)
     scattered = tuple(
@@ -329,11 +257,6 @@ def test_engines_leave_the_only_node_a_job_may_run_on() -> None:
     assert a.groups[0].devices == ("n0/0", "n0/1") and awake(a) == {"m": 2}
 
 
-def test_two_jobs_bound_to_a_node_share_it() -> None:
-    jobs = (job("a", nodes=("n0",), max_devices=1), job("b", nodes=("n0",), submitted_s=2.0))
-    assert sizes(planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=jobs)) == {"a": 1, "b": 1}
-
-
 def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None:
     large = job(nodes=("n0",), min_devices=4)
     m = replace(M, max_replicas=8, demand=Demand(inflight=50))
@@ -342,43 +265,7 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
     assert awake(a) == {"m": 5}
 
 
-def test_a_model_that_waits_out_a_failure_keeps_what_is_open() -> None:
-    failed = replace(M, version="v2", not_before_s=1e12, demand=Demand(inflight=50))
-    a = planned(deployments=(failed,), replicas=(opened("r0", 0),))
-    assert [(r.id, r.version) for r in a.open_replicas] == [("r0", "v1")]
-
-
-def test_an_allocation_is_a_fixed_point() -> None:
-    deployments = (replace(M, min_replicas=1, demand=Demand(inflight=6, last_request_s=1000.0)),)
-    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, handover_id=1)
-    by_job = {g.job_id: g.devices for g in first.groups}
-    second = planned(
-        jobs=tuple(
-            job(n, submitted_s=s, phase="running" if n in by_job else "wanted", devices=by_job.get(n, ()))
-            for n, s in (("a", 0.0), ("b", 2.0))
-        ),
-        deployments=deployments,
-        replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in first.replicas),
-        hysteresis=first.hysteresis,
-        handover_id=2,
-    )
-    assert (second.replicas, second.groups) == (first.replicas, first.groups)
-
-
-def test_contradictions_are_named() -> None:
-    with pytest.raises(InvalidWorkload, match="train_devices of policy split: None given"):
-        Policy("split")
-    with pytest.raises(InvalidWorkload, match="1 <= min_devices <= max_devices"):
-        JobView("j", min_devices=3, max_devices=2)
-    with pytest.raises(InvalidWorkload, match="allowed_sizes of job j"):
-        JobView("j", min_devices=3, max_devices=4, allowed_sizes=(1, 2))
-    with pytest.raises(InvalidWorkload, match="policy"):
-        Policy("sometimes")  # type: ignore[arg-type]
-
-
 def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by() -> None:
-    """It was counted on the node where a job ran that it could not move there, and held up everybody behind it
-    while devices idled (found by the long run of random lives)."""
     both = ("n0", "n1")
     small = job("small", nodes=both, max_devices=1, priority=1, phase="running", devices=("n0/0",))
     fixed = job(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
 from scheduler.plan.queue import allot, order, positions, urgent_from_s
@@ -72,41 +70,7 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     ]
 
 
-def test_the_failure_of_one_job_is_not_the_reason_of_the_next() -> None:
-    jobs = [
-        JobView("failed", 1, 1, submitted_s=1.0, not_before_s=110.0, failed="rank 0 died"),
-        JobView("big", 3, 3, submitted_s=2.0),
-        JobView("again", 1, 1, submitted_s=3.0, not_before_s=120.0),
-    ]
-    waiting = allot(jobs, 2, 8, 100.0, 30.0, "mode split gives training 2").waiting
-    assert waiting["failed"] == "Failed a moment ago (rank 0 died); tries again in 10 s."
-    assert waiting["big"] == "Needs 3 devices: mode split gives training 2."
-    assert waiting["again"] == "Failed a moment ago; tries again in 20 s."
-
-
-@pytest.mark.parametrize(
-    ("given", "interruptible", "movable", "keeps"),
-    [
-        ({}, False, False, False),
-        ({"phase": "running"}, True, True, False),
-        ({"phase": "running", "busy": "coming"}, True, False, True),
-        ({"phase": "running", "busy": "leaving"}, True, False, False),
-        ({"phase": "suspended", "busy": "coming"}, False, False, True),
-        ({"phase": "running", "preemptible": False}, False, False, True),
-        ({"phase": "running", "preemptible": False, "busy": "leaving"}, False, False, False),
-        ({"phase": "running", "preemptible": False, "held": True}, False, False, False),
-        ({"phase": "paused", "preemptible": False}, False, False, False),
-        ({"phase": "suspended", "preemptible": False}, False, False, False),
-    ],
-)
-def test_which_jobs_give_up_devices(given: dict, interruptible: bool, movable: bool, keeps: bool) -> None:
-    job = JobView("j", devices=("n0/0",), **given)
-    assert (job.interruptible, job.movable, job.keeps_devices(1.0)) == (interruptible, movable, keeps)
-    assert not (job.movable and job.keeps_devices(1.0))
-
-
 def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
-    """An operator held it and released it again while it was being suspended: in mode serve it only waits now."""
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
     given = PlanInput(

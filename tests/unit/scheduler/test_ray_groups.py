@@ -11,9 +11,8 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
-from scheduler.ray import actors, groups
+from scheduler.ray import groups
 from scheduler.ray.groups import RANK, Groups, is_whole
-from scheduler.ray.node import stored_bytes
 
 START = "j", ("n0/0", "n0/1"), "l1:job:j"
 IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
@@ -36,12 +35,6 @@ def status(rank, size=3, alive=True, done=False):
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
     assert is_whole(statuses) is whole
-
-
-def test_what_a_start_reads_is_told_by_the_manifest_or_not_at_all(tmp_path):
-    assert stored_bytes(tmp_path / "none") is None
-    (tmp_path / "manifest.json").write_text("{}")
-    assert stored_bytes(tmp_path) is None, "a step is not failed for its history"
 
 
 class RankHost:
@@ -113,7 +106,6 @@ class Box:
         self.alive: dict[str, RankHost] = {}
         self.made = 0
         self.told: list[Any] = []
-        self.taken: list[str] = []
         self.released: list[str] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
@@ -129,9 +121,9 @@ class Box:
             prepare=self.nothing,
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
-            taken=self.taken.append,
+            taken=lambda job: None,
             on_event=lambda job, event: None,
-            will_succeed=self.will_succeed,
+            will_succeed=self.nothing,
             on_stopped=lambda job: None,
         )
         monkeypatch.setattr("train.control.group.asdict", vars)
@@ -145,9 +137,6 @@ class Box:
 
     async def release_job(self, job_id: str) -> None:
         self.released.append(job_id)
-
-    async def will_succeed(self, job_id: str) -> None:
-        self.told.append(f"{job_id} will succeed")
 
     async def names(self) -> list[str]:
         return list(self.alive)
@@ -195,67 +184,16 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
 
 
 async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
-    """Without it they computed on GPUs as on processors: all on the first one, joined by gloo, keeping its memory."""
     await box.groups.start_group(*START)
     assert [host.spec["device_kind"] for host in box.hosts] == ["cuda", "cuda"]
 
 
-async def test_what_a_start_reads_is_given_free_when_it_has_read_it_and_when_it_fails(box, monkeypatch):
-    await box.groups.start_group(*START)
-    assert box.taken == ["j"]
-    monkeypatch.setattr(groups, "FRESH_S", 0.01)
-    await box.groups.stop_group("j")
-    made = RankHost()
-    made.dead = ActorDiedError()
-    box.groups._nodes.here = lambda *_: made
-    box.groups._hosts.clear()
-    with pytest.raises(EffectFailed):
-        await box.groups.start_group(*START)
-    assert box.taken == ["j", "j"]
-
-
-async def test_a_handle_whose_actor_died_while_nobody_asked_it_is_not_used(box):
-    await box.groups.start_group(*START)
-    await box.groups.stop_group("j")
-    box.kill(ActorDiedError())
-    async with asyncio.timeout(60):
-        await box.groups.start_group(*START)
-    assert box.made == 4 and all("start" in host.asked for host in box.hosts)
-
-
-async def test_supervisors_that_never_come_are_not_the_jobs_fault(box, monkeypatch):
-    monkeypatch.setattr(groups, "FRESH_S", 0.01)
-    made = RankHost()
-    made.dead = ActorDiedError()
-    box.find_or_make = box.groups._nodes.here = lambda *_: made
-    with pytest.raises(EffectFailed) as failed:
-        await box.groups.start_group(*START)
-    assert failed.value.blame == "outside"
-
-
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
-    """While one hung, the box could not be observed: nobody was started anew, on any device."""
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
     await box.groups.start_group(*START)
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
         assert [group.job_id for group in await box.groups.observe()] == ["j"]
-
-
-async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
-    """The job's devices stayed its own for ever, held by ranks that were dead."""
-
-    def full_disk(*_: Any) -> None:
-        raise OSError("no space left")
-
-    box.groups.on_death = full_disk
-    await box.groups.start_group(*START)
-    for host in box.hosts:
-        host.die(ActorDiedError())
-    watcher = box.groups._groups["j"].watcher
-    with pytest.raises(OSError):
-        await asyncio.wait_for(watcher, 60)
-    assert [ended.outcome for ended in box.told] == ["failed"] and box.groups._groups["j"].ended
 
 
 @pytest.mark.parametrize(
@@ -284,17 +222,6 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
         await box.groups.observe()
 
 
-async def test_a_stopped_supervisor_without_a_rank_is_replaced_soon(box, monkeypatch):
-    monkeypatch.setattr(groups, "IDLE_HUNG_S", 0.05)
-    await box.groups.start_group(*START)
-    await box.groups.stop_group("j")
-    monkeypatch.setattr(actors.ray, "kill", lambda actor: box.alive.pop(f"{RANK}n0/1"))
-    box.hosts[1].do_not_answer()
-    async with asyncio.timeout(60):
-        await box.groups.start_group(*START)
-    assert box.made == 3
-
-
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     await box.groups.start_group(*START)
     for host in box.hosts:
@@ -309,36 +236,3 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
         host.killing.set()
     await stopping
     assert await looking == () and box.groups._groups == {} and box.told == []
-
-
-async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
-    await box.groups.start_group(*START)
-    asked = asyncio.Event()
-
-    async def slow_status(self: RankHost) -> dict[str, Any]:
-        seen = dict(self.reported)
-        asked.set()
-        await stopped.wait()
-        return seen
-
-    stopped = asyncio.Event()
-    type(box.hosts[0]).do_status, before = slow_status, RankHost.do_status
-    try:
-        looking = asyncio.create_task(box.groups.observe())
-        await asked.wait()
-        RankHost.do_status = before
-        await box.groups.stop_group("j")
-        stopped.set()
-        assert await looking == () and box.groups._groups == {}
-    finally:
-        RankHost.do_status = before
-
-
-async def test_what_the_success_of_a_job_needs_is_made_before_it_is_told(box):
-    async def succeeded() -> Any:
-        return SimpleNamespace(outcome="succeeded", error=None, step=3)
-
-    box.groups._attend("j", SimpleNamespace(wait=succeeded), START[2], START[1], None)
-    await box.groups._groups["j"].watcher
-    will, ended = box.told
-    assert will == "j will succeed" and (ended.job_id, ended.outcome, ended.step) == ("j", "succeeded", 3)

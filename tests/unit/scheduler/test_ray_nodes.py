@@ -16,7 +16,6 @@ from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
-from weights.tiers.record import Name
 
 
 class Agent:
@@ -39,8 +38,6 @@ class Agent:
                         return NodeReport(self.going, MemoryReading(64, self.available))
                     case "end":
                         self.ended = True
-                    case "idle_bytes":
-                        return 5, 6
                     case "readings":
                         return ()
                 return None
@@ -141,45 +138,6 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     assert await nodes.look() and nodes.config("n1") is None and ray.told == [("n1", "lost")]
 
 
-async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, nodes, monkeypatch):
-    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
-    ray.start(config_of("n3"))
-    for name in ("n1", "n3"):
-        ray.agents[f"node:{name}"].stopped = True
-    await asyncio.wait_for(nodes.look(), 60)
-    assert nodes.config("n1") is not None and nodes.config("n3") is None
-    assert await asyncio.wait_for(nodes.readings(), 60) == ()
-    ray.agents["node:n3"].stopped = False
-    await nodes.look()
-    assert nodes.config("n3") is not None
-
-
-async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_asked_for_it(nodes, ray):
-    assert {name: reading.available for name, reading in nodes.memory().items()} == {"n1": 32, "n2": 32}
-    ray.agents["node:n1"].available = 3
-    assert not await nodes.look(), "the scheduler need not look at the devices for that"
-    assert {name: reading.available for name, reading in nodes.memory().items()} == {"n1": 3, "n2": 32}
-    assert await nodes.of_agent("n1", "idle_bytes") == (5, 6)
-    await nodes.of_agent("n1", "evict", 7)
-    assert ray.agents["node:n1"].calls[-1] == ("evict", 7)
-    del ray.on["n1"], ray.agents["node:n1"]
-    await nodes.look()
-    assert set(nodes.memory()) == {"n2"}
-    with pytest.raises(EffectFailed, match="n1 is gone"):
-        await nodes.of_agent("n1", "trim_pool")
-
-
-async def test_other_nodes_are_told_what_was_deleted_and_one_that_is_stopped_holds_nobody_up(
-    nodes, ray, monkeypatch, caplog
-):
-    monkeypatch.setattr(ray_nodes, "FORGET_S", 0.05)
-    ray.agents["node:n2"].stopped = True
-    await nodes.forget([Name("version", "m", "v1")])
-    calls = {name: [call for call in agent.calls if call[0] == "forget"] for name, agent in ray.agents.items()}
-    assert calls["node:n0"] == [] and calls["node:n1"] == [("forget", [Name("version", "m", "v1")])]
-    assert [record.node for record in caplog.records if "may stay there" in record.message] == ["n2"]
-
-
 @pytest.mark.parametrize(
     ("rank", "holds", "in_use"),
     [("j", True, True), ("", True, True), ("", False, False), (GetTimeoutError("late"), False, True)],
@@ -196,12 +154,6 @@ async def test_in_use_counts_a_job_until_its_results_are_home(nodes, ray, rank, 
     ray.agents["rank:n1/0"] = SimpleNamespace(status=SimpleNamespace(remote=status))
     ray.agents["node:n1"] = SimpleNamespace(holds_jobs=SimpleNamespace(remote=holds_jobs))
     assert await ray_nodes._in_use("n1") is in_use
-
-
-async def test_release_job_is_sent_to_other_nodes_only(nodes, ray):
-    await nodes.release_job("j")
-    told = {name: ("forget_job", "j", True) in agent.calls for name, agent in ray.agents.items()}
-    assert told == {"node:n0": False, "node:n1": True, "node:n2": True}
 
 
 async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.workload import ReplicaPlan
 from scheduler.ray import replicas
 from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
@@ -74,7 +73,6 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
 
 
 async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
-    """The step of its swap was over before the engine was done."""
     found, told = two[0], []
 
     async def opened(*of: str) -> None:
@@ -83,45 +81,6 @@ async def test_one_that_serves_another_version_than_gateways_know_is_told_to_the
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
     assert {replica.state for replica in await found.observe()} == {"open"}
     assert told == [("r0", "m", "v1", "/r")]
-
-
-async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):
-    """Its failure to start would count twice."""
-    found, supervisors = two
-    supervisors[0].state = "starting"
-    seen = {replica.id: replica for replica in await found.observe()}
-    assert (seen["r0"].state, seen["r0"].devices, seen["r1"].state) == ("starting", ("n0/0",), "open")
-    assert [name for name, engine in found._engines.items() if engine.watcher is not None] == ["r1"]
-
-
-async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):
-    """The looks are a minute apart, and its supervisor was stopped between its start and the next."""
-    found, supervisors = two
-    node_config = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l")
-
-    async def nothing(*_: Any) -> None: ...
-
-    async def version(*_: Any) -> tuple[Path, int]:
-        return Path("/v"), 0
-
-    monkeypatch.setattr(
-        found,
-        "_nodes",
-        SimpleNamespace(
-            config_of=lambda *_: node_config,
-            config=lambda node: None,
-            wait_warm=nothing,
-            here=lambda *_: supervisors[0],
-            home=SimpleNamespace(name="elsewhere"),
-        ),
-    )
-    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model, version: None))
-    monkeypatch.setattr(found, "_version_path", version)
-    monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
-    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"))
-    supervisors[0].stopped = True
-    after = {replica.id: replica for replica in await found.observe()}
-    assert not after["r0"].answered and after["r1"].answered
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
@@ -142,8 +101,6 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
 def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     error: Exception, says: str, blame: str
 ) -> None:
-    """The configuration may have changed since it was deployed."""
-
     def refuses(model: str, tensor_parallel: int) -> dict:
         raise error
 
@@ -159,20 +116,6 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
     assert failed.value.blame == blame
-
-
-async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
-    avoided: dict[str, bool] = {}
-    routing, nodes = SimpleNamespace(avoid=avoided.__setitem__), SimpleNamespace(config=lambda name: None)
-    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
-    for silent in (True, False):
-        status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
-        actor = SimpleNamespace(
-            over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
-        )
-        found._engines.setdefault("r1", replicas._Engine(None)).supervisor = actor
-        await found._observe_replica("r1")
-        assert avoided == {"r1": silent}
 
 
 async def loadable(found: Replicas) -> None:
@@ -204,32 +147,3 @@ async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_
         except EffectFailed as failed:
             blames.append(failed.blame)
     assert blames == ["own", "", "own", "own", "reload", "", "own"]
-
-
-async def test_reload_engines_that_die_together_count_once(two, monkeypatch):
-    found, _ = two
-
-    async def call(method: str, *_: Any) -> dict:
-        await asyncio.sleep(0)
-        raise EngineFailed("swap: the engine died")
-
-    await loadable(found)
-    for replica_id in ("r0", "r1"):
-        monkeypatch.setattr(found._engines[replica_id].supervisor, "call", call)
-    loads = [found.wake_replica(one, "m", "v2") for one in ("r0", "r1")]
-    assert [error.blame for error in await asyncio.gather(*loads, return_exceptions=True)] == ["own", "own"]
-
-
-async def test_swap_out_of_time_offers_adapters_again(two):
-    found, _ = two
-    offered = []
-
-    async def withhold(replica_id: str) -> None:
-        await asyncio.Event().wait()
-
-    await loadable(found)
-    found._routing = SimpleNamespace(withhold_adapters=withhold, offer_adapters=offered.append, close=lambda *_: None)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await found.swap_replica("r0", "m", "v2")
-    assert offered == ["r0"]

@@ -2,7 +2,6 @@
 
 import inspect
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,36 +17,8 @@ from scheduler.ray.start import (
     _all_missed,
     _logging_to,
     _private_folder,
-    _without_dashboard,
-    _without_ray_client,
     tied_commands,
 )
-
-AFTERWARDS = """
-import sys
-from scheduler.ray import start as ray_start
-sys.argv = ["ray", "/logs", "start", "--help"]
-try:
-    ray_start.main()
-except SystemExit as ended:
-    assert ended.code == 0, ended
-assert not any(name.partition(".")[2] == "serve" for name in sys.modules if name.startswith("ray."))
-assert all(name in sys.modules and sys.modules[name] is None for name in ray_start.OTHER_COMMANDS)
-from ray._private.node import Node
-assert Node.start_api_server is ray_start._without_dashboard
-assert Node.start_ray_client_server is ray_start._without_ray_client
-from ray._private import node, services
-assert node.try_to_create_directory is ray_start._private_folder
-assert Node._init_temp.__module__ == ray_start.__name__
-assert Node.dead_processes.__module__ == ray_start.__name__
-assert services.start_ray_process.__module__ == ray_start.__name__
-"""
-
-
-def test_start_works_without_the_other_commands():
-    ended = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "--include-log-monitor" in ended.stdout
 
 
 def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_path, monkeypatch):
@@ -62,22 +33,6 @@ def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_p
     assert (Path(made.get_logs_dir_path()) / "old").samefile(logs / "old")
     modes = {path.name: path.stat().st_mode & 0o777 for path in [temp, logs, *tmp_path.rglob("*")]}
     assert modes.keys() >= {"ray", "logs", "old", "sockets"} and set(modes.values()) == {0o700}, modes
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [("start_api_server", _without_dashboard), ("start_ray_client_server", _without_ray_client)],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
-    theirs, ours = (inspect.signature(function).parameters for function in (getattr(Node, name), ours))
-    assert [(p.name, p.kind) for p in theirs.values()][1:] == [(p.name, p.kind) for p in ours.values()][1:]
-    assert f"self.{name}(" in inspect.getsource(Node.start_head_processes)
-
-
-def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
-    with pytest.raises(ValueError, match="no dashboard"):
-        _without_dashboard(None, include_dashboard=None, raise_on_failure=True)
 
 
 @pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])

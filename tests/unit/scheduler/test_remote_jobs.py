@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.errors import EffectFailed
-from scheduler.ray.remote_jobs import ResultTransfer, name_at
+from scheduler.ray.remote_jobs import ResultTransfer
 from weights.format.names import version_path
-from weights.tiers.record import Name
 
 THERE = Path("/dev/shm/there")
 SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(version_path(THERE, "snapshot", "job-1", "step-5"))}
@@ -109,8 +108,3 @@ async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(
     home.take(*steps(2))
     async with asyncio.timeout(60):
         assert "no such column" in await home.over(suspended=False)
-
-
-@pytest.mark.parametrize("name", [Name("snapshot", "job-1", "step-5"), Name("adapter", "ft:m:a/b", "step-9")])
-def test_a_path_says_the_name_of_what_lies_there(name):
-    assert name_at(version_path(THERE, *name)) == name

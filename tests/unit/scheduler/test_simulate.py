@@ -11,7 +11,6 @@ from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.simulate import Setup, run_policy
 from benchmarks.simulator.trace import Requests, TraceError, read_requests
-from scheduler.core.errors import InvalidWorkload
 from scheduler.core.workload import Policy
 
 DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
@@ -59,17 +58,13 @@ def test_azure_shape_with_seven_digits_out_of_order_and_gzip(tmp_path: Path) -> 
     ("text", "said"),
     [
         ("", "columns"),
-        ("when,ContextTokens,GeneratedTokens\n", "line 1: columns"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no request"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2: time 'yesterday' given, one such as"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,1\n", "line 2: ContextTokens 'many' given"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2020-01-01 00:00:00,1,1\n",
             r"line 2: 1,416 days after the request before it in time \(line 3\)",
         ),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", "line 2: 2 columns, 3 expected"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,5\n", "line 2: -1 and 5 tokens"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,99999999999999999999\n", "line 2: 1 and 9"),
     ],
 )
 def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> None:
@@ -79,27 +74,6 @@ def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> 
         read_requests(path)
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
-def test_byte_order_mark_crlf_and_gzip_by_content(tmp_path: Path, name: str) -> None:
-    text = "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.5,396,109\r\n\r\n"
-    (tmp_path / name).write_bytes(text.encode())
-    (tmp_path / "packed.csv").write_bytes(gzip.compress(text.encode()))
-    for path in (tmp_path / "packed.csv", tmp_path / name):
-        if path.suffix != ".gz":
-            assert list(read_requests(path).prompt) == [396]
-        else:
-            with pytest.raises(TraceError, match="not readable"):
-                read_requests(path)
-
-
-def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be opened"):
-        read_requests(tmp_path / "none.csv")
-    (tmp_path / "x.csv.gz").write_bytes(b"not gzip")
-    with pytest.raises(TraceError, match="not readable"):
-        read_requests(tmp_path / "x.csv.gz")
-
-
 def test_scale_keeps_the_shape_and_is_reproducible() -> None:
     path = data("traces/azure2023_code.csv.gz")
     once, twice = read_requests(path), read_requests(path, scale=2.5, seed=3)
@@ -107,16 +81,6 @@ def test_scale_keeps_the_shape_and_is_reproducible() -> None:
     assert len(twice) == pytest.approx(2.5 * len(once), rel=0.02)
     assert list(read_requests(path, scale=2.5, seed=3).arrival_s) == list(twice.arrival_s)
     assert twice.horizon_s == pytest.approx(once.horizon_s, abs=1.5)
-
-
-def test_a_scale_that_is_none_or_leaves_nothing_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,396,109\n")
-    for scale in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(TraceError, match="a number above 0 expected"):
-            read_requests(path, scale=scale)
-    with pytest.raises(TraceError, match="scale 1e-09 keeps none of its requests"):
-        read_requests(path, scale=1e-9)
 
 
 # --- engines
@@ -139,7 +103,7 @@ def test_one_request_alone_takes_its_steps() -> None:
     assert end_s - first_s == pytest.approx(10 * model.step_s(1, 1001, 0), rel=0.01)
 
 
-def test_every_request_is_served_once_and_the_cache_is_never_overfull() -> None:
+def test_every_request_is_served_once() -> None:
     requests = steady(40, 120, prompt=3000, output=300)
     cluster = Cluster(requests, EngineModel())
     for name in ("a", "b"):
@@ -147,13 +111,9 @@ def test_every_request_is_served_once_and_the_cache_is_never_overfull() -> None:
         cluster.open(name)
     for second in range(120):
         cluster.advance(float(second))
-        for engine in cluster._engines.values():
-            assert engine._reserved <= EngineModel().kv_tokens
     cluster.advance(1e5)
     assert min(cluster.served.end_s) > 0 and cluster.inflight_total == 0
     assert all(e >= f >= a for a, f, e in zip(requests.arrival_s, *_times(cluster), strict=True))
-    for engine in cluster._engines.values():
-        assert engine._reserved == 0 and engine._queued == 0
 
 
 def _times(cluster: Cluster) -> tuple[list[float], list[float]]:
@@ -184,12 +144,6 @@ def test_auto_trains_as_much_as_the_splits_that_serve_as_well() -> None:
     assert max(s.serving_devices + s.training_devices for s in figures.samples) <= 8
 
 
-def test_one_request_served_in_time_is_all_of_them() -> None:
-    """Its engine had to start within the target: none was there when the trace began."""
-    figures = run_policy(Setup(steady(1, 1)), Policy("auto"))
-    assert (figures.requests_served, figures.slo_attainment, figures.handovers) == (1, 1.0, 0)
-
-
 def test_rare_requests_are_answered_in_time_and_training_has_every_device_between() -> None:
     arrivals = array("d", (n * 700.0 + n % 3 for n in range(8)))
     requests = Requests(arrivals, array("l", [1000] * 8), array("l", [200] * 8))
@@ -200,7 +154,6 @@ def test_rare_requests_are_answered_in_time_and_training_has_every_device_betwee
 
 
 def test_a_request_is_heard_of_though_the_standby_for_it_is_forgotten_by_the_clock() -> None:
-    """The number that decided on a nudge was still what the bursts had taught, so it waited for the next look."""
     arrivals = [60.0 * n + m / 80 for n in range(15) for m in range(40)]
     arrivals += [arrivals[-1] + pause_s for pause_s in (407.0, 1013.0)]
     count = len(arrivals)
@@ -213,17 +166,6 @@ def test_a_request_is_heard_of_though_the_standby_for_it_is_forgotten_by_the_clo
 def test_a_run_is_reproducible() -> None:
     first, second = (run_policy(Setup(burst(150, 300, 400)), Policy("auto")) for _ in range(2))
     assert first == second
-
-
-@pytest.mark.parametrize("named", [{"slo_ttft_s": 0.0}, {"slo_tpot_s": float("nan")}, {"slo_ttft_s": float("inf")}])
-def test_targets_are_times(named: dict[str, float]) -> None:
-    with pytest.raises(InvalidWorkload, match=f"{next(iter(named))}: .* given, seconds, more than 0"):
-        Setup(steady(1, 10), **named)
-
-
-def test_several_nodes() -> None:
-    figures = run_policy(Setup(burst(300, 600, 900), nodes=4), Policy("auto"))
-    assert figures.slo_attainment > 0.9 and figures.training_gpu_hours > 0.8 * 32 * 0.25
 
 
 def test_models_share_the_devices_and_each_has_its_own_engines_and_demand() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy
-from scheduler.loop.job_pauses import LONG_START_S, JobPauses
+from scheduler.loop.job_pauses import LONG_START_S
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
@@ -65,20 +65,8 @@ async def test_a_long_start_whose_devices_nobody_wants_goes_on() -> None:
         assert "stop_group" not in {verb for verb, _ in rig.world.verbs_done}
 
 
-def test_a_start_has_twice_as_long_after_each_that_gave_way_up_to_four_minutes() -> None:
-    pauses = JobPauses(5.0, 600.0)
-    had_s = []
-    for _ in range(6):
-        had_s.append(pauses.patience_s("j1"))
-        pauses.start_gave_way("j1", had_s[-1])
-    assert had_s == [60.0, 120.0, 240.0, 240.0, 240.0, 240.0] and pauses.patience_s("j2") == 60.0
-    pauses.keep(())
-    assert pauses.patience_s("j1") == 60.0 and pauses.gave_way("j1") == ""
-
-
 @in_virtual_time
 async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
-    """Demand of 5 s comes 150 s after the last: a start of 200 s gave way to each of 46 in two hours."""
     job = replace(JOB, min_devices=4, allowed_sizes=(4,))
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0
@@ -102,15 +90,3 @@ async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() ->
         assert stopped[1].endswith("the next has 240 s.")
         assert "gave way" not in rig.store.reasons["j1"], "that is over once its ranks run"
         assert not rig.store.ended
-
-
-@in_virtual_time
-async def test_a_start_that_has_long_still_ends_at_once_with_its_job() -> None:
-    async with SlowlyStartingRig(FakeStore(Policy("train"), (JOB,))) as rig:
-        for _ in range(4):
-            rig.loop._pauses.start_gave_way("j1", 60.0)
-        await asyncio.sleep(5.0)
-        del rig.store.jobs["j1"]
-        began_s = rig.now_s
-        await rig.settle()
-        assert rig.now_s - began_s < 5.0 and rig.loop.box.holders == {}

@@ -74,15 +74,6 @@ async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, 
             pass
 
 
-async def test_a_question_that_is_none_ends_the_connection_and_nothing_else(source, only_remote):
-    reader, writer = await asyncio.open_unix_connection(source)
-    writer.write(b'["ft:x@step-2"]\n')
-    assert await reader.read() == b""
-    writer.close()
-    async with brought_in(source, "ft:x@step-2", 10):
-        pass
-
-
 async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, tmp_path, tiers):
     asking = asyncio.create_task(ask_late(str(tmp_path / "late")))
     await asyncio.sleep(0)

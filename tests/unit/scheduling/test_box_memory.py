@@ -93,41 +93,6 @@ async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, worl
     assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
 
 
-async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
-    box.home._means = replace(box.home._means, engine_bytes=lambda model: 40 * GB)
-    assert box.too_large("chat") == "", "it fits on n1"
-    box._hosts["n1"]._means = box.home._means
-    assert "needs 40.0 GB, more than this machine has" in box.too_large("chat")
-    world.memory = dict
-    await box.look(world.status())
-    assert box.too_large("chat") == "", "n1 has not reported yet, and may be large enough"
-
-
-async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_model, add_job):
-    """A job that might have two devices of n1 ran on one of them, since home has one."""
-    add_model()
-    job = add_job("ftjob-1")
-    for host in (box.home, box._hosts["n1"]):
-        host._means = replace(host._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB, 8: 9 * GB})
-    assert box.job_sizes(job) == (1, 2), "no node has eight"
-    short(world, 5 * GB)
-    await box.look(world.status())
-    box.job_nodes(job)
-    assert box.job_sizes(job) == (1,)
-    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
-    await box.look(world.status())
-    assert box.job_sizes(job) == (1, 2), "home is asked about the one device that it has"
-
-
-async def test_a_node_that_has_not_reported_yet_bounds_no_job(box, world, add_model, add_job):
-    """As after each start of the controller: a job on two devices of n1 was to go on with one, since home has one."""
-    add_model()
-    job = add_job("ftjob-1")
-    box.home._means = box._means = replace(box.home._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB})
-    del box._hosts["n1"]
-    assert box.job_sizes(job) == (1, 2)
-
-
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
     box, world, db, add_model, add_job
 ):

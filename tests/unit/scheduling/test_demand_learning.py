@@ -8,14 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.controller.bus import demand_learning
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
 from appliance.controller.bus.load import Arrivals, Arrived, Report, parse_report
-from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
-from scheduler.autoscale.shadow import Seen
-from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView
+from scheduler.core.workload import DeploymentView
 
 RATE, PROMPT_TOKENS = 1000.0, 50  # 0.05 replica-seconds
 BEGAN_S = 1000.0
@@ -51,16 +47,6 @@ def test_arrivals_report_of_replaced_process_counts_nothing():
 
 def test_arrivals_before_the_bus_opened_are_left_out():
     assert counted(said(10_000, started_s=BEGAN_S - 500), said(10_002, started_s=BEGAN_S - 500)) == 2
-
-
-def test_arrivals_name_that_returns_to_the_table_counts_from_zero():
-    assert counted(said(4), said(1, model="other"), said(2)) == 6
-
-
-def test_parse_report_without_counts_has_no_arrivals():
-    assert counted(parse_report({"gateway": "g", "generation": 1, "models": {"m": {"inflight": 3}}})) == 0
-    with pytest.raises(ValueError, match="of another shape"):
-        parse_report({"gateway": "g", "generation": 1, "started_s": "now"})
 
 
 class Box:
@@ -127,32 +113,3 @@ def test_learned_without_rate_or_target_has_no_standby(box):
     assert box.live(1, flat).standby.replicas <= 2, "what came before the rate was known is no burst"
     box.model = DeploymentView("m", "v1", max_replicas=8)
     assert box.seen().standby is None
-
-
-def test_learned_late_prompts_beyond_the_rate_are_hopeless(box, monkeypatch):
-    heard: list[Seen] = []
-
-    class Heard(StandbyLearner):
-        def seen(self, now_s, seen):
-            heard.append(seen)
-            return super().seen(now_s, seen)
-
-    monkeypatch.setattr(demand_learning, "StandbyLearner", Heard)
-    late = 2 + math.ceil(BUCKETS_PER_DOUBLING * math.log2(2.0 / SHORTEST_S))
-    box.model = DeploymentView(
-        "m", "v1", max_replicas=8, ttft_target_s=2.0, demand=Demand(inflight=4, waiting_tokens=3000)
-    )
-    box.traffic = Traffic(("m",), RATE, 1, prompt_tokens=12_000)
-    new = [Arrived(4, 12_000, {30: 4}), Arrived(first_tokens={late: 1}), Arrived(first_tokens={late: 5})]
-    learning = DemandLearning(
-        lambda model: box.traffic, lambda: {"m": new.pop(0)}, SchedulerConfig(), 8, lambda: box.now_s
-    )
-    for _ in range(3):
-        box.now_s += LOOK_S
-        learning.learned((box.model,))
-    assert [(seen.late, seen.hopeless) for seen in heard] == [(0, 0), (0, 1), (2, 3)], "two more are late than too long"
-    assert heard[-1].running == pytest.approx(0.75 * heard[-1].load), "one of the four waits for its prompt"
-    box.now_s += 600.0
-    new.append(Arrived(first_tokens={late: 1}))
-    learning.learned((box.model,))
-    assert (heard[-1].late, heard[-1].hopeless) == (1, 0), "those too long were answered long ago"

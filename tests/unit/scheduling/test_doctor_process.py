@@ -29,20 +29,6 @@ async def test_all_who_ask_within_half_a_minute_get_the_same_look(tmp_path: Path
     assert (await doctor.look())["at_s"] == now[0] and (tmp_path / "marks").read_text() == "xx"
 
 
-async def test_a_doctor_that_fails_says_why_and_is_asked_again_after_as_long(tmp_path: Path) -> None:
-    now = [1000.0]
-    code = f"import pathlib; pathlib.Path({str(tmp_path)!r}).joinpath('marks').open('a').write('x')"
-    doctor = Doctor([sys.executable, "-c", f"{code}; raise SystemExit('no such disk')"], lambda: now[0])
-    for _ in range(2):
-        with pytest.raises(OperationFailed, match="no such disk"):
-            await doctor.look()
-    assert (tmp_path / "marks").read_text() == "x"
-    now[0] += KEPT_S
-    with pytest.raises(OperationFailed, match="no such disk"):
-        await doctor.look()
-    assert (tmp_path / "marks").read_text() == "xx"
-
-
 async def test_a_doctor_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_module, "LIMIT_S", 0.2)
     doctor = Doctor([sys.executable, "-c", "import time; time.sleep(600)"])

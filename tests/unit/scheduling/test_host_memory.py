@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, stored_here
+from appliance.memory.host_memory import STARTING_FOR_S, HostMemory, Means, stored_here
 from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.devices.host_reading import MemoryReading, read_memory
-from tests.unit.weights.conftest import write
-from weights.memory.lease import unpin
 
 GB = 10**9
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\n"
@@ -64,11 +62,6 @@ def test_the_older_kind_of_groups_too_seen_from_inside_a_container(tmp_path: Pat
     )
     found = read_memory(root)
     assert (found.total, found.available, found.where) == (4 * GB, 3 * GB // 2, "control group /")
-
-
-def test_this_machine_can_be_read():
-    found = read_memory()
-    assert 0 < found.available <= found.total
 
 
 class World:
@@ -188,64 +181,10 @@ async def test_engines_that_start_count_before_their_memory_shows(host, world):
     assert host.book_engine("third")
 
 
-async def test_a_model_without_an_engine_takes_memory_from_training_a_further_engine_does_not(host, world):
-    world.replicas = [{"model": "chat", "state": "open", "devices": ["n0/0"]}]
-    world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
-    await looks(host, world, 2 * GB, 0.5)
-    assert not host.book_engine("chat") and await looks(host, world, 2 * GB, 3) == []
-    assert not host.book_engine("code")
-    assert await looks(host, world, 2 * GB, 1) == ["-job"]
-    assert host.status()["waiting_models"] == ["code"] and "code waits for an engine" in host.notes()[0]
-    await looks(host, world, 6 * GB, 0.5)
-    assert host.book_engine("code") and host.status()["waiting_models"] == []
-    assert host.book_engine("other") and not host.book_engine("third"), "what starts counts before its memory shows"
-    world.now_s += WANTED_FOR_S
-    await looks(host, world, 6 * GB, 0.5)
-    assert host.status()["waiting_models"] == [], "nobody asks for it any more"
-
-
 async def test_for_an_engine_that_no_memory_is_enough_for_nobody_gives_anything_up(host, world):
-    """A model whose config claims two billion tokens: one request for it suspended all jobs, and went on waiting."""
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     host._means = replace(host._means, engine_bytes=lambda model: 5000 * GB)
     for _ in range(3):
         assert not host.book_engine("chat")
         assert await looks(host, world, 20 * GB, 1) == []
     assert host.status()["waiting_models"] == [] and host.too_large("chat")
-
-
-async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, world, store):
-    stored = write(store, "v1")
-    world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
-    unpin(stored)
-    assert (await stored_here(store).idle_bytes())[1] > 0
-    host_least = "appliance.memory.memory_policy.LEAST_BYTES"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_least, 1)
-        done = await looks(host, world, GB // 2, 2)
-    assert done[0] == "-versions" and store.find("version", "starter", "v1") is None
-    assert done.count("-versions") == 1, "what frees nothing is not tried over and over"
-
-
-async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host, world, db, add_model, add_job):
-    add_model()
-    add_job("ftjob-1")
-    job = jobs.get(db, "ftjob-1")
-    world.replicas = [
-        {"model": "base", "state": "asleep", "devices": ["n0/0"]},
-        {"model": "base", "state": "open", "devices": ["n0/0"]},
-    ]
-    world.jobs = [{"id": "job-running", "devices": ["n0/0"], "phase": "running"}]
-    await looks(host, world, 5 * GB, 1)
-    assert host.max_asleep() is None
-    assert waits_for(host, job)
-    await looks(host, world, 5 * GB, 1)
-    assert host.max_asleep() == 0
-    world.replicas = world.replicas[1:]
-    assert waits_for(host, job)
-    await looks(host, world, 5 * GB, 4)
-    assert world.saved == 0
-    # Jobs and engines that compute go on: nothing else is left to be given.
-    assert waits_for(host, job)
-    await looks(host, world, 5 * GB, 30)
-    assert host.status()["waiting_jobs"] == [] and host.status()["short"] == ""

@@ -72,16 +72,6 @@ def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store
     assert small_home.host_bytes(row)[8] == on_cpu, "another node may have eight where home has one"
 
 
-def test_a_plan_names_the_memory_of_the_host_that_the_job_will_wait_for(db, store, add_model, add_job):
-    """It named what each device holds, and the job then waited for ten times as much."""
-    add_model(params=1_000_000)
-    add_job("ftjob-new", resolved=RESOLVED)
-    row, facts = jobs.get(db, "ftjob-new"), BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB, reserve_bytes=3 * MB)
-    told = JobMemory(db, store, facts)._verdict(row, facts).numbers["host_memory"]
-    assert told["job_bytes"] == JobMemory(db, store, facts).host_bytes(row)[8] == told["ranks_bytes"] + 14 * MB
-    assert told["reserve_bytes"] == 3 * MB
-
-
 def test_what_a_job_takes_follows_the_devices_that_it_may_run_on(db, events, store, add_model, add_job):
     add_model(params=1_000_000)
     add_job("ftjob-new", resolved=RESOLVED)

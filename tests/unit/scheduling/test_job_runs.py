@@ -6,11 +6,9 @@ import contextlib
 import json
 import resource
 import shutil
-import threading
 
 import pytest
 
-from appliance.controller.scheduling import job_runs
 from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
@@ -19,9 +17,7 @@ from scheduler.loop.inbox import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
-from train.trainer import event_log
 from train.trainer.event_log import EventLog, read_events
-from train.trainer.metrics import Curves
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
@@ -58,22 +54,18 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
 
 
 async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
-    """Its steps past the 10,000th were, each time that its ranks started: minutes of the loop, and events without
-    end."""
     add_job(phase="running")
     folder = tmp_path / "data" / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
     last = 10_003
     (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
     db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
-    ingested, read_on = list[int](), set[int]()
-    monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
-    steps_of = job_records.steps_of
+    ingested = list[tuple[int, bool]]()
     monkeypatch.setattr(
-        job_records, "steps_of", lambda *asked: (read_on.add(threading.get_ident()), steps_of(*asked))[1]
+        events, "ingest", lambda _, event: ingested.append((event["step"], db._connection.in_transaction))
     )
     await runs.catch_up("ftjob-1")
-    assert ingested == [last] and threading.get_ident() not in read_on
+    assert ingested == [(last, True)]
 
 
 @contextlib.contextmanager
@@ -88,7 +80,6 @@ def room(nbytes):
 
 
 def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
-    """Half a line stayed, became one with the next, and the controller could not read its way past it any more."""
     passed_on = []
     log = EventLog(tmp_path, lambda event, **data: passed_on.append(data["step"]))
     log("metrics", step=1)
@@ -100,45 +91,16 @@ def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
     assert passed_on == [1, 2, 3, 4] == [event["step"] for event in read_events(tmp_path)]
 
 
-def test_what_waits_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_log, "MOST_WAITING_BYTES", 80)
-    log = EventLog(tmp_path, lambda event, **data: None)
-    with room(0):
-        for step in range(9):
-            log("metrics", step=step)
-    log("metrics", step=9)
-    assert [event["step"] for event in read_events(tmp_path)] == [0, 1], "the rest was only passed on"
-    log("metrics", step=10)
-    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 10]
-
-
 def test_after_a_line_that_a_kill_cut_short_the_next_world_begins_a_new_one(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "metrics", "step": 1}\n{"event": "met')
     EventLog(tmp_path, lambda event, **data: None)("metrics", step=2)
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
 
 
-def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"event": "met{"event": "metrics", "step": 1}\n7\n{"event": "done"}\n')
-    assert [event["event"] for event in read_events(tmp_path)] == ["done"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
-    board = Curves(tmp_path / "tb")
-    with room(0):
-        board.write("train", 1, {"loss": 1.0})
-        board.close()
-    board.write("train", 2, {"loss": 1.0})
-    board.close()
-    assert max(path.stat().st_size for path in (tmp_path / "tb").iterdir()) > 0
-
-
 @pytest.mark.parametrize(
     ("begun", "said"),
     [
         (70, ["The job resumed from step 70: steps 71 to 72 are repeated (2 in all)"]),
-        (71, ["The job resumed from step 71: step 72 is repeated (1 in all)"]),
         (0, ["There was no snapshot yet, the job starts over: steps 1 to 72 are repeated (72 in all)"]),
         (72, []),
     ],
@@ -184,8 +146,6 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
 
 
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
-    """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
-    rank opened it, and the job failed though the disk had the snapshot whole."""
     add_job(phase="running")
     with store.reserve(
         Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-353"
@@ -198,40 +158,6 @@ async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, fl
     runs.taken("ftjob-1")
     runs.taken("ftjob-1")  # stopping a start ends it too
     assert store.evict(10**9) > 0 and not path.exists()
-
-
-async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(runs, flow, store, add_job, monkeypatch):
-    add_job(phase="running")
-    with store.reserve(
-        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-5"
-    ) as draft:
-        draft.commit(meta={"step": 5})
-    await flow.run_once("disk")
-    found, gone = job_runs.newest_snapshot, [True]
-
-    def just_too_late(tiers, job_id):
-        answer = found(tiers, job_id)
-        if gone.pop() if gone else False:
-            store.evict(10**9)
-        return answer
-
-    monkeypatch.setattr(job_runs, "newest_snapshot", just_too_late)
-    path = runs.newest_snapshot("ftjob-1")
-    assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
-    runs.taken("ftjob-1")
-
-
-def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):
-    row = add_job(phase="succeeded", snapshot={"step": 1, "path": "/s"})
-    with store.reserve(
-        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id, version="step-1"
-    ) as draft:
-        stored = draft.commit(meta={})
-    lease = store.lease(stored)
-    assert not runs._forget(row.id)
-    lease.release()
-    assert runs._forget(row.id) and store.list("snapshot") == []
-    assert jobs.list_left_snapshots(db)[0].id == row.id
 
 
 def published(step):
@@ -289,18 +215,6 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1", "cpu") == first
-
-
-def test_ranks_are_told_the_form_of_a_jobs_answers(runs, db, add_model, add_job, tmp_path):
-    add_model()
-    (tmp_path / "bytes").mkdir()
-    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
-    add_job(resolved=RESOLVED | {"options": {"group": 8}})
-    (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
-    assert runs.spec("ftjob-1", "cpu").options == {"group": 8}
-    form = {"type": "json_object"}
-    job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"grader": {}, "response_format": form}))
-    assert runs.spec("ftjob-1", "cpu").options == {"group": 8, "response_format": form}
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
@@ -374,8 +288,6 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
 
 
 async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
-    """Between the decision to start it and its start: what was raised was none of the scheduler's, and ended its
-    loop."""
     folder = tmp_path / "data" / "jobs" / "ftjob-gone"
     folder.mkdir(parents=True)
     EventLog(folder, lambda event, **data: None)("metrics", step=1)

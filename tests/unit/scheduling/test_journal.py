@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
-
-from appliance.controller.context.scheduler import _measured_swap
 from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.store.database import Database
 from appliance.store.upkeep import retention
@@ -45,7 +42,6 @@ def test_what_was_begun_is_found_after_a_restart(tmp_path):
 
 
 def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
-    """A box that was quiet for as long as they are kept began again at 1, which an earlier one had been told by."""
     with Database(tmp_path / "a.db") as db:
         journal = SqliteJournal(db)
         for number in (1, 2):
@@ -74,19 +70,3 @@ def test_undo_steps_are_added_and_details_become_plain(tmp_path):
         read = journal.since(2)[0].steps[2]
         assert read.undoes == 1
         assert read.detail == {"report": {"step": 4, "seconds": {"copy": 0.5}}, "devices": ["n0/0"]}
-
-
-def test_a_swap_is_told_with_its_path_bytes_and_seconds():
-    def swapped(number, **detail):
-        return StepRecord(number, "swap", "swap_replica", f"r{number}", "done", detail=detail)
-
-    steps = [
-        swapped(0, how="layerwise", bytes=100, seconds=0.4, pause_s=0.01),
-        swapped(1, how="in-place", bytes=100, seconds=0.2, pause_s=0.03),
-        replace(swapped(2), detail={"error": "refused"}),
-        StepRecord(3, "take", "wake_replica", "r3", "done", detail={"seconds": 9.0}),
-    ]
-    told = _measured_swap(steps)
-    assert (told["how"], told["bytes"]) == ("in-place, layerwise", 200)
-    assert (told["seconds"], told["pause_s"]) == pytest.approx((0.3, 0.02))
-    assert set(_measured_swap(steps[2:]).values()) == {None}

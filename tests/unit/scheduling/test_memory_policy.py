@@ -6,15 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from appliance.memory.memory_policy import (
-    CALM_S,
-    SETTLE_S,
-    Action,
-    Holdings,
-    MemoryState,
-    decide,
-    default_reserve,
-)
+from appliance.memory.memory_policy import CALM_S, Action, Holdings, MemoryState, decide, default_reserve
 from scheduler.devices.host_reading import MemoryReading
 
 GB = 10**9
@@ -72,11 +64,6 @@ class Box:
                 self.jobs = (action.what, *self.jobs)
 
 
-def test_in_plenty_nothing_happens():
-    box = Box(others=4 * GB)
-    assert box.run(60) == [] and box.state == MemoryState()
-
-
 def test_it_gives_back_in_the_stated_order_no_more_than_is_needed():
     box = Box(others=4 * GB)
     room = box.available
@@ -111,25 +98,6 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
     assert box.now_s - began_s <= 120
 
 
-def test_each_thing_is_given_time_to_show_what_it_brought():
-    box = Box(others=60 * GB, engines={})
-    moments = []
-    while len(box.log) < 6 and box.now_s < 1100:
-        before = len(box.log)
-        box.run(0.5)
-        if len(box.log) > before:
-            moments.append((box.now_s - 0.5, box.log[-1].kind))
-    for (at_s, kind), (next_s, _) in zip(moments, moments[1:], strict=False):
-        assert next_s - at_s >= SETTLE_S[kind]
-
-
-def test_a_job_that_is_still_being_suspended_is_waited_for():
-    box = Box(others=60 * GB, pool=0, versions=0, sleepers=0, engines={})
-    box.carry_out = lambda action: None  # type: ignore[method-assign]
-    assert box.run(50) == ["-job job-last"]
-    assert box.run(30) == ["-job job-first"], "but not for ever"
-
-
 def test_between_the_marks_nothing_moves():
     """What is given back at the reserve comes back at half as much again: no to and fro in between."""
     box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, engines={}, jobs=("a",))
@@ -155,14 +123,6 @@ def test_an_engine_that_is_waited_for_makes_room_for_itself():
     state, action = decide(reading, wanted, MemoryState(), 0.0, RESERVE)
     assert action is not None and (action.kind, action.what) == ("job", "a") and "need 5.0 GB" in state.short
     assert decide(reading, replace(wanted, wanted=GB), MemoryState(), 0.0, RESERVE)[1] is None
-
-
-def test_what_is_given_back_for_a_job_names_the_reserve():
-    """It said that a job waits for 9.9 GB and that 10.2 GB are available."""
-    reading = MemoryReading(24 * GB, 10_200_000_000)
-    holdings = Holdings(pool=GB, job_wanted=9_900_000_000)
-    _, action = decide(reading, holdings, MemoryState(), 0.0, RESERVE)
-    assert action is not None and "waits for 9.9 GB besides the reserve of 1.0 GB, 10.2 GB of " in action.why
 
 
 @pytest.mark.parametrize(("total", "reserve"), [(4 * 2**30, 2**29), (25 * 2**30, 2**30), (2**41, 8 * 2**30)])

@@ -1,6 +1,5 @@
 """What the warm parents find in their environment, by the kind of the node's devices."""
 
-import importlib.util
 from pathlib import Path
 
 from appliance.config import BoxConfig
@@ -16,12 +15,6 @@ def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
     assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
     assert kept.keys() >= {"FLASHINFER_WORKSPACE_BASE", "HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"}
     assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
-
-
-def test_no_warm_parent_asks_cuda_for_its_devices(tmp_path):
-    for kind in ("cpu", "cuda"):
-        env = device_environment(kind, tmp_path)
-        assert (env["DS_ACCELERATOR"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == (kind, "1")
 
 
 def test_both_warm_parents_get_it(tmp_path):
@@ -53,10 +46,3 @@ def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
     assert node_config_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
     logical = logical_devices(1)
     assert node_config_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)
-
-
-def test_what_the_warm_parents_import_exists(tmp_path):
-    paths = BoxPaths.of(tmp_path / "data", tmp_path)
-    paths.shm_root.mkdir()
-    node_config = node_config_of(BoxConfig(), paths, logical_devices(2))
-    assert all(importlib.util.find_spec(spec.preload) for spec in node_config.warm)

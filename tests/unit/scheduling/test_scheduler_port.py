@@ -41,46 +41,6 @@ def scheduler_of(db):
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
 
 
-def test_notes_are_sentences_that_name_their_model(scheduler_of):
-    told = {
-        "devices": [],
-        "replicas": [],
-        "handovers": [],
-        "jobs": [],
-        "plan_s": 0.0,
-        "notes": {"m": "No room."},
-        "reloads": {"m": "a new engine for v2, because v2 could not be loaded"},
-        "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}],
-        "waits": ["stop r1 waits"],
-    }
-    shown = scheduler_of(loop=SimpleNamespace(status=lambda: told))
-    notes = ["k: not serving: no memory; next try in 4 s", "m: No room."]
-    notes += ["m: a new engine for v2, because v2 could not be loaded", "stop r1 waits"]
-    assert shown.status()["notes"] == ["memory is short: 1 GB available", *notes]
-    memory = shown.status()["memory"]
-    assert memory["host"]["short"] == "1 GB" and memory["reserve_bytes"] == 5
-
-
-async def test_the_memory_of_an_engine_in_a_long_step_stays_what_it_was(scheduler_of):
-    """It does not answer a look, and status showed 0 B for as long as it computed."""
-    replicas, answers = [{"id": "r1"}, {"id": "r2"}], [{"r1": 7, "r2": 8}, {"r2": 9}, {}]
-
-    async def resident_bytes():
-        return answers.pop(0)
-
-    loop, effects = (
-        SimpleNamespace(status=lambda: {"replicas": replicas}),
-        SimpleNamespace(resident_bytes=resident_bytes),
-    )
-    shown = scheduler_of(loop=loop, effects=effects)
-    await shown.read_memory()
-    await shown.read_memory()
-    assert shown._rss == {"r1": 7, "r2": 9}
-    replicas.pop(0)
-    await shown.read_memory()
-    assert shown._rss == {"r2": 9}, "what has gone is forgotten"
-
-
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job, scheduler_of):
     add_model()
     add_job(allowed_sizes=[1, 2])
@@ -146,18 +106,6 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
     replica["version"] = "older"
     journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
     with pytest.raises(SwapFailed, match="r1 serve another version"):
-        await port.converge_model("starter")
-
-
-async def test_a_swap_ends_as_failed_where_its_model_was_deleted_in_the_meantime(scheduler_of):
-    loop = SimpleNamespace(
-        reset_failures=lambda model: None,
-        nudge=lambda: 1,
-        wait_settled=lambda generation: asyncio.sleep(0),
-        status=lambda: {"replicas": []},
-    )
-    port = scheduler_of(loop=loop)
-    with pytest.raises(SwapFailed, match="deleted in the meantime"):
         await port.converge_model("starter")
 
 

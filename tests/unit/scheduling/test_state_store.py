@@ -13,7 +13,6 @@ from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
-from scheduler.core.failures import Trouble
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
 from tests.unit.scheduling.fakes import states_of
@@ -84,28 +83,12 @@ def test_phases_follow_the_loop(states, add_job, db):
 
 
 def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, add_job, db):
-    """Jobs of two seconds stood queued for a minute, and no event said why."""
     add_job()
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
-    states.job_waiting("ftjob-1", "Needs 2 devices: serving needs 3 of 4 devices now.")
     states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets = "The job gets 2 devices (n0/0, n0/1): its ranks start once the engines on 1 of them have finished their "
-    gets += "requests"
-    assert jobs.get(db, "ftjob-1").reason == f"{gets}."
-    states.job_running("ftjob-1", ("n0/0", "n0/1"))
-    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
-    states.job_waiting("ftjob-1", "serving needs the devices")
-    states.job_waiting("ftjob-1", "others are ahead")
-    states.job_coming("ftjob-1", ("n0/0",), 0)
-    told = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data][::-1]
-    assert told == [
-        "The job waits: Needs 2 devices; 1 of training's 4 are left by jobs ahead of it.",
-        "The job waits: Needs 2 devices: serving needs 3 of 4 devices now.",
-        gets,
-        "Fine-tuning job started on 2 device(s)",
-        "Fine-tuning job suspended at step 4: serving needs the devices",
-    ]
+    gets, waits = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data]
+    assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == f"{gets}."
 
 
 def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_job, db, refreshed):
@@ -126,23 +109,6 @@ def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, event
     deployment = states.load(free_devices=0).deployments[-1]
     assert (deployment.model, deployment.version) == (name, "step-5")
     assert deployment.beside == "ft:starter:local::ftjob-1"
-
-
-def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
-    add_job("ftjob-fresh", phase="running")
-    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
-    states.after_restart()
-    assert jobs.get(db, "ftjob-fresh").phase == "queued"
-    assert jobs.get(db, "ftjob-saved").phase == "suspended"
-
-
-def test_trouble_of_a_model_is_told_to_the_gateways_and_kept_by_the_loop_alone(states, add_model, db, refreshed):
-    add_model()
-    trouble = Trouble("starter", "v1", "the engine does not start", "own", 3, 3, 1e12, True)
-    states.model_trouble("starter", trouble)
-    assert refreshed == [1], "the gateways are told"
-    (view,) = states.load(free_devices=0).deployments
-    assert view.not_before_s == 0.0, "the loop alone knows of it"
 
 
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
@@ -171,9 +137,10 @@ def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, d
 def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_job, db):
     add_job("ftjob-on", phase="running")
     add_job("ftjob-off", phase="running")
+    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
     states.after_restart(adopted={"ftjob-on"})
-    assert jobs.get(db, "ftjob-on").phase == "running"
-    assert jobs.get(db, "ftjob-off").phase == "queued"
+    phases = {name: jobs.get(db, f"ftjob-{name}").phase for name in ("on", "off", "saved")}
+    assert phases == {"on": "running", "off": "queued", "saved": "suspended"}
 
 
 def test_an_adapter_has_no_engine_of_its_own_and_pins_its_base(states, add_model, add_adapter, db):
@@ -203,13 +170,6 @@ def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
     assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
     canaries.update(db, "starter", state="rolled_back", ended_s=2.0)
-    assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
-
-
-def test_the_canary_of_an_adapter_needs_no_engine(states, add_model, add_adapter, db):
-    add_model()
-    add_adapter("ft:a")
-    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 1.0))
     assert [view.model for view in states.load(free_devices=0).deployments] == ["starter"]
 
 

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from appliance.controller.context import model_files
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.records import VersionPaths
@@ -34,14 +33,6 @@ async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
 
 def largest(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-async def test_everything_is_read_once_per_copy(ops, tiers):
-    told = []
-    found = await ops.verify_tiers(told.append)
-    assert found["copies"] == 9 and found["unsealed"] == 0 and found["bytes"] > 0
-    assert [len(tiers.copies(name)) for name in tiers.known()] == [3, 3, 3]
-    assert told[-1].done == told[-1].total == found["bytes"]
 
 
 async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
@@ -91,14 +82,7 @@ async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, ti
     assert store.find(*Name("snapshot", "ftjob-1", "step-8")) is not None
 
 
-async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
-    snapshot(store, 8)
-    found = await ops.verify_tiers(lambda progress: None)
-    assert (found["copies"], found["unsealed"]) == (9, 1)
-
-
 async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):
-    """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     ops = LibraryOps(library, store, tiers, flow, lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))
@@ -121,17 +105,6 @@ async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, ti
     ops = LibraryOps(library, store, tiers, flow, lambda name: None, elsewhere)
     await ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")])
     assert told == [("version", "ft:x", "step-2"), ("adapter", "ft:x", "step-2")]
-
-
-async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, monkeypatch, tiers):
-    monkeypatch.setattr(model_files, "READERS_LEAVE_S", 0.0)
-    library = type("Library", (), {"remove": lambda self, name, version: True})()
-    with take_lease(store.find("adapter", "ft:x", "step-2")):
-        await LibraryOps(library, store, tiers, flow, lambda name: None).remove(
-            "ft:x", [VersionPaths("step-2", None, None, "adapter")]
-        )
-    left = store.find("adapter", "ft:x", "step-2")
-    assert left is not None and not left.pinned
 
 
 async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import shutil
-import sqlite3
 
 import pytest
 
@@ -14,12 +11,10 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
-from runtime import background_tasks
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
-from weights.format.errors import IntegrityError, StoreFull, TierUnavailable
+from weights.format.errors import IntegrityError
 from weights.format.layout import Layout, TensorSpec
-from weights.memory.store import WeightStore
 from weights.tiers.record import Name
 
 V1 = Name("version", "starter", "v1")
@@ -160,7 +155,6 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
 
 
 async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish, store, db, add_job, tiers):
-    """It removed only after it had written, and could not write before it had removed."""
     publish("v1", "v2")
     add_job(phase="running")
     snapshot(store, 1)
@@ -194,7 +188,6 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
 
 
 async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
-    """A nightly job of three epochs would else have pushed the results of all nights but one out of a tier of three."""
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
     for version in ("v5", "v6"):
@@ -231,16 +224,6 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 
-async def test_damaged_record_is_logged_at_a_start_and_written_again(flow, publish, tmp_path, tiers, caplog):
-    publish("v1", "v2")
-    await passes(flow, "disk", "remote")
-    damage(tmp_path / "mount/copies" / V1.key)
-    tiers.all[1].copies._records = None  # as after a restart
-    await passes(flow, "remote")
-    assert "damaged record" in caplog.text
-    assert tiers.all[1].copies.verify(V1).version == "v1"
-
-
 async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
     publish("v1")
     await passes(flow, "disk", "remote")
@@ -267,116 +250,3 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
     assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
-
-
-async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(
-    flow, store, add_job, tiers, monkeypatch
-):
-    add_job(phase="running")
-    now = [1000.0]
-    monkeypatch.setattr(tiers, "clock", lambda: now[0])
-    push = flow._push
-
-    def takes_two_seconds(*arguments):
-        push(*arguments)
-        now[0] += 2.0
-
-    monkeypatch.setattr(flow, "_push", takes_two_seconds)
-
-    async def copied(step):
-        snapshot(store, step)
-        await passes(flow, "disk")
-        return tiers.tiers_of(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
-
-    assert await copied(1)
-    now[0] += 99
-    assert not await copied(2), "two seconds of copying are 2 % of 100"
-    (waiting,) = [s for s in store.list("snapshot") if s.version == "step-2"]
-    assert waiting.pinned and put_off(tiers, "disk")["backlog"] == 0, "it waits in memory, which does not let it go"
-    now[0] += 2
-    assert await copied(3)
-    assert not await copied(4)
-    assert await flow.finish() and tiers.tiers_of(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
-
-
-async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, tiers):
-    publish("v1")
-    await passes(flow, "disk")
-    small = WeightStore(tmp_path / "small", budget_bytes=1000)
-    with pytest.raises(StoreFull):
-        tiers.bring_in(V1, small)
-    assert tiers.bring_in(V1).sealed
-
-
-async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path, tiers):
-    publish("v1")
-    await passes(flow, "disk")
-    flow._stopping.set()
-    await passes(flow, "remote")
-    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
-    flow._stopping.clear()
-    await passes(flow, "remote")
-    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
-
-
-async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, tiers):
-    publish("v1")
-    await passes(flow, "disk")
-    remote = tiers.all[1].copies
-    put = remote.put
-
-    def deleted_meanwhile(source, moved):
-        flow.stop_copying(V1)
-        put(source, moved)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(remote, "put", deleted_meanwhile)
-        await passes(flow, "remote")
-    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
-    await passes(flow, "remote")
-    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
-
-
-async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog, tiers):
-    caplog.set_level(logging.ERROR)
-    publish("v1")
-    task = asyncio.create_task(flow.run())
-    while tiers.tiers_of(V1) != ["memory", "disk", "remote"]:
-        tiers.nudge()
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert caplog.text == ""
-
-
-def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, monkeypatch, tiers):
-    def unreachable(*arguments):
-        raise TierUnavailable("no route to the store")
-
-    monkeypatch.setattr(tiers.all[1].copies, "restore", unreachable)
-    with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
-        tiers.bring_in(V1)
-
-
-async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):
-    """An error that was none of the expected ones ended the flow, and the controller with it."""
-    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
-    background = background_tasks.BackgroundTasks()
-    flow = TierFlow(db, tiers, owner="box", background=background)
-    passes, both = [], asyncio.Event()
-
-    async def run_once(name, **_):
-        passes.append(name)
-        if name == "disk" and passes.count("disk") < 3:
-            raise sqlite3.OperationalError("database or disk is full")
-        if passes.count("disk") == 3 and "remote" in passes:
-            both.set()
-
-    monkeypatch.setattr(flow, "run_once", run_once)
-    running = background.keep("tiers", flow.run)
-    async with asyncio.timeout(60):
-        await both.wait()
-    assert passes.count("remote") == 1 and [one["name"] for one in background.degraded()] == ["tier: disk"]
-    running.cancel()
-    await background.stop()

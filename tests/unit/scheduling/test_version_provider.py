@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from appliance.config import BoxConfig
-from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.versions import VersionProvider
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow, VersionRow
-from scheduler.core.inventory import Device
 from tests.unit.weights.conftest import check, write
 from weights.checkpoint.errors import OpeningRefused
 from weights.memory.lease import take_lease
@@ -51,7 +47,6 @@ async def provider(db, store, tiers, flow, add_model):
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
-    """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
     first = await provider.in_memory("starter", "v1")
     assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
     provider.taken("starter", "v1")
@@ -83,24 +78,7 @@ async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore)
     assert store.find("version", "starter", "v1") is not None
 
 
-async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_memory(provider, db, store):
-    models.update(db, "starter", bytes=GB)
-    device = Device("n0/0", "n0", 0, memory_bytes=3 * GB)
-    provider._config, provider._device = BoxConfig(), device
-    provider._sizes = EngineSizes(db, provider._config.serve, lambda: [device], 2)
-    own = provider._sizes.size(models.find(db, "starter"), None).memory
-    assert own.kv_cache_bytes == 256 * 2**20 and own.device_bytes > 500_000_000
-    assert provider.host_bytes("starter") == GB + own.device_bytes  # in shared memory, and its own copy
-    await provider.in_memory("starter", "v1")
-    assert provider.host_bytes("starter") == own.device_bytes
-    provider._device = SimpleNamespace(kind="cuda")
-    assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
-    provider.taken("starter", "v1")
-
-
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
-    """A version of before the rule was opened by every engine; nothing of it is held, and nothing is deleted."""
-
     def refuse(folder: Path, model: str) -> None:
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from serve.vllm.adapters import EngineAdapters
 from weights.format.names import encode_name
@@ -86,40 +85,6 @@ async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_vers
     assert engine.models.model_name(found) == "ft:a" and engine.models.model_name() == "starter"
     assert await engine.request(other) is None and await engine.request("ft:none@v1") is None
     assert engine.free(other)
-
-
-async def test_adapter_reaches_the_core_as_a_plain_request(engine: Engine) -> None:
-    found = await engine.request(engine.save("ft:a"))
-    assert found is not None
-    assert MsgpackDecoder(LoRARequest).decode(MsgpackEncoder().encode(found)) == LoRARequest(
-        "ft:a@v1", found.lora_int_id, found.lora_path
-    )
-
-
-async def test_least_recently_requested_adapter_is_released_unless_a_request_uses_it(engine: Engine) -> None:
-    names = [engine.save(f"ft:{number}") for number in range(4)]
-    running = await engine.request(names[0])
-    await engine.request(names[1])
-    for name in (names[2], names[1], names[3]):
-        await engine.request(name)
-    assert sorted(engine.models.lora_requests) == [names[1], names[3]]
-    assert [engine.free(name) for name in names] == [False, False, True, False]
-    del running
-    assert engine.free(names[0])
-
-
-async def test_unload_waits_for_running_requests(engine: Engine) -> None:
-    name = engine.save("ft:a")
-    running = await engine.request(name)
-    with pytest.raises(TimeoutError):
-        await engine.adapters.unload(name, 0.02)
-    unload = asyncio.create_task(engine.adapters.unload(name, 60.0))
-    await asyncio.sleep(0)
-    late = await engine.request(name)  # from a gateway with an older table
-    assert late is not None and not engine.free(name)
-    del running, late
-    assert await unload is True and engine.free(name)
-    assert await engine.adapters.unload(name, 1.0) is False
 
 
 async def test_closed_engine_finds_no_adapters_until_it_serves_again(engine: Engine) -> None:

@@ -87,13 +87,6 @@ async def test_messages_stream_ends_with_the_engines_error(messages):
     assert json.loads(events[0].partition("data: ")[2])["message"]["id"] == "msg_1"
 
 
-def test_messages_answer_has_an_id_of_its_own_form(messages):
-    choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [CALL]}, "finish_reason": "tool_calls"}
-    answer = ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={})
-    told = messages.messages_full_converter(answer)
-    assert (told.id, told.stop_reason) == ("msg_9", "tool_use")
-
-
 @pytest.mark.parametrize(("cut", "read"), [('{"a": 1, "city": "Par', {}), ("", {}), ('{"a": 1}', {"a": 1})])
 def test_messages_call_that_a_limit_cut_has_an_empty_input(messages, cut, read):
     call = {**CALL, "function": {"name": "f", "arguments": cut}}

@@ -47,9 +47,3 @@ def test_each_token_gets_its_own_adapter(lora, stacked, ids_of_tokens):
             expected[row] += torch.cat([up[i][slot, 0] @ (down[i][slot, 0] @ x[row]) for i in range(2)]) * 0.5
     wrapper.add_lora_linear(y, x, down, up, 0.5, OUT)
     assert torch.allclose(y, expected, atol=1e-5)
-
-
-def test_groups_have_the_tokens_of_each_slot(lora):
-    found = lora.groups(torch.tensor([-1, 2, 2, 0]))
-    assert [(slot, rows.tolist()) for slot, rows in found] == [(0, [3]), (2, [1, 2])]
-    assert lora.groups(torch.tensor([-1, -1])) == []

@@ -9,14 +9,12 @@ import os
 import signal
 import tempfile
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from serve.core.errors import CoreDied, CoreKilled, EngineStartFailed
 from serve.vllm import deaths
 from serve.vllm.executor import ShmExecutor
-from serve.vllm.worker import ending_out_of_step
 
 FORK = multiprocessing.get_context("fork")
 CORE = logging.getLogger("vllm.v1.engine.core")
@@ -55,27 +53,9 @@ def test_cause_of_a_core_that_crashed_names_the_signal(by, kind):
     assert type(cause) is kind and by.name in str(cause)
 
 
-def test_core_of_failed_start_is_in_vllms_frame():
-    core = object()
-
-    def wait_for_engine_startup(launch):
-        raise RuntimeError("Engine core initialization failed.")
-
-    with pytest.raises(RuntimeError) as failed:
-        wait_for_engine_startup(SimpleNamespace(engine_manager=SimpleNamespace(processes=[core])))
-    assert deaths.core_of_failed_start(failed.value) is core
-    assert deaths.core_of_failed_start(RuntimeError()) is None and type(deaths.cause(None)) is CoreKilled
-
-
 def test_cause_of_a_core_that_raised_is_its_error():
     cause = deaths.cause(ended(fails_to_start))
     assert type(cause) is EngineStartFailed and str(cause).startswith("JSONDecodeError: ")
-
-
-def test_cause_is_the_first_error():
-    fails_to_start()
-    CORE.error("EngineCore encountered a fatal error.", exc_info=RuntimeError("its worker is gone"))
-    assert "JSONDecodeError" in str(deaths.cause(None))
 
 
 def test_cause_is_no_error_that_a_core_survives():
@@ -98,19 +78,3 @@ def test_executor_ends_the_core_with_a_worker_that_died():
     core = ended(lambda: core_with_workers(waits, crashes))
     assert core.exitcode == deaths.OUT_OF_STEP
     assert str(deaths.cause(core)) == "its worker VllmWorker-1 was ended by SIGSEGV"
-
-
-def test_executor_waits_for_workers_that_end_in_order():
-    assert ended(lambda: core_with_workers(lambda: time.sleep(0.3))).exitcode == 0
-
-
-def test_worker_that_fails_in_a_step_to_which_another_replies_ends(monkeypatch):
-    codes = list[int]()
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
-    with pytest.raises(RuntimeError), ending_out_of_step(rank=0):
-        raise RuntimeError("no memory")
-    assert not codes
-    with ending_out_of_step(rank=1):
-        raise RuntimeError("no memory")
-    assert codes == [deaths.OUT_OF_STEP]

@@ -8,35 +8,25 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from serve.vllm import executor as executor_module
+from serve.vllm.executor import ShmExecutor
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 
 
 class Workers:
-    """Reply to each call with the next of their lines, in order; one whose line is empty never replies."""
+    """Reply to each call with the next of their lines, in order."""
 
     def __init__(self, *lines):
         self.lines, self.queues = [deque(line) for line in lines], [deque() for _ in lines]
 
     def enqueue(self, call):
         for line, queue in zip(self.lines, self.queues, strict=True):
-            if line and (call[3] is None or queue is self.queues[call[3]]):
-                queue.append(line.popleft())
+            queue.append(line.popleft())
 
     def executor(self):
-        def dequeue(queue):
-            def take(timeout=None):
-                if not queue:
-                    assert timeout is not None, "it would wait for ever"
-                    raise TimeoutError
-                return queue.popleft()
-
-            return SimpleNamespace(dequeue=take)
-
-        queues = [dequeue(queue) for queue in self.queues]
-        made = object.__new__(executor_module.ShmExecutor)
-        vars(made).update(rpc_broadcast_mq=self, response_mqs=queues, futures_queue=deque(), is_failed=False)
+        replies = [SimpleNamespace(dequeue=lambda timeout=None, queue=queue: queue.popleft()) for queue in self.queues]
+        made = object.__new__(ShmExecutor)
+        vars(made).update(rpc_broadcast_mq=self, response_mqs=replies, futures_queue=deque(), is_failed=False)
         return made
 
     def shutdown(self):
@@ -52,27 +42,3 @@ def test_a_call_that_fails_on_all_workers_leaves_no_reply_for_the_next():
         executor.collective_rpc("update_weights")
     assert executor.collective_rpc("start_weight_update") == ["fine 0", "fine 1"]
     assert not any(workers.queues)
-
-
-def test_engine_ends_if_a_worker_fails_and_another_is_silent(monkeypatch):
-    class Ended(Exception):
-        pass
-
-    def end(code):
-        raise Ended(code)
-
-    monkeypatch.setattr(executor_module, "LATE_REPLY_S", 0.0)
-    monkeypatch.setattr(executor_module.os, "_exit", end)
-    monkeypatch.setattr(executor_module.logging, "shutdown", lambda: None)
-    workers = Workers([(SUCCESS, None)], [(FAILURE, "lost its device")], [])
-    with pytest.raises(Ended, match=str(executor_module.OUT_OF_STEP)):
-        workers.executor().collective_rpc("sleep")
-
-
-def test_a_call_in_time_one_too_late_and_one_of_a_single_worker_are_as_vllm_has_them():
-    workers = Workers([(SUCCESS, 1), (SUCCESS, 3), (SUCCESS, 4)], [(SUCCESS, 2)])
-    executor = workers.executor()
-    assert executor.collective_rpc("first", timeout=60.0) == [1, 2]
-    assert executor.collective_rpc("execute_model", unique_reply_rank=0) == 3
-    with pytest.raises(TimeoutError, match="second"):
-        executor.collective_rpc("second", timeout=0.0)

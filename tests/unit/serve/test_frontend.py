@@ -80,18 +80,6 @@ def test_inputs_refuse_a_token_without_a_row_in_the_embedding(inputs: Any) -> No
     assert inputs([5, 127]).process_inputs() and inputs([5, 128], images=True).process_inputs()
 
 
-@pytest.mark.parametrize("reasons", [False, True])
-def test_inputs_drop_a_thinking_budget_of_a_model_that_does_not_reason(
-    monkeypatch: pytest.MonkeyPatch, reasons: bool
-) -> None:
-    monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, params, tasks: None)
-    made = object.__new__(Inputs)
-    made.vllm_config = SimpleNamespace(reasoning_config=SimpleNamespace(enabled=reasons))
-    params = SamplingParams(thinking_token_budget=9)
-    made._validate_params(params, ("generate",))
-    assert params.thinking_token_budget == (9 if reasons else None)
-
-
 @pytest.mark.parametrize("tokens", [[], [1, 2]])
 async def test_generate_refuses_a_form_that_failed(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     async def generate(self: Any, prompt: Any, sampling_params: Any) -> AsyncGenerator[Any, None]:

@@ -18,13 +18,11 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils import deep_gemm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from runtime.devices.kinds import kind_of
 from serve.core.model_settings import ModelSettings
 from serve.core.spec import ReplicaSpec
-from serve.engine.start_errors import in_our_words
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.patches import prefer_ready_made
 
@@ -137,21 +135,6 @@ def test_no_attention_is_taken_that_nvcc_compiles_while_another_computes_the_mod
     assert taken(platform, capability, **asked) == now
     prefer_ready_made(platform, SimpleNamespace(compiled_attention=""))  # no other is left
     assert taken(platform, capability, **asked) == now
-
-
-def test_fp8_before_ada_is_refused_in_words(monkeypatch):
-    """Triton's backend counts as valid there, and its layers raise."""
-    monkeypatch.setattr(triton_attn, "current_platform", SimpleNamespace(
-        is_cuda=lambda: True,
-        get_device_capability=lambda: DeviceCapability(8, 6),
-        get_device_name=lambda: "NVIDIA GeForce RTX 3090",
-        has_device_capability=lambda least: 86 >= least,
-    ))  # fmt: skip
-    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        with pytest.raises(ValueError, match="Triton attention") as raised:
-            triton_attn.TritonAttentionImpl(8, 128, 1.0, 8, None, None, name)
-        words = in_our_words(str(raised.value), "m")
-        assert words is not None and "8.6" in words and "`appliance model deploy m --kv-cache-dtype" in words
 
 
 @pytest.mark.parametrize("told", [False, True])

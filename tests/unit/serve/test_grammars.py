@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.parser import abstract_parser
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -80,45 +78,11 @@ def test_objects_have_the_properties_that_the_schema_names(more: dict[str, Any],
     assert (grammar.validate_tokens(tokens) == tokens) is other
 
 
-@pytest.mark.parametrize("form", [{"json": {"type": "object", "not": {}}}, {"json_object": True}])
-def test_form_with_keywords_that_are_ignored_is_valid(form: dict[str, Any]) -> None:
-    asked = params(**form)
-    with grammars.prepared(asked):
-        backend_guidance.validate_guidance_grammar(asked)
-
-
-def test_tag_is_compiled_without_costly_keywords() -> None:
-    asked = params(structural_tag=tag(NAMES))
-    began_s = time.thread_time()
-    with grammars.prepared(asked):
-        assert asked.structured_outputs is None
-    assert json.loads(asked.structured_outputs.structural_tag)["format"]["content"]["json_schema"] == {
-        "type": "object",
-        "properties": {"a": {"type": "string"}},
-    }
-    backend().compile_grammar(TAG, asked.structured_outputs.structural_tag)
-    assert time.thread_time() - began_s < 5
-
-
 @pytest.mark.parametrize("form", [{"json": {"type": "x"}}, {"regex": "a(?=b)"}, {"json": {"enum": []}}])
 def test_form_that_nothing_compiles_is_refused(form: dict[str, Any]) -> None:
     asked = params(**form)
     with grammars.prepared(asked), pytest.raises(VLLMValidationError):
         backend_guidance.validate_guidance_grammar(asked)
-
-
-@pytest.mark.parametrize(
-    ("form", "fits"),
-    [
-        ({"json": NAMES}, False),
-        ({"json": json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})}, True),
-        ({"regex": "a"}, False),
-        ({"choice": ["a"]}, True),
-        ({"json_object": True}, True),
-    ],
-)
-def test_form_beside_strict_tools_goes_to_xgrammar_only_if_enforced(form: dict[str, Any], fits: bool) -> None:
-    assert grammars._cheap(abstract_parser._xgrammar_supports)(StructuredOutputsParams(**form)) is fits
 
 
 class Slow:
@@ -150,14 +114,3 @@ def test_grammar_that_takes_too_long_to_accept_tokens_accepts_no_more(clock: lis
     while slow.accept_tokens("r", [60]):
         steps += 1
     assert steps == pytest.approx(grammars.MOST_BEYOND_S / 0.04, abs=1)
-
-
-@pytest.mark.parametrize(("mask_ms", "steps"), [(250, 10), (500, 3)])
-def test_grammar_whose_masks_take_too_long_accepts_no_more(clock: list[float], mask_ms: int, steps: int) -> None:
-    slow = Slow(clock)
-    slow.mask_ms = mask_ms
-    bounded, mask, done = BoundedGrammar(slow, 32), torch.zeros((1, 1), dtype=torch.int32), 0
-    while done < 10 and bounded.accept_tokens("r", [1]):
-        bounded.fill_bitmask(mask, 0)
-        done += 1
-    assert done == steps

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from serve.core.errors import VersionMismatch, VersionUnreadable
+from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadRecorder
 from serve.load.shm_source import VersionSource
@@ -90,14 +90,6 @@ def test_replaying_a_plan_equals_loading(tmp_path, world):
             assert torch.equal(getattr(model, name), parameter), name
 
 
-def test_a_worker_reads_its_slices_only(tmp_path):
-    source = write(tmp_path / "a", tensors(1))
-    whole = record(Fused(), source).bytes_read(source)
-    half = record(Fused(1, 2), source).bytes_read(source)
-    assert whole == source.nbytes
-    assert whole - half == (16 + 16 + 24) * 2 // 2  # q, k and down are sliced, the rest is read by everybody
-
-
 def test_a_cast_on_load_is_part_of_the_plan(tmp_path):
     content = {name: tensor.float() for name, tensor in tensors(3).items()}
     source, model = write(tmp_path / "a", content), Fused()
@@ -127,35 +119,6 @@ def test_a_parameter_computed_on_load_is_unplanned_but_written(tmp_path):
     assert plan.unplanned == ["down"] and plan.unwritten == []
 
 
-class Twice(Fused):
-    """Its file has the head beside the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Module()
-        self.head.weight = torch.nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16))
-
-    def load_weights(self, weights):
-        kept = dict(weights)
-        self.head.weight.data[:5].copy_(kept.pop("head"))
-        self.head.weight.data[5:].fill_(0)
-        super().load_weights(kept.items())
-
-
-def twice(seed, **more):
-    content = tensors(seed)
-    return {**content, "head": content["embedding"].clone(), **more}
-
-
-def test_plan_names_the_head_that_vllm_has_tied_after_the_load(tmp_path):
-    """As by vLLM's maybe_retie_word_embeddings."""
-    source, model = write(tmp_path / "a", twice(1)), Twice()
-    plan = record(model, source)
-    assert plan.follow_first_load(model) == "" and plan.bytes_read(source) == source.nbytes
-    model.head.weight = model.embedding
-    assert plan.follow_first_load(model) == "head"
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -179,13 +142,3 @@ def test_writing_to_a_view_reaches_neither_the_file_nor_another_reader(tmp_path)
     source.tensor("q").fill_(7)
     assert torch.equal(other.tensor("q"), tensors(1)["q"])
     assert torch.equal(VersionSource(tmp_path / "a").map().tensor("q"), tensors(1)["q"])
-
-
-def test_unreadable_directories_are_named(tmp_path):
-    with pytest.raises(VersionUnreadable, match="nowhere"):
-        VersionSource(tmp_path / "nowhere")
-    write(tmp_path / "a", tensors(1))
-    file = tmp_path / "a" / "model.safetensors"
-    file.write_bytes((2**63).to_bytes(8, "little") + file.read_bytes()[8:])
-    with pytest.raises(VersionUnreadable, match="model.safetensors"):
-        VersionSource(tmp_path / "a")

@@ -39,21 +39,3 @@ def test_kernels_that_ask_at_import_are_told_without_starting_cuda(monkeypatch, 
     assert not started
     assert [getattr(torch.cuda, call) for call in ASKED] == before
     assert triton.runtime.driver._active is driver
-
-
-def test_the_gpu_is_asked_again_after_an_import_that_failed():
-    def fails(model):
-        raise ImportError("no such class")
-
-    before = torch.cuda.get_device_name
-    with pytest.raises(ImportError, match="no such class"):
-        with_device_at_import(fails, H100, kind_of("cuda"))(None)
-    assert torch.cuda.get_device_name is before
-
-
-@pytest.mark.parametrize(("kind", "computes"), [("cuda", True), ("cpu", False)])
-def test_where_nothing_is_told_the_platform_is_not_asked_either(monkeypatch, kind, computes):
-    """A worker asks its own GPU."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: computes)
-    before = torch.cuda.get_device_name
-    assert with_device_at_import(lambda model: torch.cuda.get_device_name, None, kind_of(kind))(None) is before

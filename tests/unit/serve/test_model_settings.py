@@ -74,7 +74,6 @@ def test_a_chat_template_is_a_text_and_never_the_name_of_a_file():
 
 
 def test_a_parser_is_set_by_any_name_that_vllm_has_for_one():
-    """Such as granite-20b-fc."""
     for name in ToolParserManager.list_registered():
         assert ModelSettings(tool_parser=name).tool_parser == name
     for name in ReasoningParserManager.list_registered():

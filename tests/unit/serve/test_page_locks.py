@@ -14,7 +14,7 @@ from serve.load import shm_source
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan, Piece, Region, Target
 from serve.load.loader import VersionLoader
-from serve.load.shm_source import ToLock, VersionSource
+from serve.load.shm_source import VersionSource
 
 PAGE = 4096
 ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
@@ -145,15 +145,6 @@ def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker):
     again.close()
 
 
-def test_a_wake_locks_nothing(version, worker):
-    path, content = version
-    engine, driver = worker(1, 2)
-    engine.load(str(path))
-    assert driver.calls == [] and torch.equal(engine.model.w, expected(content, 1, 2))
-    engine.unmap()
-    engine.close()
-
-
 def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, tmp_path):
     path, content = version
     engine, _ = worker(0, 1)
@@ -166,19 +157,6 @@ def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, 
     engine.close()
 
 
-def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
-    path, _ = version
-    driver = Driver()
-    source = VersionSource(path)
-    source.map(ToLock(plan_of(0, 1).copied_spans(source), driver))
-    start = source.layout.find("b").start
-    runs = source.locked_runs("b", 0, ROWS * COLUMNS * 2)
-    assert runs[0][0] == 0 and runs[-1][1] == ROWS * COLUMNS * 2
-    assert all(before[1] == after[0] for before, after in zip(runs, runs[1:], strict=False))
-    assert all((start + end) % (4 * PAGE) == 0 for _, end in runs[:-1]) and len(runs) > 2
-    source.close()
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (2, 3, 4), (1, 50)])
 @pytest.mark.parametrize("buffer_bytes", [4, 12, 48, 400])
 def test_ring_copies_tensors_that_are_larger_than_its_buffers(shape, buffer_bytes):
@@ -186,8 +164,3 @@ def test_ring_copies_tensors_that_are_larger_than_its_buffers(shape, buffer_byte
     with HostRing(torch.device("cpu"), 2, buffer_bytes) as ring:
         ring.copy(target, stored)
     assert torch.equal(target, stored)
-
-
-def test_an_error_of_a_packing_thread_reaches_the_load():
-    with pytest.raises(RuntimeError), HostRing(torch.device("cpu")) as ring:
-        ring.copy(torch.empty(4), torch.empty(3))

@@ -1,4 +1,4 @@
-"""An engine that gives no sign of life is avoided, then ended."""
+"""What a supervisor says of an engine that starts, and of one that does not."""
 
 from __future__ import annotations
 
@@ -6,47 +6,32 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, ChildError, ChildTimeout
 from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.core.spec import ReplicaSpec
 from serve.engine import replica
 
-
-@pytest.fixture
-def fast(monkeypatch):
-    monkeypatch.setattr(replica, "PULSE_EVERY_S", 0.001)
+SPEC = ReplicaSpec("r", "m", "v1", "/v", "/s", (3,), "cpu", "/shm", 1 << 30)
 
 
-class StuckChild:
-    """A process whose core answers nothing."""
+class Process:
+    """The process of an engine: its first event is `said`, or the test's end of it where that is not yet set."""
 
     pid, name, alive, fatal, starved, log_path = 1 << 22, "engine r", True, None, False, "/nowhere"
 
     def __init__(self) -> None:
-        self.killed = asyncio.Event()
+        self.said, self.killed = asyncio.Future(), asyncio.Event()
 
     async def next_event(self):
-        return {"event": "ready", "seconds": {}, "fingerprint": {}, "address": "/r1.sock"}
-
-    async def call(self, method, timeout_s=None, **_):
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.killed.wait()
-        except TimeoutError:
-            raise ChildTimeout(method) from None
-        raise ChildDied(self.name, self.pid, "/log", "", False)
-
-    def kill(self):
-        self.alive = False
-        self.killed.set()
+        return await self.said
 
     async def closed(self):
         await self.killed.wait()
 
     async def kill_and_wait(self):
-        self.kill()
+        self.alive = False
+        self.killed.set()
 
     async def how_it_ended(self):
         return "was ended by SIGSEGV"
@@ -55,145 +40,62 @@ class StuckChild:
         return "\n".join(f"line {n}" for n in range(9))
 
 
-async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeypatch, tmp_path):
-    child = StuckChild()
+@pytest.fixture
+async def process(monkeypatch):
+    made = Process()
 
     async def spawn(*_, **__):
-        return child
+        return made
 
     monkeypatch.setattr(replica.Child, "spawn", spawn)
     monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
     monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30)
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=0.01))
-    await supervisor.start(spec)
-    async with asyncio.timeout(60):
-        assert "it hung" in (await supervisor.wait_dead())["exit"]
-    assert (await supervisor.status())["state"] == "dead"
+    return made
 
 
-async def test_supervisor_keeps_a_silent_engine_during_an_operation(fast, tmp_path):
-    child, asked = StuckChild(), asyncio.Event()
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=1e-6))
-    supervisor._child, supervisor._operations = child, 1
-    watching = asyncio.create_task(supervisor._end_if_hung(child))
-    call = child.call
-
-    async def counted(*args, **named):
-        if asked.is_set():
-            child.kill()
-        asked.set()
-        return await call(*args, **named)
-
-    child.call = counted
-    await watching
-    assert not supervisor._killed
+@pytest.fixture
+def supervisor(process, tmp_path):
+    return replica.Replica("/w", str(tmp_path), EngineConfig())
 
 
-@pytest.mark.parametrize(("error", "killed"), [("VersionBroken", True), ("VersionMismatch", False)])
-async def test_supervisor_kills_an_engine_whose_load_failed(monkeypatch, tmp_path, error, killed):
-    child = StuckChild()
-
-    async def spawn(*_, **__):
-        return child
-
-    async def call(method, **_):
-        raise ChildError(error, "v2 failed to load")
-
-    child.call = call
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig())
-    await supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30))
-    with pytest.raises(getattr(errors, error)):
-        await supervisor.swap("m", "v2", "/v2")
-    assert child.alive is not killed
-    if killed:
-        ended = await supervisor.wait_dead()
-        assert ended["load_failed"] and "v2 failed to load" in ended["exit"]
-
-
-async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypatch, tmp_path):
-    """A look at the whole box waited for a minute's compiling, with all decisions about other models."""
-    child = StuckChild()
-
-    async def spawn(*_, **__):
-        return child
-
-    async def compiles():
-        await child.killed.wait()
-        return None
-
-    child.next_event = compiles
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig())
-    starting = asyncio.create_task(
-        supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (3,), "cpu", "/shm", 1 << 30))
-    )
+async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(process, supervisor):
+    starting = asyncio.create_task(supervisor.start(SPEC))
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
         status = await supervisor.status()
-    assert (status["state"], status["model"], status["devices"], status["pid"]) == ("starting", "m", [3], child.pid)
-    child.kill()
+    assert (status["state"], status["model"], status["devices"], status["pid"]) == ("starting", "m", [3], process.pid)
+    process.said.set_result(None)
     with pytest.raises(EngineStartFailed):
         await starting
     assert (await supervisor.status())["state"] == "dead"
 
 
-@pytest.fixture
-def refusal(monkeypatch, tmp_path):
-    """Returns the error of a start at which the engine's process says this, or ends without a word."""
-
-    async def start(event):
-        child = StuckChild()
-
-        async def next_event():
-            return event
-
-        async def spawn(*_, **__):
-            return child
-
-        child.next_event = next_event
-        monkeypatch.setattr(replica.Child, "spawn", spawn)
-        monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-        monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-        spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
-        with pytest.raises(EngineStartFailed) as failed:
-            await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
-        return failed.value
-
-    return start
+async def refusal(process, supervisor, kinds=(), message=""):
+    """The error of a start at which the process raises this, or ends without a word."""
+    event = {"event": "fatal", "type": kinds[0], "kinds": list(kinds), "message": message} if kinds else None
+    process.said.set_result(event)
+    with pytest.raises(EngineStartFailed) as failed:
+        await supervisor.start(SPEC)
+    return failed.value
 
 
-async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(refusal):
-    first, _, rest = str(await refusal(None)).partition("\n")
+async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(process, supervisor):
+    first, _, rest = str(await refusal(process, supervisor)).partition("\n")
     assert "its process was ended by SIGSEGV" in first and rest.endswith("line 8")
-
-
-@pytest.mark.parametrize(("kind", "refused"), [("CoreDied", True), ("CoreKilled", False)])
-async def test_start_whose_core_was_killed_says_nothing_of_its_settings(refusal, kind, refused):
-    kinds = [each.__name__ for each in getattr(errors, kind).__mro__]
-    error = await refusal({"event": "fatal", "type": kind, "kinds": kinds, "message": "its core was ended by SIGILL"})
-    assert isinstance(error, EngineRefused) is refused
-    assert "start: its core was ended by SIGILL; " in str(error)
 
 
 @pytest.mark.parametrize(
     ("kind", "message", "refused"),
     [
+        (errors.CoreDied, "its core was ended by SIGILL", True),
+        (errors.CoreKilled, "its core was ended by SIGKILL", False),
         (ValueError, "Unknown quantization method: mxfp5", True),
         (RuntimeError, "Engine core initialization failed", True),
         (FileNotFoundError, "/dev/shm/x", False),
         (OSError, "[Errno 28] No space left on device", False),
         (RuntimeError, "CUDA error: uncorrectable ECC error encountered", False),
-        (None, "", False),
     ],
 )
-async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(refusal, kind, message, refused):
-    """Where the host's disk was full, or a start was killed, a model's settings were taken back."""
-    kinds = [one.__name__ for one in kind.__mro__] if kind else []
-    error = await refusal({"event": "fatal", "type": kinds[0], "kinds": kinds, "message": message} if kind else None)
+async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(process, supervisor, kind, message, refused):
+    error = await refusal(process, supervisor, [one.__name__ for one in kind.__mro__], message)
     assert isinstance(error, EngineRefused) == refused

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.core import fingerprint
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WithoutNumbers
+from serve.core.errors import EngineFailed, ReloadFailed, VersionBroken
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 
@@ -25,17 +24,17 @@ class Engine:
 
     errored = False
 
-    def __init__(self, load=GOOD, refusal=None):
-        self.load, self.refusal, self.done = load, refusal, []
+    def __init__(self, load=GOOD):
+        self.load, self.done = load, []
         self.engine_core = self
         self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
     async def collective_rpc(self, method, args=()):
         if method == "shm_check":
-            return [{"refused": self.refusal} if self.refusal else {"bytes": 1}]
+            return [{"bytes": 1}]
         if method == "shm_refusal":
-            return [self.refusal and self.refusal[1]]
+            return [None]
         if method == "shm_load":
             self.done.append("load")
             if isinstance(self.load, Exception):
@@ -49,11 +48,6 @@ class Engine:
         self.done.append("ask")
         chosen = SimpleNamespace(logprobs=[{1: SimpleNamespace(logprob=self.load)}])
         return SimpleNamespace(get=lambda: asyncio.sleep(0, SimpleNamespace(outputs=[chosen])))
-
-    async def sleep(self, level, mode):
-        self.done.append(f"sleep {level}")
-        if isinstance(self.load, Exception):
-            raise self.load
 
     async def wake_up(self, tags=None):
         self.done.append(f"wake {tags}")
@@ -114,40 +108,3 @@ async def test_failed_load_says_who_may_take_the_version(control, state, load, e
     with pytest.raises(EngineFailed) as failed:
         await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
     assert type(failed.value) is error and made.state == "failed"
-
-
-@pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_refused_version_leaves_the_engine_as_it_was(control, state):
-    engine = Engine(refusal=["NotReloadable", "quantised"])
-    made = control(engine, state)
-    with pytest.raises(NotReloadable, match="quantised"):
-        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
-    assert (made.state, made.version, engine.done) == (state, "v1", [])
-
-
-@pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_version_that_trained_to_nan_is_refused_before_its_load(control, state, monkeypatch):
-    def record_of(path):
-        raise WithoutNumbers(path)
-
-    monkeypatch.setattr(fingerprint, "record_of", record_of)
-    engine = Engine()
-    made = control(engine, state)
-    with pytest.raises(WithoutNumbers):
-        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
-    assert (made.state, made.version, engine.done) == (state, "v1", [])
-
-
-async def test_engine_that_takes_no_other_version_keeps_its_weights_over_a_sleep(control):
-    engine = Engine(refusal=["NotReloadable", "quantised"])
-    made = control(engine)
-    await made.sleep()
-    assert (await made.wake("m", "v1", made.spec.version_path))["how"] == "kept"
-    assert engine.done == ["sleep 1", "ask", "wake None"] and made.state == "ready"
-
-
-async def test_failed_sleep_fails_the_engine(control):
-    made = control(Engine(RAISED))
-    with pytest.raises(EngineFailed, match="did not fall asleep"):
-        await made.sleep()
-    assert made.state == "failed"

@@ -43,23 +43,17 @@ CHAT: dict[str, Body] = {
     "langchain-ai/openwiki 626: lists of parts in lists": {
         "messages": [{"role": "user", "content": [[{"type": "text", "text": "x"}]]}]
     },
-    "langchaingo 667: parts of text": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
-    "vllm 10463: ids and other fields in messages": {"messages": [{**USER, "id": "1", "name": "n"}]},
     "vllm 39741: tools []": {"messages": [USER], "tools": [], "tool_choice": "auto"},
-    "vllm 639: two greedy answers": {"messages": [USER], "n": 2, "temperature": 0},
-    "vllm 47494: top_p 0": {"messages": [USER], "top_p": 0},
     "vllm 35438: schema outside json_schema": {
         "messages": [USER],
         "response_format": {"type": "json_schema", "schema": SCHEMA},
     },
-    "vllm 4597: guided_choice": {"messages": [USER], "guided_choice": ["positive", "negative"]},
     "dynamo 13789: tool without parameters": {
         "messages": [USER],
         "tools": [{"type": "function", "function": {"name": "bell"}}],
         "tool_choice": "required",
     },
     "result of a tool is null": {"messages": after_call("c", None), "tools": [CHAT_TOOL]},
-    "tool_calls []": {"messages": [USER, {"role": "assistant", "content": "14", "tool_calls": []}, USER]},
     "custom call in the history": {
         "messages": [
             USER,
@@ -98,7 +92,6 @@ RESPONSES: dict[str, Body] = {
             USER,
         ]
     },
-    "9router 1157: client_metadata": {"input": "x", "client_metadata": {}},
     "vllm 55974: computer_call_output, mcp_call": {
         "input": [
             USER,

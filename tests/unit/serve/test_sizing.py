@@ -8,14 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
-from serve.core.sizing import (
-    CPU_KV_BYTES,
-    GRAPH_BYTES,
-    LEAST_ACTIVATIONS_BYTES,
-    NotServable,
-    ServedShape,
-    engine_size,
-)
+from serve.core.sizing import CPU_KV_BYTES, GRAPH_BYTES, LEAST_ACTIVATIONS_BYTES, NotServable, ServedShape, engine_size
 
 GIB = 2**30
 # SmolLM2-135M-Instruct's config.json, as far as it is read here.
@@ -120,7 +113,6 @@ def test_the_shorter_of_model_and_configuration_is_the_context():
 
 
 def test_on_a_cpu_the_cache_holds_one_whole_context_in_the_dtype_that_computes():
-    """256 MB for every model: one of 8,192 tokens in float32 did not start."""
     for dtype, element in (("bfloat16", 2), ("float32", 4)):
         one = on_cpu(dtype=dtype)
         per_token = 2 * 30 * 3 * 64 * element

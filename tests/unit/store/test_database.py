@@ -19,7 +19,6 @@ from appliance.store.errors import (
     UnknownCursor,
 )
 from appliance.store.objects import files, jobs
-from appliance.store.records import box
 from appliance.store.rows import FileRow, JobRow
 
 
@@ -63,11 +62,6 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path):
     (tmp_path / "a.db").write_bytes(b"this is not a database, but it is long enough to look at" * 20)
     with pytest.raises(DatabaseUnusable, match="a.db cannot be used"):
         Database(tmp_path / "a.db")
-
-
-def test_a_directory_that_does_not_exist_is_named(tmp_path: Path):
-    with pytest.raises(DatabaseUnusable, match="nowhere"):
-        Database(tmp_path / "nowhere" / "a.db")
 
 
 def test_an_exception_undoes_the_whole_transaction_with_those_inside_it(db: Database):
@@ -117,12 +111,6 @@ def test_pages_put_together_are_the_whole_list_in_order(db: Database, descending
     assert found == (expected[::-1] if descending else expected)
 
 
-def test_a_page_of_nothing_still_says_that_more_follow(db: Database):
-    files.insert(db, file(1))
-    page = files.page(db, viewer=None, purpose=None, after=None, limit=0, descending=True)
-    assert (page.data, page.has_more) == ([], True)
-
-
 def test_a_cursor_is_a_position_whatever_the_filter_but_must_exist(db: Database):
     files.insert(db, file(1, "batch"))
     files.insert(db, file(2, "vision"))
@@ -148,11 +136,3 @@ def test_expired_files_are_invisible_before_they_are_swept(db: Database):
     assert files.find(db, "file-1", viewer=None, now_s=100.0) is None
     assert files.page(db, viewer=None, purpose=None, after=None, limit=9, descending=True).data == []
     assert [row.id for row in files.expired(db, now_s=100.0)] == ["file-1"]
-
-
-def test_box_facts_and_counters(db: Database):
-    assert box.get(db, "mode", "none yet") == "none yet"
-    box.put(db, "mode", {"policy": "auto"})
-    box.put(db, "mode", {"policy": "serve"})
-    assert box.get(db, "mode") == {"policy": "serve"}
-    assert [box.increment(db, "starts") for _ in range(3)] == [1, 2, 3]

@@ -10,18 +10,9 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
-from appliance.store.objects import idempotency, job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers, keys
-from appliance.store.rows import (
-    CheckpointRow,
-    HandoverRow,
-    HandoverStepRow,
-    IdempotencyRow,
-    JobMetricRow,
-    JobRow,
-    ModelRow,
-    VersionRow,
-)
+from appliance.store.rows import HandoverRow, HandoverStepRow, JobMetricRow, JobRow, ModelRow, VersionRow
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
@@ -95,20 +86,9 @@ class TestJobs:
         with pytest.raises(IllegalTransition):
             jobs.set_wanted(db, "ftjob-1", "run")
 
-    def test_lists_by_metadata_bind_keys_as_values(self, db: Database):
-        insert_job(db, "ftjob-1", metadata={"team": "a", "x'] OR 1=1 --": "y"})
-        insert_job(db, "ftjob-2", metadata={"team": "b"})
-        insert_job(db, "ftjob-3")
-
-        def ids(**kwargs) -> list[str]:
-            return [row.id for row in jobs.page(db, viewer=None, after=None, limit=9, **kwargs).data]
-
-        assert ids() == ["ftjob-3", "ftjob-2", "ftjob-1"]
-        assert ids(metadata={"team": "b"}) == ["ftjob-2"]
-        assert ids(metadata={"x'] OR 1=1 --": "y"}) == ["ftjob-1"]
-        assert ids(metadata={"x'] OR 1=1 --": "z"}) == []
-        assert ids(metadata={"team": "a", "other": ""}) == []
-        assert ids(null_metadata=True) == ["ftjob-3"]
+    def test_names_made_by_an_owner_are_found_by_indexes_alone(self, db: Database):
+        plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"])
+        assert not [row["detail"] for row in plan if "SCAN" in row["detail"]]
 
     def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
         insert_job(db)
@@ -139,20 +119,10 @@ class TestModels:
         assert before is not None and before.version == "v1"
         assert models.version_before(db, "m", "v1") is None
 
-    def test_deleting_a_model_takes_versions_and_checkpoints_along(self, db: Database):
-        self.insert(db, "v1")
-        insert_job(db)
-        job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "m:ckpt-step-1", "m", "v1", 1, 1.0))
-        models.delete(db, "m")
-        assert models.list_versions(db, "m") == []
-        assert job_records.find_checkpoint(db, "m:ckpt-step-1") is None
-        with pytest.raises(RowNotFound):
-            models.delete(db, "m")
 
-    def test_the_same_version_twice_is_an_error(self, db: Database):
-        self.insert(db, "v1")
-        with pytest.raises(DuplicateRow, match="m/v1"):
-            models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
+def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
+    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
+    assert any("(name=?)" in row["detail"] for row in plan)
 
 
 def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
@@ -166,21 +136,3 @@ def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
     assert [row.id for row in handovers.list_open(db)] == ["1"]
     handovers.update(db, "1", state="done", ended_s=2.0)
     assert handovers.list_open(db) == []
-
-
-def test_requests_are_found_by_key_and_by_body(db: Database):
-    def remember(resource: str, key: str | None, body: str, created_s: float, owner: str = "k1") -> None:
-        idempotency.remember(db, IdempotencyRow(owner, "jobs", key, body, resource, created_s))
-
-    remember("a", None, "body", 10.0)
-    remember("b", "idem", "body", 20.0)
-    remember("c", None, "body", 30.0, owner="k2")
-    found = idempotency.last_by_body(db, "k1", "jobs", "body", since_s=5.0)
-    assert found is not None and found.resource_id == "b"
-    assert idempotency.last_by_body(db, "k1", "jobs", "body", since_s=25.0) is None
-    assert idempotency.last_by_body(db, "k1", "files", "body", since_s=5.0) is None
-    by_key = idempotency.by_key(db, "k1", "jobs", "idem")
-    assert by_key is not None and by_key.resource_id == "b"
-    assert idempotency.by_key(db, "k2", "jobs", "idem") is None
-    idempotency.delete_before(db, 15.0, 0.0)
-    assert db.column("SELECT resource_id FROM idempotency") == ["b", "c"]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.store import database
 from appliance.store.database import Database
 from appliance.store.errors import OpenedByParent
-from appliance.store.objects import files, jobs
+from appliance.store.objects import jobs
 from appliance.store.records import box
-from tests.unit.store.test_database import file, job
+from tests.unit.store.test_database import job
 
 WAIT_S = 60.0
 
@@ -22,11 +21,6 @@ WAIT_S = 60.0
 def on_a_thread(work, *args):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *args).result(WAIT_S)
-
-
-def test_other_threads_read_what_was_committed(db: Database):
-    box.put(db, "mode", {"policy": "auto"})
-    assert on_a_thread(box.get, db, "mode") == {"policy": "auto"}
 
 
 def test_writers_of_many_threads_lose_nothing(db: Database):
@@ -56,14 +50,6 @@ def test_snapshot_stays_at_its_moment_and_refuses_writes(db: Database):
             pass
     assert len(jobs.list_unfinished(db)) == 2
     jobs.insert(db, job(3))
-
-
-def test_delete_in_several_transactions_deletes_what_matches(db: Database, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(database, "DELETED_AT_ONCE", 3)
-    for number in range(10):
-        files.insert(db, file(number, "batch" if number < 7 else "vision"))
-    db.delete("files", "purpose = ?", ["batch"])
-    assert db.column("SELECT id FROM files") == ["file-7", "file-8", "file-9"]
 
 
 def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):

@@ -23,7 +23,7 @@ from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
-from appliance.tracking import GIVE_UP_S, Follower, Job, Point
+from appliance.tracking import Follower, Job, Point
 
 
 @dataclass
@@ -152,17 +152,6 @@ def test_look_after_a_failure_sends_everything_and_holds_up_no_other_job(box: Bo
     tracker.refused.clear()
     assert box.follower(tracker).look() == ""  # also one of a new process
     assert {job.id for job in tracker.ended} == {first, second} and len(tracker.seen) == 2
-
-
-def test_look_gives_up_a_job_a_week_after_its_end(box: Box, monkeypatch):
-    first = box.start(1)
-    tracker = Heard(refused={first})
-    follower = box.follower(tracker)
-    jobs.set_phase(box.db, first, "cancelled")
-    assert follower.look() != ""
-    now_s = tracking.time.time() + GIVE_UP_S + 60
-    monkeypatch.setattr(tracking.time, "time", lambda: now_s)
-    assert follower.look() == ""
 
 
 def test_a_new_tracker_gets_no_ended_job_and_wandb_only_jobs_that_ask_for_it(box: Box):

@@ -108,6 +108,14 @@ def test_question_that_nobody_heard_is_asked_again(tmp_path, monkeypatch):
     assert again == [lost[0]] * 2 and staleness_of(box) == [0, 1, 1, 1, 1, 1]
 
 
+def test_question_answered_while_a_step_was_learnt_is_not_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(hearing, "ASK_AGAIN_S", -1.0)
+    spec = stale(tmp_path, 1)
+    box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert [step for step, _ in of_training(box.asked)] == [step for step in range(6) for _ in range(4)]
+
+
 def test_staleness_is_for_engines(tmp_path):
     model = replace(MODEL, adapter_max_rank=32)
     given = {"lora_rank": 8, "rollouts": "engine", "staleness": 2}

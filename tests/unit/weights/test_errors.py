@@ -6,10 +6,7 @@ import pickle
 
 import pytest
 
-from weights.format import errors
-from weights.format.errors import IntegrityError, StoreFull, UnknownTensor, VersionExists, WeightsError
-
-NAMED = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightsError)]
+from weights.format.errors import IntegrityError, StoreFull, UnknownTensor, VersionExists
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,11 @@ import struct
 import pytest
 
 from tests.unit.weights.conftest import write
-from weights.format.errors import (
-    IntegrityError,
-    InvalidName,
-)
+from weights.format.errors import IntegrityError, InvalidName
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers.directory import seal_dir, take_in, verify
+from weights.tiers.directory import seal_dir, verify
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -32,38 +29,23 @@ def json_file(body: object, data: bytes = b"\0" * 8) -> bytes:
     return raw_file(json.dumps(body).encode(), data)
 
 
-FLOATS = b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0.0,8.0]}}'
 HOSTILE = {
     "empty": b"",
-    "length 2^64-1": raw_file(b"{}", length=2**64 - 1),
     "length beyond the file": raw_file(b"{}", length=1000),
     "pickle": pickle.dumps({"w": [0.0] * 100}),
-    "not json": raw_file(b"{nonsense"),
     "an array": raw_file(b"[]"),
-    "leading space": raw_file(b" {}"),
-    "bad utf-8": raw_file(b'{"\xff":1}'),
     "100k deep": raw_file(b'{"a":' + b"[" * 100_000),
     "two million lists": raw_file(b'{"a":[' + b"[]," * 2_100_000 + b"[]]}"),
     "5000-digit integer": raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'),
-    "NaN in the shape": raw_file(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'),
-    "bool shape": json_file({"a": entry(shape=[True, 2])}),
     "negative shape": json_file({"a": entry(shape=[-2])}),
-    "null shape": json_file({"a": entry() | {"shape": None}}),
     "shape that wraps to 8 bytes": json_file({"a": entry(shape=[2**61, 2**3, 2])}),
     "foreign dtype": json_file({"a": entry(dtype="float32")}),
-    "dtype a list": json_file({"a": entry() | {"dtype": ["F32"]}}),
     "offsets swapped": json_file({"a": entry(offsets=[8, 0])}),
-    "offsets bool": json_file({"a": entry(shape=[], dtype="U8", offsets=[False, True])}, b"\0"),
-    "offsets floats": raw_file(FLOATS),
     "offsets disagree with the shape": json_file({"a": entry(shape=[1])}),
     "overlap": json_file({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12),
-    "same range twice": json_file({"a": entry(), "b": entry()}),
     "hole": json_file({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20),
     "trailing bytes": json_file({"a": entry()}, b"\0" * 9),
     "truncated": json_file({"a": entry()}, b"\0" * 7),
-    "missing field": json_file({"a": {"dtype": "F32", "shape": [2]}}),
-    "entry not an object": json_file({"a": 1}),
-    "empty name": json_file({"": entry()}),
     "lone surrogate name": raw_file(b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'),
 }
 
@@ -95,16 +77,6 @@ def test_symlinks_devices_and_pipes_are_refused(tmp_path):
     (real / "config.json").symlink_to("/etc/passwd")
     with pytest.raises(IntegrityError, match="config.json"):
         seal_dir(real, kind="version", model="m", version="1")
-
-
-def test_import_leaves_code_and_pickles_behind(tmp_path, store):
-    (tmp_path / "model.safetensors").write_bytes(json_file({"w": entry()}))
-    for name in ("config.json", "modeling_x.py", "pytorch_model.bin", "training_args.pt", ".hidden.json"):
-        (tmp_path / name).write_bytes(b"{}")
-    (tmp_path / "sub").mkdir()
-    seal_dir(tmp_path, kind="version", model="m", version="1")
-    stored = take_in(store, tmp_path)
-    assert sorted(os.listdir(stored.path)) == ["config.json", "manifest.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "counter"])
@@ -156,13 +128,8 @@ def test_a_changed_auxiliary_file_is_found(store):
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: raw.replace(b'"step":3', b'"step":4'),
-        lambda raw: raw.replace(b'"format":2', b'"format":1'),
         lambda raw: b"",
-        lambda raw: b"[]",
-        lambda raw: b"null",
         lambda raw: b"{" * 50_000,
-        lambda raw: b'{"manifest_checksum":"x","body":{}}',
-        lambda raw: raw.replace(b'"nbytes":', b'"nbytes":NaN,"x":'),
         lambda raw: raw.replace(b"model.safetensors", b"../el.safetensors"),
     ],
 )
@@ -179,16 +146,7 @@ def test_damaged_manifests(store, damage):
     assert stored.path.exists()
 
 
-@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}])
-def test_meta_must_be_json(store, meta):
-    draft = store.reserve(Layout.plan([TensorSpec("a", "F32", (1,))]), kind="version", model="m", version="1")
-    with pytest.raises(IntegrityError, match="meta"):
-        draft.commit(meta=meta)
-    draft.abort()
-    assert store.find("version", "m", "1") is None
-
-
-@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "x" * 300, "\ud800", None, 7])
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 300])
 def test_unusable_names(store, name):
     with pytest.raises(InvalidName):
         encode_name(name)
@@ -196,7 +154,7 @@ def test_unusable_names(store, name):
         store.find("version", name, "1")
 
 
-@pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".", ".hidden", "a/b", "%2E", "modèle 1", "../../etc"])
+@pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".hidden", "%2E", "modèle 1"])
 def test_names_become_one_safe_segment(store, name):
     encoded = encode_name(name)
     assert "/" not in encoded and not encoded.startswith(".")
@@ -206,9 +164,7 @@ def test_names_become_one_safe_segment(store, name):
     assert store.find("version", name, name) == stored
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "x.safetensors", "../x", "a/b", ".x", "", "x.safetensors.index.json"]
-)
+@pytest.mark.parametrize("name", ["manifest.json", "x.safetensors", "../x", ".x"])
 def test_unsafe_auxiliary_names(store, name):
     layout = Layout.plan([TensorSpec("a", "F32", (1,))])
     with pytest.raises(InvalidName):

@@ -83,25 +83,14 @@ def test_reads_what_the_safetensors_library_wrote(tmp_path):
         assert torch.equal(as_tensor(view, placed.spec.dtype, placed.spec.shape), tensor)
 
 
-@pytest.mark.parametrize("specs", [[], [TensorSpec("a", "F32", (1,))] * 2])
-def test_plan_of_no_tensor_or_a_name_twice_raises(specs):
-    with pytest.raises(InvalidLayout):
-        Layout.plan(specs)
-
-
 @pytest.mark.parametrize(
     "name, dtype, shape",
     [
-        ("", "F32", (1,)),
         ("__metadata__", "F32", (1,)),
         ("a\nb", "F32", (1,)),
-        ("\ud800", "F32", (1,)),
         ("a", "float32", (1,)),
         ("a", "F32", (-1,)),
-        ("a", "F32", (True, 2)),
-        ("a", "F32", (1.0,)),
         ("a", "F4", (3,)),
-        ("a", "F32", (1,) * 40),
     ],
 )
 def test_tensor_spec_refuses(name, dtype, shape):

@@ -67,9 +67,7 @@ def test_templates_that_know_tools_are_left_alone():
 
 
 def test_calls_are_captured_and_not_added_up():
-    """A text that is added to is copied for each call: 2,048 calls of 4 KB took 9.8 s."""
     calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2048
     text = rendered(with_tools(CHATML), [ASKED, {"role": "assistant", "content": "So:", "tool_calls": calls}])
     one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert "So:\n" + "\n".join([one] * 2048) + "<|im_end|>" in text
-    assert "text = calls.text" not in with_tools(CHATML) and "shown.text" not in with_tools(CHATML)
