@@ -49,7 +49,7 @@ def test_the_steps_that_were_asked_for_are_told_with_a_trace(one: Profiling, tol
 
 
 @pytest.mark.parametrize(("rows", "steps", "products"), [(3, 2, 6), (20, 1, 8)])
-def test_profile_of_many_rows_has_the_last_eight(tmp_path: Path, told: Told, rows: int, steps: int, products: int):
+def test_profile_of_many_rows_has_the_last_eight(tmp_path: Path, told: list, rows: int, steps: int, products: int):
     one = Profiling(tmp_path / "profile", "gloo", told, Progress("step", 3), rows)
     for step in range(1, 6):
         one.before_step(10 if step == 1 else 0)
@@ -57,19 +57,19 @@ def test_profile_of_many_rows_has_the_last_eight(tmp_path: Path, told: Told, row
             work(one)
             one.after_row()
         one.after_step(step)
-    ((_, found),) = told.events
+    ((_, found),) = told
     operators = {row["name"]: row for row in found["operators"]}
     assert (found["steps"], operators["aten::mm"]["count"]) == (steps, products)
 
 
-def test_drop_ends_a_profile_that_has_not_begun(tmp_path: Path, told: Told):
+def test_drop_ends_a_profile_that_has_not_begun(tmp_path: Path, told: list):
     one = Profiling(tmp_path / "profile", "gloo", told, Progress("step", 3), 20)
     one.before_step(1)
     one.drop()
     for _ in range(20):
         one.after_row()
     one.after_step(1)
-    assert [event for event, _ in told.events] == ["message"]
+    assert [event for event, _ in told] == ["message"]
 
 
 @pytest.mark.parametrize("broken", ["start", "stop", "export_chrome_trace"])
