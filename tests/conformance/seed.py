@@ -230,7 +230,8 @@ def _job(db: Database, job_id: str) -> None:
 def _upload(db: Database, uploads_dir: Path) -> None:
     now_s = time.time()
     folder = uploads_dir / UPLOAD
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     (folder / PART).write_bytes(PART_DATA)
     uploads.insert(
         db,
