@@ -26,15 +26,24 @@ LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 
 
-def gentle(hyperparameters: dict[str, Any], n_examples: int) -> tuple[dict[str, Any], float]:
-    """The hyperparameters with the passes over this many examples, and the factor of the common learning rate; both
-    keep what a request has set."""
-    if hyperparameters.get("n_epochs", "auto") in ("auto", None):
-        # More passes than these make the model sure of the examples it has seen, and of little else.
-        few = max(3, min(10, SHARE_FROM_PAIRS // n_examples))
-        hyperparameters = {**hyperparameters, "n_epochs": few if n_examples < _FEW_PAIRS else 1}
-    share = min(LARGEST_SHARE, RATE_SHARE * max(1.0, SHARE_FROM_PAIRS / n_examples))
-    return hyperparameters, share if hyperparameters.get("learning_rate", "auto") in ("auto", None) else 1.0
+class Compared(Method, ABC):
+    """The model is compared with the one that it started from. A small share of the common learning rate suits that."""
+
+    needs_reference = True
+
+    def resolve(
+        self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
+    ) -> dict[str, Any]:
+        """Keeps what a request has set."""
+        n = dataset.n_examples
+        if hyperparameters.get("n_epochs", "auto") in ("auto", None):
+            # More passes than these make the model sure of the examples it has seen, and of little else.
+            few = max(3, min(10, SHARE_FROM_PAIRS // n))
+            hyperparameters = {**hyperparameters, "n_epochs": few if n < _FEW_PAIRS else 1}
+        fields = super().resolve(hyperparameters, dataset, model, max_devices)
+        if hyperparameters.get("learning_rate", "auto") in ("auto", None):
+            fields["learning_rate"] *= min(LARGEST_SHARE, RATE_SHARE * max(1.0, SHARE_FROM_PAIRS / n))
+        return fields
 
 
 class Pairs(Method, ABC):
@@ -77,7 +86,7 @@ def _first_learnt(sequence: Tokens) -> int:
     return int(learnt[1:].argmax()) + 1 if learnt[1:].any() else len(learnt)
 
 
-class Dpo(Pairs):
+class Dpo(Compared, Pairs):
     name = "dpo"
     summary = "learns to prefer one answer to another, from pairs of them"
     options = (
@@ -91,14 +100,6 @@ class Dpo(Pairs):
         "logps/chosen",
         "logps/rejected",
     )
-    needs_reference = True
-
-    def resolve(
-        self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
-    ) -> dict[str, Any]:
-        given, rate_share = gentle(hyperparameters, dataset.n_examples)
-        fields = super().resolve(given, dataset, model, max_devices)
-        return {**fields, "learning_rate": fields["learning_rate"] * rate_share}
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from train.data.formats import Record, to_marked
-from train.methods.dpo import gentle
-from train.methods.method import Method, Option
+from train.methods.dpo import Compared
+from train.methods.method import Option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
     from train.data.chat import ChatEncoder, Tokens
     from train.data.token_set import TokenSet
-    from train.plan.auto import DatasetStats, ModelStats
 
 
-class Kto(Method):
+class Kto(Compared):
     name = "kto"
     summary = "learns from single answers that are each marked good or bad"
     options = (
@@ -28,19 +27,11 @@ class Kto(Method):
         Option("undesirable_weight", 0, 100, 1, "weight of the bad answers' loss"),
     )
     metric_names = ("rewards/accuracies", "rewards/margins", "kl", "logps")
-    needs_reference = True
     needs_divergence = True
 
     @property
     def measured(self) -> tuple[str, ...]:
         return self.metric_names  # the accuracy of tokens counts those of bad answers too
-
-    def resolve(
-        self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
-    ) -> dict[str, Any]:
-        given, rate_share = gentle(hyperparameters, dataset.n_examples)
-        fields = super().resolve(given, dataset, model, max_devices)
-        return {**fields, "learning_rate": fields["learning_rate"] * rate_share}
 
     def refuses(self, shape: str) -> str | None:
         if shape != "unpaired":
