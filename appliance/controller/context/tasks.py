@@ -84,20 +84,23 @@ def is_full(error: Exception) -> bool:
 
 
 async def finished(begin: Iterator[Coroutine[Any, Any, T]], at_once: int) -> AsyncGenerator[list[T], None]:
-    """Results in groups of those that have come meanwhile. Iterate within `contextlib.aclosing`, which ends what runs.
+    """Results in groups of those that have come meanwhile, a group in the order in which they began. Iterate within
+    `contextlib.aclosing`, which ends what runs.
 
     Args:
         begin: makes the coroutines, of which `at_once` run at the same time. An exception is raised behind the results
             of those that ended with it.
     """
-    running = set[asyncio.Task[T]]()
+    running = list[asyncio.Task[T]]()
     try:
         while True:
             for one in islice(begin, at_once - len(running)):  # `begin` may raise
-                running.add(asyncio.create_task(one))
+                running.append(asyncio.create_task(one))
             if not running:
                 return
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done = [task for task in running if task.done()]
+            running = [task for task in running if not task.done()]
             if results := [task.result() for task in done if task.exception() is None]:
                 yield results
             for task in done:
