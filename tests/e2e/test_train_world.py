@@ -433,14 +433,13 @@ async def test_left_step_is_done_again_bitwise(shop, fields):
     fields |= {"batch_size": 16, "examples": 96, "step_patience_s": 0.0}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
-    for _ in range(2):
+    while left == 0:  # a suspension that comes with a step's last micro-batch finds nothing to leave
         world = await shop.launch(spec, 2, snapshot=snapshot).start()
         await world.reached(max(losses, default=0) + 1)
         report = await world.group.suspend()
         losses |= world.losses()
         left += sum("was left" in message["text"] for message in world.of("message"))
         snapshot = report.snapshot_path
-    assert left > 0
     last = await shop.run(spec, 2, snapshot=snapshot)
     assert losses | last.losses() == unbroken.losses() and not losses.keys() & last.losses().keys()
     assert same(shop.published(spec)[0], shop.published(unbroken.spec)[0])
