@@ -44,7 +44,7 @@ _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
 class Arrived:
     """Requests that arrived for one model, and their prompt tokens as routing estimates them. prompts: the same
     requests by bucket of these tokens; first_tokens: streams by bucket of the time to their first token
-    (`appliance.gateway.access.load`)."""
+    (`appliance.gateway.core.load`)."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -72,7 +72,7 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.access.load`)."""
+    (`appliance.gateway.core.load`)."""
 
     requests: int = 0
     errors: int = 0
