@@ -117,7 +117,7 @@ class Report:
 
 
 def parse_report(message: Mapping[str, Any]) -> Report:
-    """Raises ValueError for a message of another shape (`appliance.gateway.server.reports.load_report`)."""
+    """Raises ValueError for a message of another shape (`appliance.gateway.main.load_report`)."""
     try:
         models, expires_s = message.get("models", {}), message.get("certificate_expires_s")
         return Report(
