@@ -58,8 +58,8 @@ def _patch_on_device(kind: str) -> None:
 
 
 def _patch_on_host(eager: bool) -> None:
-    # It applies the last slot's adapter to tokens without one (see there). Removed by: a mend of that in vLLM.
-    punica_cpu.PunicaWrapperCPU = GroupedLoRA
+    # It applies the last slot's adapter to tokens without one. Removed by: a mend of that in vLLM.
+    punica_cpu.PunicaWrapperCPU = MaskedLoRA
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
@@ -114,45 +114,10 @@ def _of_any_path(compute_hash):
     return run
 
 
-class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
-    """Computes LoRA on the CPU with one pair of matrix products per adapter in the batch.
+class MaskedLoRA(punica_cpu.PunicaWrapperCPU):
+    """The index of a token without an adapter is -1, which vLLM 0.32 takes for the last slot on the CPU."""
 
-    vLLM's own code gathers both factors per token, in float32, which costs a copy of the adapter for every token of a
-    prompt. It also uses index -1 for a token without an adapter, which in Python is the last slot: in a mixed batch it
-    applies the adapter in that slot to such a token. Rows are tokens; `_groups` is computed once per step.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups: list[tuple[int, torch.Tensor]] = []
-
-    def update_metadata(self, mapping: Any, *args: Any, **kwargs: Any) -> None:
-        super().update_metadata(mapping, *args, **kwargs)
-        self._groups = groups(self.token_lora_indices)
-
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **kwargs: Any,
-    ) -> None:
-        """y (tokens, sum of `output_slices`) += x (tokens, in) @ A^T @ B^T * scale, each token by its own adapter.
-
-        The factors are stacked by slot: A (slots, 1, rank, in), B (slots, 1, out, rank), one pair per slice of y.
-        """
-        for slot, rows in self._groups:
-            part, start = x[rows], 0
-            for down, up, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                delta = (part @ down[slot, 0].T) @ up[slot, 0].T
-                y[rows, start : start + width] += delta if scale == 1 else delta * scale
-                start += width
-
-
-def groups(slot_of_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return each slot in use with the indexes of its tokens."""
-    slots = [slot for slot in torch.unique(slot_of_token).tolist() if slot != -1]
-    return [(slot, (slot_of_token == slot).nonzero().view(-1)) for slot in slots]
+    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *stacked: Any, **kwargs: Any) -> None:
+        """y (tokens, out) += the change by each token's adapter of x (tokens, in): none of an input of zeros."""
+        without = (self.token_lora_indices < 0)[: len(x), None]
+        super().add_lora_linear(y, x.masked_fill(without, 0), *stacked, **kwargs)
