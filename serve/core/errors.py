@@ -1,21 +1,4 @@
-"""Errors of the serving side.
-
-ServeError
-├── EngineStartFailed       the engine process ended, or did not become healthy in time
-│   ├── EngineOutOfMemory   because memory ran out
-│   ├── EngineRefused       because of what it was given
-│   └── CoreKilled          because its core or one of its workers was killed
-├── EngineFailed            the engine is unusable; kill it and start a new one
-│   ├── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
-│   └── VersionBroken       the version's weights compute no numbers: no engine takes it
-├── WrongState              the engine's present state does not allow the operation
-├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
-│   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
-│   ├── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for, or no version
-│   │                       can be loaded into a running engine of this kind of weights
-│   └── WithoutNumbers      training found that the version computes no numbers: no engine takes it
-└── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
-"""
+"""Errors of the serving side."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM asks its resolvers for a name it does not
 know, loads the result, and keeps up to `--max-cpu-loras` of them; a step that needs an evicted adapter loads it again
 from its path. So its directory is leased as long as anything refers to its `HeldAdapter`: vLLM's table or a request. An
-adapter belongs to one version of one base: an engine with other weights does not find it, and the gateway tries another.
+adapter belongs to one version of one base: an engine with other weights does not find it, the gateway tries another.
 """
 
 from __future__ import annotations

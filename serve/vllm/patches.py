@@ -58,8 +58,9 @@ def _patch_on_device(kind: str) -> None:
 
 
 def _patch_on_host(eager: bool) -> None:
-    # It applies the last slot's adapter to tokens without one. Removed by: a mend of that in vLLM.
-    punica_cpu.PunicaWrapperCPU = MaskedLoRA
+    # It applies the last slot's adapter to tokens without one, and takes 17 times as long as the layer itself for a
+    # prompt. Removed by: a mend of the first in vLLM, and its kernels of adapters for the CPU.
+    punica_cpu.PunicaWrapperCPU = GroupedLoRA
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
@@ -114,10 +115,18 @@ def _of_any_path(compute_hash):
     return run
 
 
-class MaskedLoRA(punica_cpu.PunicaWrapperCPU):
-    """The index of a token without an adapter is -1, which vLLM 0.32 takes for the last slot on the CPU."""
+class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
+    """One pair of matrix products for each adapter in the batch. vLLM 0.32 copies both factors for every token, and
+    takes the index -1 of a token without an adapter for the last slot."""
 
-    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *stacked: Any, **kwargs: Any) -> None:
-        """y (tokens, out) += the change by each token's adapter of x (tokens, in): none of an input of zeros."""
-        without = (self.token_lora_indices < 0)[: len(x), None]
-        super().add_lora_linear(y, x.masked_fill(without, 0), *stacked, **kwargs)
+    def add_lora_linear(
+        self, y: torch.Tensor, x: torch.Tensor, downs: Any, ups: Any, scale: float, widths: Any, **kwargs: Any
+    ) -> None:
+        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token by its own adapter. Factors are
+        stacked by slot: `downs` A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair for each slice of y."""
+        slots = self.token_lora_indices
+        for slot in set(slots.tolist()) - {-1}:
+            rows, start = (slots == slot).nonzero().view(-1), 0
+            for down, up, width in zip(downs, ups, widths, strict=True):
+                y[rows, start : start + width] += (x[rows] @ down[slot, 0].T) @ up[slot, 0].T * scale
+                start += width

@@ -41,7 +41,6 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
-_FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
 _OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 """They reach more of an engine than answers need."""
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
@@ -224,8 +223,6 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
     """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
-    if _FORMS.isdisjoint(data):
-        return
     schemas = [(place, schema) for place, schema in _answer_forms(data, json_depth) if schema is not None]
     for place, schema in schemas:
         if path := next(unenforced(schema), ""):

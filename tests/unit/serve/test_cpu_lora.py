@@ -16,9 +16,9 @@ def lora():
     """Imports vLLM, which takes ten seconds: not for every process that collects this file."""
     from vllm.lora.layers import LoRAMapping
 
-    from serve.vllm.patches import MaskedLoRA
+    from serve.vllm.patches import GroupedLoRA
 
-    return SimpleNamespace(LoRAMapping=LoRAMapping, MaskedLoRA=MaskedLoRA)
+    return SimpleNamespace(LoRAMapping=LoRAMapping, GroupedLoRA=GroupedLoRA)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def stacked():
 )
 def test_each_token_gets_its_own_adapter(lora, stacked, ids_of_tokens):
     down, up = stacked
-    wrapper = lora.MaskedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
+    wrapper = lora.GroupedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
     mapping = lora.LoRAMapping(tuple(ids_of_tokens), tuple(ids_of_tokens), is_prefill=True)
     wrapper.update_metadata(mapping, IDS, SLOTS, 100)
     x, y = torch.randn(len(ids_of_tokens), WIDE), torch.randn(len(ids_of_tokens), sum(OUT))
