@@ -16,6 +16,7 @@ from appliance.controller.models.node_sizes import NodeSizes
 from runtime.devices.kinds import hardware_first
 from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, method_of
@@ -215,7 +216,7 @@ def serve_imagined(
             device_kind=kind,
             device_memory_bytes=each,
             asleep_per_device=box.asleep_per_device,
-            dtype="bfloat16",
+            settings=ModelSettings(dtype="bfloat16"),
         )
 
     answer = served(model, size, weight_bytes, replicas, tensor_parallel, box)
