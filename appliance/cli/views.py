@@ -9,18 +9,13 @@ from appliance.cli import formats, output
 from appliance.cli.formats import many, size
 
 Row = dict[str, Any]
-DEVICES = (
-    "device=id kind name >memory=memory_bytes ?>used=meters.memory_used_bytes ?>heat=meters.temperature_c "
-    "?>power=meters.power_w ?>limit=meters.power_limit_w ?slowed_by=meters.throttled ?>busy=meters.busy health ?cordon "
-    "holder ?reason=health_reason ?lost"
-)
+DEVICES = "device=id kind name >memory=memory_bytes health ?cordon holder ?reason=health_reason ?lost"
 REPLICAS = "replica=id model version state >devices:total >requests=inflight >memory=rss_bytes"
 JOBS = (
     "job=id status ?phase model=fine_tuned_model|model ?>devices:total ?>step ?>of=total_steps ?>loss "
     "?>tokens/s=tokens_per_s:count ?>eta=eta_s ?reason:short"
 )
 _STEPS = "step=verb target state ?>time=seconds ?>bytes ?>rate=bytes_per_s ?path ?detail"
-NO_JOBS = "no jobs; `appliance job submit --help` shows how to make one"
 
 
 def status(now: Row) -> Any:
@@ -52,6 +47,11 @@ def status(now: Row) -> Any:
         handover(now["handover"]) if now["handover"] else None,
         output.notes([*troubles, *(now.get("notes") or ())]),
     )
+
+
+def mode(now: Row) -> Any:
+    moved = handover(now["handover"]) if now["handover"] else None
+    return output.stack(output.view({**now, "handover": None}), moved)
 
 
 def handover(one: Row) -> Any:

@@ -6,9 +6,10 @@ from argparse import Namespace
 from typing import Any
 
 from appliance.cli import output, views
-from appliance.cli.command import Session, auto_or, command, given, number, opt, picked, seconds
-from appliance.cli.errors import BadUsage, WaitTimedOut
+from appliance.cli.command import Session, command
+from appliance.cli.options import auto_or, given, number, opt, picked, seconds
 from appliance.cli.resources import limit, segment
+from appliance.cli.waiting import WAIT
 
 MODES = ("serve", "train", "split", "auto")
 """As `scheduler.core.workload` has them."""
@@ -21,12 +22,10 @@ _FLOOR = opt(
 
 
 def _wanted(args: Namespace) -> dict[str, Any]:
-    """The body of the request. Raises BadUsage."""
-    body = picked(args, "policy serving_floor")
-    if (args.policy == "split") != (args.train is not None):
-        raise BadUsage("--train N, how many devices training may have, belongs to the mode split, and split needs it")
-    # A split whose line the box itself draws is what it calls auto.
-    return body | ({"policy": "auto"} if args.train == "auto" else given(train_devices=args.train))
+    """The body of the request. A split whose line the box itself draws is what it calls auto."""
+    if args.policy == "split" and args.train == "auto":
+        return {**picked(args, "serving_floor"), "policy": "auto"}
+    return picked(args, "policy serving_floor") | given(train_devices=args.train)
 
 
 @command(
@@ -34,8 +33,7 @@ def _wanted(args: Namespace) -> dict[str, Any]:
     opt("policy serve|train|split|auto", choices=MODES),
     _TRAIN,
     _FLOOR,
-    opt("--wait", "Return when the devices have moved (the default).", action="store_true", default=True),
-    opt("--no-wait", "Return at once.", dest="wait", action="store_false"),
+    *WAIT,
     opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 1, WAIT_S), default=WAIT_S),
 )
 def set_mode(session: Session, args: Namespace) -> None:
@@ -52,24 +50,12 @@ def set_mode(session: Session, args: Namespace) -> None:
       appliance mode set train --floor 1       jobs get every device but one, which keeps serving
       appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went
     """
-    body = _wanted(args)
-    query = {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    body, query = _wanted(args), {"wait": True, "timeout_s": args.timeout} if args.wait else None
     with output.progress(f"mode {body['policy']}: the devices move"):
-        try:
-            answer = session.client.send(
-                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
-            )
-        except WaitTimedOut as error:
-            raise WaitTimedOut(
-                f"the mode is set, but the devices have not moved within {args.timeout:.0f} s; the box goes on, "
-                "`appliance mode history` shows how far it is"
-            ) from error
-    session.show(
-        answer,
-        lambda now: output.stack(
-            output.view({**now, "handover": None}), views.handover(now["handover"]) if now["handover"] else None
-        ),
-    )
+        answer = session.client.send(
+            "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
+        )
+    session.show(answer, views.mode)
 
 
 @command(
@@ -128,17 +114,4 @@ def add(session: Session, args: Namespace) -> None:
       appliance mode schedule add "0 22 * * 1-5" split --train 6 --for 9h
       appliance mode schedule add "0 6 * * *" serve          until another window begins
     """
-    if args.until is not None and args.for_s is not None:
-        raise BadUsage("--until and --for both say when the window ends; give one of them")
-    body = picked(args, "cron tz until for_s") | _wanted(args)
-    answer = session.client.post("/admin/v1/mode/schedule", body)
-    session.show(answer, output.view)
-    for other in session.client.get("/admin/v1/mode/schedule")["data"]:
-        if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (args.cron.split(), args.tz):
-            output.say(
-                f"{other['id']} ({other['policy']}) begins at the same times and holds no more: the later one does; "
-                f"`appliance mode schedule remove {other['id']}` removes it"
-            )
-    now = session.client.get("/admin/v1/mode")
-    if now["window"] is not None and now["window"]["id"] == answer["id"]:
-        output.say(f"note: it is that time already: the mode {args.policy} holds from now on")
+    session.show(session.client.post("/admin/v1/mode/schedule", picked(args, "cron tz until for_s") | _wanted(args)))
