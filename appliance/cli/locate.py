@@ -61,12 +61,6 @@ class BoxFile:
             return None
         return pid if b"appliance.boot.main" in arguments and config.parent.resolve() == self.data_dir else None
 
-    @property
-    def url(self) -> str:
-        """The gateway's URL as this machine reaches it, without /v1."""
-        url = str(self.fields.get("url", "")).removesuffix("/v1").rstrip("/")
-        return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:").replace("//:::", "//[::1]:")
-
     def controller_socket(self) -> str:
         """Raises Unreachable, saying what the box is doing instead, when no box runs there."""
         if self.pid is None:

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -87,7 +86,15 @@ class Row:
                 raise
 
         if ids:
-            _send_each(session, partial(fetch, path), ids, self.drawn)
+            refused: CliError | None = None
+            for one in ids:  # whatever becomes of the others
+                try:
+                    session.show(fetch(path, one), self.drawn)
+                except (NotFound, Conflict) as error:
+                    output.say(f"error: {error}")
+                    refused = refused or error
+            if refused:
+                raise Said(refused.exit_code)
         elif self.operation:
             session.show(finish(session, answer(), args), self.drawn)
         elif self.watch and args.watch:
@@ -99,27 +106,6 @@ class Row:
             output.watch(refreshed, self.drawn, every_s=args.every, as_json=session.as_json)
         else:
             session.show(answer(), self.drawn)
-
-
-def _send_each(session: Session, send: Callable[[str], Any], ids: list[str], draw: Callable[[Any], Any]) -> None:
-    """Sends for each, whatever becomes of the others; shows the answers, and then the refusals, of which the first is
-    the command's. Raises CliError of what concerns all of them, the key or the box, behind these."""
-    answers, refusals = list[dict[str, Any]](), list[CliError]()
-    try:
-        for one in ids:
-            try:
-                answers.append(send(one))
-            except (NotFound, Conflict) as error:
-                refusals.append(error)
-    finally:
-        if len(ids) > 1 and (answers or refusals):
-            session.show({"data": answers}, lambda all_: "\n".join(map(draw, all_["data"])))
-        elif answers:
-            session.show(answers[0], draw)
-        for refusal in refusals:
-            output.say(f"error: {refusal}")
-    if refusals:
-        raise Said(refusals[0].exit_code)
 
 
 _SAMPLES = {
@@ -177,9 +163,7 @@ ROWS = (
         """List devices with their health and holder (a job, a replica or nobody), and of GPUs heat, power and use.
 
         Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.""",
-        "device=id kind name >memory=memory_bytes ?>used=meters.memory_used_bytes ?>heat=meters.temperature_c "
-        "?>power=meters.power_w ?>limit=meters.power_limit_w ?slowed_by=meters.throttled ?>busy=meters.busy health "
-        "?cordon holder ?reason=health_reason ?lost",
+        views.DEVICES,
         empty="no devices",
         watch=True,
     ),
@@ -302,7 +286,10 @@ ROWS = (
         """List models: the version that answers, its canary, and whether it is awake.
 
         A key without the scope read gets the names that it may ask, as OpenAI's API has them.""",
-        views.models,
+        "model=name|id ?kind ?of=adapter.base|base|owned_by ?architecture=arch ?>params:count ?>size=bytes "
+        "?version=active_version ?canary=canary_version ?>context=max_model_len state=state_details|state "
+        "?message:short",
+        empty="no models; `appliance model catalog` lists some that `appliance model import` brings in",
         own="/v1/models",
         watch=True,
     ),
@@ -448,8 +435,7 @@ ROWS = (
         "key revoke",
         "DELETE /admin/v1/keys/{id}",
         "Revoke a key at once: its requests, batches and background responses end, its jobs are paused.",
-        views.key_revoked,
-        (opt("id NAME_OR_ID"),),
+        options=(opt("id NAME_OR_ID"),),
     ),
 )
 COMMANDS.update({one.name: one.command() for one in ROWS})

@@ -50,7 +50,6 @@ def up(session: Session, args: Namespace) -> None:
     brings back jobs, models, keys and mode and continues the work.
 
     Examples:
-      appliance up                              in the foreground; Ctrl-C stops it in order
       appliance up --detach                     in the background; returns when it answers
       appliance up --data-dir /srv/box --port 9000 --devices 4
       appliance up --config box.toml            see docs/operations.md for every key
@@ -92,8 +91,7 @@ def _check_folder(data_dir: Path) -> None:
     """Raises Conflict if a box runs there already, CommandFailed if it is no box's or others may write to it."""
     running = BoxFile.read(data_dir)
     if running.pid is not None:
-        known = f"{running.state}, {running.url}/v1, pid {running.pid}"
-        raise _runs_already(data_dir, f" ({known})")
+        raise _runs_already(data_dir, f" ({running.state}, {running.fields.get('url')}, pid {running.pid})")
     if not data_dir.exists():
         return
     inside = {path.name for path in data_dir.iterdir()}
@@ -189,7 +187,6 @@ def down(session: Session, args: Namespace) -> None:
     Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
 
     Examples:
-      appliance down
       appliance down --data-dir /srv/box
     """
     box = BoxFile.read(args.data_dir)
@@ -227,7 +224,6 @@ def drain(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance gpu drain n0/3 --reason "row remap pending"
-      appliance gpu drain n0/3 --no-wait
     """
 
     def now() -> dict[str, Any]:

@@ -32,7 +32,6 @@ def chat(session: Session, args: Namespace) -> None:
     """Talk to a model in the terminal: one question with a PROMPT, a conversation without.
 
     Examples:
-      appliance chat starter "Tell me a story."
       appliance chat starter                        a conversation; an empty line or Ctrl-D ends it
       cat question.txt | appliance chat starter
       appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json

@@ -80,7 +80,6 @@ def upload(session: Session, args: Namespace) -> None:
     The alpaca and ShareGPT shapes are taken too and converted.
 
     Examples:
-      appliance file upload train.jsonl
       appliance file upload train.jsonl -o json | jq -r .id
     """
     answer = session.client.upload(args.path, args.purpose)
@@ -99,11 +98,8 @@ def get(session: Session, args: Namespace) -> None:
     """Show what the box knows of a file, or save its content.
 
     Examples:
-      appliance file get file-abc123
       appliance file get file-abc123 --save metrics.csv
-      appliance file get file-abc123 --save - | head
       appliance file get file-abc123 --errors
-      appliance file get file-abc123 --report            what the box found in it
     """
     if args.errors + args.report + (args.save is not None) > 1:
         raise BadUsage("give one of --errors, --report and --save")
@@ -173,7 +169,6 @@ def check(session: Session, args: Namespace) -> None:
     Exit code: 0; 1 if a job would refuse the file, or if there is more of something than --at-most allows.
 
     Examples:
-      appliance file check train.jsonl
       appliance file check train.jsonl --against valid.jsonl --model ./SmolLM2-135M-Instruct
       appliance file check file-abc123 --model smollm2-135m         on the box
       appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts

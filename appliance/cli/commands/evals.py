@@ -42,7 +42,6 @@ def create(session: Session, args: Namespace) -> None:
                                "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}
 
     Examples:
-      appliance batch create requests.jsonl
       appliance batch create requests.jsonl --wait && appliance batch list
       appliance batch create requests.jsonl --endpoint /v1/embeddings
     """
@@ -101,13 +100,7 @@ def _suite(text: str) -> tuple[Path, str]:
     opt("--suite PATH", "Prompts, with what graders compare with.", required=True, type=_suite),
     opt("--grader PATH", "JSON: a grader or a list.", type=json_file),
     opt("--eval EVAL_ID", "Use the graders of this evaluation."),
-    opt(
-        "--max-tokens N",
-        "The longest answer, in tokens.",
-        dest="max_completion_tokens",
-        type=number(int, 1),
-        default=512,
-    ),
+    opt("--max-tokens N", "Of an answer.", dest="max_completion_tokens", type=number(int, 1), default=512),
     opt("--temperature X", "0 to 2.", type=number(float, 0, 2), default=0.0),
     opt("--seed N", "Of the sampling.", type=number(int, 0)),
     flag("--wait", "Return when all have ended; exit code 1 if one failed."),
@@ -121,7 +114,6 @@ def run(session: Session, args: Namespace) -> None:
     grader's range, or with what its `pass_threshold` says (docs/evals.md).
 
     Examples:
-      appliance eval run starter --suite prompts.jsonl --grader grader.json --wait
       appliance eval run fraud@v1 fraud@v2 --suite prompts.jsonl --grader grader.json --wait       side by side
       appliance eval run starter --eval eval_abc123 --suite prompts.jsonl       one more model, by the same graders
     """
@@ -189,7 +181,6 @@ def show(session: Session, args: Namespace) -> None:
     reward, and what a run waits for.
 
     Examples:
-      appliance eval show eval_abc123
       appliance eval show eval_abc123 -o json | jq .runs
       appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
     """

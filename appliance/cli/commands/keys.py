@@ -100,13 +100,10 @@ def create(session: Session, args: Namespace) -> None:
     """Make a key and show it once: the box keeps only its SHA-256.
 
     Examples:
-      appliance key create --name alice
       appliance key create --name ops --scope admin
-      appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing
       appliance key create --name prometheus --scope metrics        may read the metrics, nothing else
       appliance key create --name alice-laptop --owner alice        sees what alice's first key made
       appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000
-      appliance key create --name guest --expires 30d                refused after it; also a date, its last day
       export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)
     """
     answer = session.client.post(_KEYS, picked(args, "name scopes owner") | given(**_limits(args)))
@@ -119,7 +116,6 @@ def rotate(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance key rotate alice
-      appliance key rotate key_4f2a81
     """
     answer = session.client.post(f"{_KEYS}/{segment(args.id)}/rotate")
     _show_secret(session, answer, f"Key {answer['name']} has a new secret, and the old one is refused.")
@@ -141,10 +137,8 @@ def limit(session: Session, args: Namespace) -> None:
     named stay.
 
     Examples:
-      appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000
       appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
-      appliance key limit guest --expires 2026-12-31     its last day; `--expires none`: it lasts
       appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """
     session.show(session.client.send("PATCH", f"{_KEYS}/{segment(args.id)}", body=_limits(args)))
@@ -157,7 +151,6 @@ def list_keys(session: Session, args: Namespace) -> None:
     ASKED: the last hour in which it asked a model; reads and scrapes are not counted.
 
     Examples:
-      appliance key list
       appliance key list --all -o json
     """
     answer = session.client.listed(_KEYS)
@@ -186,7 +179,6 @@ def forget(session: Session, args: Namespace) -> None:
     --models deletes them too, in every tier. Names of models stay, in usage too.
 
     Examples:
-      appliance forget --owner ann
       appliance forget --owner ann --cancel --models --yes
     """
     if not args.yes:

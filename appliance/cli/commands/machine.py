@@ -45,7 +45,6 @@ def init(session: Session, args: Namespace) -> None:
     Examples:
       appliance init --template light > ~/.local/share/appliance/appliance.toml     4 devices, one team
       appliance init --template box > /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
-      appliance init --template enterprise > appliance.toml                         4 machines with 8 devices each
     """
     print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
 
@@ -64,7 +63,6 @@ def doctor(session: Session, args: Namespace) -> None:
     fails, 2 something is to be looked at.
 
     Examples:
-      appliance doctor                           what is not as it should be, with what to do
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
     """
@@ -102,7 +100,6 @@ def bundle(session: Session, args: Namespace) -> None:
     you send it. Prompts, answers, data and weights are not in it.
 
     Examples:
-      appliance support bundle                       logs of a day, configuration, versions, the doctor's findings
       appliance support bundle --hours 2 --to box.tar.gz
     """
     settings = resolved(args.config, data_dir=args.data_dir)
@@ -197,7 +194,6 @@ def list_backups(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance backup list /mnt/nas/box-1
-      appliance backup list -o json
     """
     with _place(args) as (_, objects):
         from appliance.backup import names, read

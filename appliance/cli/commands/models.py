@@ -156,7 +156,6 @@ def show_catalog(session: Session, args: Namespace) -> None:
     """List models known to work here, with licence and size; `model import NAME` brings one in. Needs no box.
 
     Examples:
-      appliance model catalog
       appliance model catalog -o json | jq -r '.data[].name'
     """
     columns = (
@@ -227,9 +226,7 @@ def deploy(session: Session, args: Namespace) -> None:
     and `appliance status` and `model show` say why.
 
     Examples:
-      appliance model deploy starter --min-replicas 1 --max-replicas 4
       appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100
-      appliance model deploy starter --pin               a replica of it is never given to training
       appliance model deploy starter --idle-sleep-s none --max-replicas none
       appliance model deploy starter --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
       appliance model deploy starter --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
@@ -270,7 +267,6 @@ def canary(session: Session, args: Namespace) -> None:
     otherwise it is promoted when its time is over.
 
     Examples:
-      appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 10%
       appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 5% --auto --for 30m
       appliance model canary ft:starter:local::a1b2c3d4           how it does
       appliance model promote ft:starter:local::a1b2c3d4          gives it all requests, `model rollback` none
@@ -299,12 +295,11 @@ def share(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob
-      appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all
       appliance model share starter --with all --stop               for its owner and operators alone from now on
     """
     owners = [owner for owner in args.owners if owner != "all"]
     body = {"owners": owners, "everybody": "all" in args.owners, "stop": args.stop}
     answer = session.client.post(f"/v1/models/{segment(args.id)}/share", body)
-    session.show(answer, lambda made: f"{made['id']} is for {views.audience(made)}")
+    session.show(answer)
     if not args.stop and (missing := answer.get("without_key")):
         output.say(f"note: no key has the owner {', '.join(missing)} yet (`appliance key list` shows owners)")

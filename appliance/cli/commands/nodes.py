@@ -82,7 +82,6 @@ def join(session: Session, args: Namespace) -> None:
     Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.
 
     Examples:
-      appliance join n1.json
       appliance join n1.json --data-dir /srv/node --devices 4
     """
     settings = resolved(None, args.devices, data_dir=args.data_dir)

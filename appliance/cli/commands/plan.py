@@ -37,7 +37,6 @@ def serve(session: Session, args: Namespace) -> None:
     It exits with 1 when it does not fit, so a script can ask before it submits.
 
     Examples:
-      appliance plan serve llama-8b                          one replica on one device
       appliance plan serve llama-8b --replicas 4
       appliance plan serve llama-70b --tensor-parallel 4 -o json
       appliance plan serve --config llama-3.3-70b --tensor-parallel 2 --accelerator h100      needs no box
@@ -67,10 +66,7 @@ def job(session: Session, args: Namespace) -> None:
     Examples:
       appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted
       appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
-      appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations
-      appliance plan job --model llama-8b --file file-abc123 --lora-rank 16 --set micro_batch=2
       appliance plan job --config llama-3.3-70b --devices 8 --accelerator h100 --full      needs no box
-      appliance plan job --config ./Qwen2.5-7B-Instruct --devices 2 --accelerator 48gb     a directory with config.json
     """
     if not _of_box(args):
         if args.file is not None:

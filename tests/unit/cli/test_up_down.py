@@ -90,7 +90,7 @@ def test_up_detached_and_down(data_dir):
     assert os.getsid(box["pid"]) == box["pid"], "it outlives the terminal"
 
     again = run("up", "--detach", "--data-dir", str(data_dir))
-    assert again.exit_code == 5 and f"already (ready, http://127.0.0.1:9123/v1, pid {box['pid']}" in again.stderr
+    assert again.exit_code == 5 and f"already (ready, http://127.0.0.1:9123, pid {box['pid']}" in again.stderr
     assert f"`appliance down --data-dir {data_dir}` stops it" in again.stderr
 
     stopped = run("down", "--data-dir", str(data_dir))
