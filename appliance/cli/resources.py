@@ -207,10 +207,7 @@ ROWS = (
           appliance usage
           appliance usage --by owner --since 30d -o json""",
         "name >requests:count >refused:count >errors:count >prompt_tokens:count >completion_tokens:count >device_hours",
-        (
-            opt("--by", "One row for each.", choices=("key", "owner", "model", "version", "hour"), default="key"),
-            _SINCE,
-        ),
+        (opt("--by", "One row for each.", choices=("key", "owner", "model", "version", "hour"), default="key"), _SINCE),
         empty="nothing was spent in that time",
     ),
     Row(
@@ -353,13 +350,7 @@ ROWS = (
         empty="no jobs; `appliance job submit --help` shows how to make one",
         watch=True,
     ),
-    Row(
-        "job get",
-        f"GET {JOBS}/{{id}}",
-        "Show everything the box knows of one job.",
-        options=(JOB,),
-        watch=True,
-    ),
+    Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.", options=(JOB,), watch=True),
     Row(
         "job queue",
         "GET /admin/v1/queue",
@@ -376,11 +367,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"job {name}",
-            f"POST {JOBS}/{{id}}/{name}",
-            help,
-            f"{{id}}: {name} accepted, status {{status}}",
-            _MANY_JOBS,
+            f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}", _MANY_JOBS
         )
         for name, help in (
             ("pause", "Suspend jobs at their next step; they give their devices back and keep their state."),

@@ -171,11 +171,7 @@ def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
     return f"{formats.many(len(runs), 'run')}", done, sum(one["total"] for one in counts) or None
 
 
-@command(
-    "eval show",
-    opt("id EVAL_ID"),
-    opt("--items RUN_ID", "The items of this run; whole with -o json."),
-)
+@command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))
 def show(session: Session, args: Namespace) -> None:
     """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
     reward, and what a run waits for.

@@ -203,13 +203,7 @@ def list_backups(session: Session, args: Namespace) -> None:
     session.show({"data": found, "where": objects.where}, lambda _: output.listing(columns, found, empty=empty))
 
 
-@command(
-    "restore",
-    _WHERE,
-    opt("--name NAME", "As `backup list` shows it. Default: the newest."),
-    CONFIG,
-    needs="here",
-)
+@command("restore", _WHERE, opt("--name NAME", "As `backup list` shows it. Default: the newest."), CONFIG, needs="here")
 def restore(session: Session, args: Namespace) -> None:
     """Bring a backup back, on this machine or another one.
 
