@@ -59,7 +59,6 @@ SUBPACKAGES = (
     "appliance",
     "appliance.controller.interfaces",
     "appliance.gateway.server",
-    "appliance.gateway.access",
     "appliance.gateway.requests",
     "appliance.gateway.core",
     "appliance.ui",
@@ -123,7 +122,7 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
     "wandb": {"appliance/tracking.py"},
-    "opentelemetry": {"appliance/gateway/access/tracing.py"},
+    "opentelemetry": {"appliance/gateway/server/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
