@@ -73,7 +73,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     context.quotas.disk.check(announced)
     if not may_have_come(request):
         context.quotas.check(caller, announced)  # before all of it has arrived
-    with storage.growing(context, file_id) as (incoming,):
+    with storage.growing(context.files_dir, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
         row = await storage.described(
             context,

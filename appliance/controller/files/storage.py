@@ -1,4 +1,4 @@
-"""Files as rows and bytes: looked up for a caller, described, created by the box itself, deleted."""
+"""Files as rows and bytes: looked up for a caller, described, made by the box itself, deleted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
+from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
 from train.data.check import DataReport, Heard, check_training_file
@@ -58,16 +60,26 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The row first: a row without bytes would be wrong."""
-    files.delete(context.db, row.id)
-    (context.files_dir / row.id).unlink(missing_ok=True)
+    gone = context.files_dir / f"{INCOMING_PREFIX}{row.id}"
+    with context.db.transaction():
+        files.delete(context.db, row.id)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(context.files_dir / row.id, gone)  # after a crash here, `sweep` does as the row says
+    gone.unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads and
-    batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
-    for half in (*context.files_dir.glob(f"{INCOMING_PREFIX}*"), *context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")):
+    """Call at start, before anything is written: delete what a crash left half written or half deleted, and what is
+    left of uploads and batches that have ended. Other bytes that no row names stay: the database that knows them may
+    come back."""
+    for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
         half.unlink()
+    for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
+        file_id = half.name.removeprefix(INCOMING_PREFIX)
+        if files.find(context.db, file_id, viewer=None, now_s=0) is not None:
+            half.rename(context.files_dir / file_id)
+        else:
+            half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
         upload = uploads.find(context.db, folder.name, viewer=None)
         if upload is not None and upload.status != "pending":
@@ -79,15 +91,15 @@ def sweep(context: ControllerContext) -> None:
 
 
 @contextlib.contextmanager
-def growing(context: ControllerContext, *file_ids: str) -> Iterator[list[Path]]:
+def growing(files_dir: Path, *file_ids: str) -> Iterator[list[Path]]:
     """Where the bytes of new files with these ids are written. What is not kept within goes, and so does what is kept
     by a transaction that fails: without a row it would be nobody's until the next start."""
-    paths = [context.files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
+    paths = [files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
     try:
         yield paths
     except BaseException:
         for one in file_ids:
-            (context.files_dir / one).unlink(missing_ok=True)
+            (files_dir / one).unlink(missing_ok=True)
         raise
     finally:
         for path in paths:
@@ -100,6 +112,30 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
     files.insert(context.db, row)
     if row.check_status == "waiting":
         context.tasks.start(DATA_CHECKS, row.id, row.key_id)
+
+
+def make_result(db: Database, files_dir: Path, content: bytes, filename: str, owner: str) -> str:
+    """Write and sync a file of the box's own for an owner (purpose "fine-tune-results"), with its row; returns its id.
+    Raises OSError where the disk is full."""
+    row = FileRow(
+        id=new_id("file-"),
+        filename=filename,
+        purpose="fine-tune-results",
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        status="processed",
+        created_s=time.time(),
+        owner=owner,
+    )
+    with growing(files_dir, row.id) as (incoming,):
+        with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        with db.transaction():
+            os.rename(incoming, files_dir / row.id)
+            files.insert(db, row)
+    return row.id
 
 
 def sha256_of(path: Path) -> str:

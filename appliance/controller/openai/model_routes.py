@@ -27,7 +27,7 @@ from appliance.controller.interfaces.principal import (
     Principal,
     needs,
 )
-from appliance.controller.jobs.pauses import pause_jobs_without_model
+from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -99,7 +99,7 @@ def _share(context: ControllerContext, name: str, body: Share, caller: Principal
     with db.transaction():
         for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
             change(db, model.id, owner)
-        paused = pause_jobs_without_model(context) if body.stop else []
+        paused = pause_jobs_without_model(db) if body.stop else []
         record(
             context,
             caller,

@@ -101,23 +101,23 @@ class JobRuns:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
         where the files of the base may not be opened."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
-            try:
-                whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
-            except LookupError:
-                whole = False
-            if not whole:
-                try:
-                    await asyncio.to_thread(self._tiers.bring_in, name_of(row))
-                except WeightsError as error:
-                    raise LookupError(str(error)) from error
-            try:
-                await asyncio.to_thread(may_open, self._bytes_of(row), row.model)
-            except WeightsError as error:
-                raise LookupError(str(error)) from error
+            await asyncio.to_thread(self._prepare, row)
 
-    def _is_whole(self, path: Path) -> bool:
+    def _prepare(self, row: VersionRow) -> None:
+        try:
+            if not self._is_whole(row):
+                self._tiers.bring_in(name_of(row))
+            may_open(self._bytes_of(row), row.model)
+        except WeightsError as error:
+            raise LookupError(str(error)) from error
+
+    def _is_whole(self, row: VersionRow) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
         per controller lifetime."""
+        try:
+            path = Path(self._bytes_of(row))
+        except LookupError:
+            return False
         if path in self._whole or path.is_relative_to(self._shm_root):
             return True
         try:
@@ -135,15 +135,21 @@ class JobRuns:
         model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
-        base = self._base(row)
-        folder = self._jobs_dir / job_id
+        fields, parts = self._parts(row)
+        # A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
+        # on: neither may change because another version was activated in the meantime.
+        paths = zip(("base_path", "base_adapter"), (self._bytes_of(part, job_id) for part in parts), strict=False)
+        judge, folder = job_records.find_judge(self._db, job_id), self._jobs_dir / job_id
+        form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
-                "options": row.resolved.get("options", {}) | self._form(job_id),
+                # What its answers are held to, where the request has that beside its grader.
+                "options": row.resolved.get("options", {}) | {name: value for name, value in form.items() if value},
                 "job_id": job_id,
                 "method": row.method,
-                **base,
+                **fields,
+                **dict(paths),
                 "device_kind": device_kind,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
@@ -159,26 +165,9 @@ class JobRuns:
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _form(self, job_id: str) -> dict[str, Any]:
-        """What its answers are held to, where the request has that beside its grader."""
-        judge = job_records.find_judge(self._db, job_id)
-        form = judge.judge.get("response_format") if judge is not None else None
-        return {"response_format": form} if form else {}
-
-    def _base(self, row: JobRow) -> dict[str, Any]:
-        """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.
-
-        A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
-        on: neither may change because another version was activated in the meantime.
-        """
-        fields, parts = self._parts(row)
-        paths = dict(zip(("base_path", "base_adapter"), (self._leased(row.id, part) for part in parts), strict=False))
-        return {**fields, **paths}
-
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
-        """Name and version of the base, and the rows of its bytes: weights, plus an adapter if the base is one.
-
-        Raises LookupError when one is gone."""
+        """Name and version of the base that was active when the job was queued, and the rows of its bytes: weights,
+        plus an adapter if the base is one. Raises LookupError when one is gone."""
         base = base_of(self._db, row)
         if base is None:
             raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
@@ -194,20 +183,15 @@ class JobRuns:
             raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
         return fields, [weights, found]
 
-    def _bytes_of(self, row: VersionRow) -> str:
-        stored = self._store.find(_kind(row), row.model, row.version)
-        if stored is not None:
+    def _bytes_of(self, row: VersionRow, held_for: str = "") -> str:
+        """held_for: the job for which they are held until `taken` if they are in shared memory. Raises LookupError."""
+        kind = "adapter" if row.meta.get("adapter") else "version"
+        stored = self._store.find(kind, row.model, row.version)
+        if stored is not None and (not held_for or self._hold(held_for, stored)):
             return str(stored.path)
         if row.disk_path is None or not Path(row.disk_path).is_dir():
             raise LookupError(f"{row.model} {row.version} is neither in shared memory nor in any other tier")
         return row.disk_path
-
-    def _leased(self, job_id: str, row: VersionRow) -> str:
-        """`_bytes_of`, held until `taken` if they are in shared memory. Raises LookupError."""
-        stored = self._store.find(_kind(row), row.model, row.version)
-        if stored is None or not self._hold(job_id, stored):
-            return self._bytes_of(row)
-        return str(stored.path)
 
     def _hold(self, job_id: str, stored: StoredVersion) -> bool:
         """Hold a version until `taken`; returns False if it is gone."""
@@ -253,15 +237,12 @@ class JobRuns:
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             serve_if_allowed(self._db, row, version)
-        self._changed()
-
-    def _changed(self) -> None:
         self._routing.refresh()
         self._inbox.nudge()
 
     async def will_succeed(self, job_id: str) -> None:
         try:
-            await self._events.will_succeed(job_id)
+            await asyncio.to_thread(self._events.conclude, job_id)
         except (OSError, sqlite3.Error) as error:  # the end of the job is told all the same
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
@@ -300,7 +281,3 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
-
-
-def _kind(row: VersionRow) -> str:
-    return "adapter" if row.meta.get("adapter") else "version"

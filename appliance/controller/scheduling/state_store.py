@@ -12,9 +12,9 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
-from appliance.controller.jobs import devices as job_devices
-from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents, add_message
+from appliance.controller.jobs.settings import bounds
+from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.scheduling.job_memory import JobMemory
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
@@ -74,7 +74,6 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         self._said = {job: said for job, said in self._said.items() if job in ids}
-        self._job_memory.keep(ids)
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
         active = models.active_versions(self._db)
@@ -115,7 +114,7 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
-        reason = pauses.reason(self._db, row) or reason
+        reason = pause_reason(self._db, row) or reason
         if row.wanted == "run":
             self._tell(row, f"The job waits: {reason}")
         if row.snapshot is None:
@@ -252,7 +251,7 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        least, most, sizes = job_devices.bounds(row, self._size.devices)
+        least, most, sizes = bounds(row, self._size.devices)
         there = self._memory.job_sizes(row) if sizes else ()
         if possible := tuple(size for size in sizes if size in there):
             least, most, sizes = possible[0], possible[-1], possible

@@ -93,11 +93,6 @@ def has_ended(db: Database, job_id: str, before_s: float) -> bool:
     return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
 
 
-def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
-    """Those that were made with this key."""
-    return _unfinished(db, " AND key_id = ?", [key_id])
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
