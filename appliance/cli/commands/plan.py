@@ -69,21 +69,6 @@ def job(session: Session, args: Namespace) -> None:
 
 
 def _show(session: Session, plan: dict[str, Any]) -> None:
-    session.show(plan, _drawn)
+    session.show(plan, output.view)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
-
-
-def _drawn(plan: dict[str, Any]) -> Any:
-    if (estimate := plan.get("estimate")) is None:
-        return output.view(plan)
-    words = {
-        "device_hours": f"{_range(estimate['device_hours'])}, estimated, not measured",
-        "hours": f"{_range(estimate['hours'])}, without loading and publishing",
-        "energy": f"{_range(estimate['kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound",
-    }
-    return output.view({**plan, **words, "estimate": None})
-
-
-def _range(ends: list[float]) -> str:
-    return " to ".join(f"{end:.2g}" if end < 100 else f"{end:,.0f}" for end in ends)

@@ -24,12 +24,10 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
 from appliance.store.objects import job_records
-from runtime.devices.published import accelerator_called
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
-from train.plan.speed import speed
 
 TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 Count = Annotated[int, Field(ge=1, le=65536)]
@@ -119,7 +117,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
             "steps": auto.steps(method.rows(dataset), fields),
         },
         **answer,
-        **await asyncio.to_thread(_cost, context, base, method, fields, dataset, verdict.numbers["devices"]),
+        **await asyncio.to_thread(_cost, context, base, method, fields, dataset),
     }
 
 
@@ -141,59 +139,13 @@ async def _counted(
 
 
 def _cost(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    fields: dict[str, Any],
-    dataset: auto.DatasetStats,
-    devices: int,
+    context: ControllerContext, base: Resolved, method: Method, fields: dict[str, Any], dataset: auto.DatasetStats
 ) -> dict[str, Any]:
-    """Device-hours and energy at the speed that this box has had with jobs like it; else an estimate, if possible."""
+    """Device-hours and energy at the speed that this box has had with jobs like it; None each if there were none, or if
+    the data does not say how many tokens there will be."""
     db, like = context.db, (base.name, method.name, fields["full"])
-    if not method.rolls_out and (speeds := job_records.device_speeds(db, *like)):
-        hours = dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600
-        drawn = energy.estimate(db, context.health.newest(), *like, hours)
-        return {"device_hours": hours, "energy": drawn, "estimate": None}
-    return {
-        "device_hours": None,
-        "energy": None,
-        "estimate": _estimate(context, base, method, fields, dataset, devices),
-    }
-
-
-def _estimate(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    fields: dict[str, Any],
-    dataset: auto.DatasetStats,
-    devices: int,
-) -> dict[str, Any] | None:
-    """Device-hours and energy of a job of which nothing was measured, each [least, most]; "used": the parts of
-    "peak_flops" that were assumed. None where the device is not known, or what takes the time is not products in bf16:
-    answers that the model writes, an optimizer on the host."""
-    found = context.scheduler.status()["devices"]
-    accelerator = accelerator_called(found[0]["name"]) if found else None
-    if accelerator is None or method.rolls_out or fields["precision"] != "bf16" or fields["offload"] != "none":
-        return None
-    row_tokens = min(dataset.n_tokens / dataset.n_examples / method.sequences, fields["max_length"])
-    expected = speed(
-        settings.shape_of(base),
-        fields,
-        accelerator,
-        tokens=round(row_tokens * dataset.n_examples * method.sequences),
-        row_tokens=row_tokens,
-        steps=auto.steps(method.rows(dataset), fields),
-        devices=devices,
-        reference=method.needs_reference,
-        again=method.needs_divergence,
-    )
-    return {
-        "flops": expected.flops,
-        "peak_flops": accelerator.peak_flops,
-        "used": list(expected.used),
-        "device_hours": [one / 3600 for one in expected.device_s],
-        "hours": [one / 3600 / devices for one in expected.device_s],
-        "watts_per_device": accelerator.board_w,
-        "kwh": [accelerator.board_w * one / energy.J_PER_KWH for one in expected.device_s],
-    }
+    speeds = [] if method.rolls_out else job_records.device_speeds(db, *like)
+    if not speeds:
+        return {"device_hours": None, "energy": None}
+    hours = dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600
+    return {"device_hours": hours, "energy": energy.estimate(db, context.health.newest(), *like, hours)}

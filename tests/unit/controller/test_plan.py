@@ -81,21 +81,6 @@ async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
     assert not assumed["counted"] and assumed["examples"] == 1000
 
 
-async def test_a_box_of_known_devices_estimates_what_it_has_not_measured(control: Control):
-    control.scheduler.devices = [one | {"name": "NVIDIA H100 80GB HBM3"} for one in control.scheduler.devices]
-    given = {"precision": "bf16", "lora_rank": 8}
-    told = (await ask(control, hyperparameters=given)).json()
-    least, most = told["estimate"]["device_hours"]
-    assert told["device_hours"] is None and 0 < least < most
-    assert told["estimate"]["kwh"] == [pytest.approx(0.7 * least), pytest.approx(0.7 * most)]
-    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
-    job_id = await control.job(method=method)
-    row = JobMetricRow(job_id, 1, 1.0, tokens_per_s=100.0, devices=2)
-    job_records.upsert_metric(control.db, row)
-    told = (await ask(control, hyperparameters=given)).json()
-    assert told["device_hours"] is not None and told["estimate"] is None, "what was measured comes first"
-
-
 async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
     line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
     file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
