@@ -21,7 +21,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.form import INCOMING_PREFIX
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -32,10 +31,9 @@ from train.methods.check_process import ANY, check_apart
 from train.methods.method import Method
 from train.methods.methods import convert
 
-UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 DATA_CHECKS = "data_checks"
 """Tasks that check what is in uploaded training data."""
-EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
@@ -56,7 +54,7 @@ FILES = Resource(
 
 class ExpiresAfter(StrictBody):
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=EXPIRY_S.start, lt=EXPIRY_S.stop)]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
@@ -141,18 +139,6 @@ def make_result(db: Database, files_dir: Path, content: bytes, filename: str, ow
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-def checked_purpose(purpose: str | None) -> str:
-    """Raises BadRequest."""
-    if purpose is None:
-        raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
-    if purpose not in UPLOAD_PURPOSES:
-        raise InvalidValue(
-            f"Invalid value for 'purpose': {shown(purpose)} was given, expected one of {', '.join(UPLOAD_PURPOSES)}.",
-            "purpose",
-        )
-    return purpose
 
 
 async def checked(

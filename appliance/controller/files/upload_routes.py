@@ -54,7 +54,7 @@ class UploadCreate(StrictBody):
     bytes: Annotated[int, Field(ge=0)]
     filename: Annotated[str, StringConstraints(max_length=1024)]
     mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
-    purpose: Annotated[str, StringConstraints(max_length=64)]
+    purpose: files.Purpose
     expires_after: files.ExpiresAfter | None = None
 
 
@@ -81,7 +81,7 @@ def routes(context: ControllerContext) -> APIRouter:
             row = UploadRow(
                 id=new_id("upload_"),
                 filename=form.checked_filename(body.filename, "filename"),
-                purpose=files.checked_purpose(body.purpose),
+                purpose=body.purpose,
                 mime_type=body.mime_type,
                 bytes=body.bytes,
                 created_s=now_s,
