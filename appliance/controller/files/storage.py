@@ -26,10 +26,10 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
-from train.data.check import DataReport, Heard, check_training_file
+from train.data.check import DataReport, Heard
 from train.methods.check_process import ANY, check_apart
+from train.methods.check_process import checked as check_here
 from train.methods.method import Method
-from train.methods.methods import convert
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 DATA_CHECKS = "data_checks"
@@ -150,7 +150,8 @@ async def checked(
     cut_at: int | None = None,
     heard: Heard | None = None,
 ) -> DataReport:
-    """Check a training file, in a process of its own if it is large or its tokens are counted. Raises OSError.
+    """Check a training file, in a process of its own if it is large or its tokens are counted. One of a shape that the
+    method does not take has an error in its first line. Raises OSError.
 
     Args:
         chat_path: where to write it in the method's format.
@@ -159,13 +160,13 @@ async def checked(
         cut_at: the number of tokens within which the method must have something left of an example.
         heard: called on a thread with the progress.
     """
-    if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
-        name = method.name if method else ANY
-        check = partial(check_apart, path, chat_path, name, tokenizer, cut_at, heard)
-    else:
-        how, refuses = (method.convert, method.refuses) if method else (convert, None)
-        check = partial(check_training_file, path, chat_path=chat_path, convert=how, refuses=refuses)
-    return await to_thread.run_sync(check, limiter=context.file_threads)
+    check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
+    name = method.name if method else ANY
+    work = partial(check, path, chat_path, name, tokenizer, cut_at, heard)
+    report = await to_thread.run_sync(work, limiter=context.file_threads)
+    if method is not None and report.ok and (reason := method.refuses(report.shape)) is not None:
+        report.add_error(1, reason)
+    return report
 
 
 async def described(

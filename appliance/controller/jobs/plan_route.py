@@ -101,7 +101,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     fields, verdict = chosen.resolved, settings.verdict(context, base, chosen, method)
     answer = verdict.as_dict()
     if counted:
-        answer["warnings"] += settings.cut_examples(method, dataset, fields)
+        answer["warnings"] += settings.warnings(context, base, method, body.hyperparameters, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -129,8 +129,6 @@ async def _counted(
     await settings.refuse_unsafe(context, base)
     tokenizer = settings.tokenizer_of(context, base)
     report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
-    if report.ok and (reason := method.refuses(report.shape)) is not None:
-        report.add_error(1, reason)
     if not report.ok:
         raise BadRequest(
             f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"

@@ -216,18 +216,7 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
             raise InvalidHyperparameter(name, resolved[name], expected)
 
 
-def cut_examples(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
-    """A warning where max_length cuts examples of a counted dataset; prompts are never cut."""
-    longest, most = dataset.longest_example_tokens, resolved["max_length"]
-    if method.rolls_out or longest <= most:
-        return []
-    return [
-        f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
-        "example with nothing left to learn is left out, or refused by the method."
-    ]
-
-
-def high_rate(
+def warnings(
     context: ControllerContext,
     base: Resolved,
     method: Method,
@@ -235,16 +224,23 @@ def high_rate(
     dataset: auto.DatasetStats,
     resolved: dict[str, Any],
 ) -> list[str]:
-    """A warning where the requested learning rate is far above the automatic one; `auto` refuses still higher ones."""
+    """Of a learning rate far above the automatic one (`auto` refuses still higher ones), and of examples of a counted
+    dataset that max_length cuts; prompts are never cut."""
+    found, rate = list[str](), resolved["learning_rate"]
     others = {name: value for name, value in given.items() if name not in auto.RATES}
     usual = choose(context, base, method, others, dataset, Wish()).resolved["learning_rate"]
-    rate = resolved["learning_rate"]
-    if rate <= auto.HIGH_RATE * usual:
-        return []
-    return [
-        f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what it "
-        "knows. Lower it if the loss jumps or the answers get worse."
-    ]
+    if rate > auto.HIGH_RATE * usual:
+        found.append(
+            f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what "
+            "it knows. Lower it if the loss jumps or the answers get worse."
+        )
+    longest, most = dataset.longest_example_tokens, resolved["max_length"]
+    if longest > most and not method.rolls_out:
+        found.append(
+            f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
+            "example with nothing left to learn is left out, or refused by the method."
+        )
+    return found
 
 
 async def check_opening(context: ControllerContext, base: Resolved) -> None:

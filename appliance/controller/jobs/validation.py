@@ -123,8 +123,6 @@ class JobValidation:
         for param, path in paths.items():
             file = self._file(getattr(row, param))
             report = await self._check(row, file, chat_path=path, method=method, tokenizer=tokenizer)
-            if report.ok and (reason := method.refuses(report.shape)) is not None:
-                report.add_error(1, reason)
             if not report.ok:
                 raise InvalidData(param, file.id, report, row.id)
             reports[param] = report
@@ -150,10 +148,9 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        warnings = [*verdict.warnings, *settings.cut_examples(method, dataset, resolved)]
-        warnings += settings.high_rate(context, base, method, row.hyperparameters, dataset, resolved)
+        found = settings.warnings(context, base, method, row.hyperparameters, dataset, resolved)
+        messages += [("warn", text) for text in (*verdict.warnings, *found)]
         count = reports["training_file"].n_examples
-        messages += [("warn", text) for text in warnings]
         messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
         with self._db.transaction():
             for level, text in messages:

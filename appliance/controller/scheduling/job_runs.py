@@ -1,4 +1,4 @@
-"""Builds the spec for a job's ranks and handles what they report."""
+"""Builds the spec for a job's ranks, handles what they report, and deletes what nobody reads any more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import logging
 import shutil
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from appliance.controller.grading.questions import Answering
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
-from appliance.controller.scheduling.policies import Policies, Unload
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
@@ -30,12 +31,14 @@ from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import policy_of
+from weights.format.names import policy_of, step_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.directory import verify
 
 log = logging.getLogger(__name__)
 
+Unload = Callable[[list[str]], Awaitable[None]]
+"""`Scheduler.unload_adapters`."""
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
@@ -281,3 +284,51 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
+
+
+class Policies:
+    """Models in training: adapters in shared memory under a private name, which ranks write for every step
+    (train.rollouts.policy) and engines of their base keep loaded. is_unfinished: whether a job may still train."""
+
+    def __init__(self, store: WeightStore, is_unfinished: Callable[[str], bool]):
+        self._store, self._is_unfinished = store, is_unfinished
+        self._newest: dict[str, str] = {}  # job -> version
+        self._sampled: Counter[tuple[str, str]] = Counter()  # questions that are being answered, by job and version
+
+    @contextmanager
+    def sampled(self, job_id: str, version: str) -> Iterator[None]:
+        """The job samples from this version now; the version is kept within this context, even if a newer one comes."""
+        self._newest[job_id] = version
+        self._sampled[job_id, version] += 1
+        try:
+            yield
+        finally:
+            self._sampled -= Counter([(job_id, version)])
+
+    async def tidy(self, unload: Unload) -> None:
+        """Remove versions older than the newest of their job, and all of a job that no longer trains. A version in use
+        is removed next time."""
+        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
+        for stored in await asyncio.to_thread(self._store.list, "adapter"):
+            job_id = policy_of(stored.model)
+            if job_id is not None and not self._is_wanted(job_id, stored):
+                await self._remove(stored, unload)
+
+    def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
+        # Ranks write a version before they sample from it: a newer one than the newest sampled is wanted.
+        is_new = _step(stored.version) >= _step(self._newest.get(job_id, ""))
+        return self._is_unfinished(job_id) and (is_new or (job_id, stored.version) in self._sampled)
+
+    async def _remove(self, stored: StoredVersion, unload: Unload) -> None:
+        try:
+            await unload([f"{stored.model}@{stored.version}"])
+            await asyncio.to_thread(self._store.remove, stored)
+        except (OperationFailed, VersionLeased) as error:
+            log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
+        except VersionNotFound:
+            return  # its ranks removed it
+
+
+def _step(version: str) -> int:
+    """The step in a version's name; -1 if it has none."""
+    return step_of(version.partition(".")[0])
