@@ -351,8 +351,6 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # A plan for a model and devices that no box has is made here.
-        and not module.startswith("appliance.controller.jobs.planned")
         # A backup or an invitation is made by the command itself, which imports it then.
         and not (
             name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/nodes.py")
