@@ -81,9 +81,9 @@ class AttemptFailed(Exception):
 class Inference:
     """One request. model: as its client calls it.
 
-    body: as engines get it, empty where nothing is left to ask for. failures: of engines that had it in vain, by
-    replica, the last one's reason. answer_begun: the client has a byte of an answer; continues: another engine
-    continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
+    body: as engines get it. failures: of engines that had it in vain, by replica, the last one's reason. answer_begun:
+    the client has a byte of an answer; continues: another engine continues its stream. waiting_since_s: since when no
+    engine takes it, 0.0 if one does.
     """
 
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
@@ -118,7 +118,7 @@ class Inference:
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
         exchange = self.exchange
-        while self.body:
+        while True:
             choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
@@ -142,11 +142,6 @@ class Inference:
                     )
                 exchange.choice = None
                 self.state.ended(choice)
-        # All tokens of a stream were sent before its engine died: only its ending is missing.
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
-        self._keep_copy()
-        await exchange.finish(ending)
 
     # -- a place
 
@@ -427,13 +422,13 @@ class Inference:
             return
         # The rest of its stream is asked for, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
-        if continuation is None or model is None or not continuation.can_resume(model.max_model_len):
+        rest = continuation.resume_body(model.max_model_len) if continuation and model else None
+        if rest is None:
             raise failure.error
         state.metrics.events["continued"] += 1
         log.info("the stream is continued on another engine", extra=exchange.ids)
-        rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
-        self.body = b"" if rest is None else with_fields(rest, **self.salt)
+        self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
@@ -463,10 +458,8 @@ class Stream:
 
     def rewrite(self, event: bytes) -> bytes:
         """An engine's event as the client gets it, empty for none."""
-        return self.rewrite_continued(event if self._continuation is None else self._continuation.event(event))
-
-    def rewrite_continued(self, event: bytes) -> bytes:
-        """The same for one that the continuation has seen, or made."""
+        if self._continuation is not None:
+            event = self._continuation.event(event)
         if not event:
             return b""
         exchange, transcript = self._exchange, self._transcript
