@@ -106,22 +106,6 @@ def activate(db: Database, name: str, version: str) -> None:
             update_version(db, name, version, held_back=0)
 
 
-def reactivate(db: Database, name: str, failed: str, previous: str | None) -> bool:
-    """Make `previous` the active version again, unless another one than `failed` has become it meanwhile. Whether it
-    did. Raises RowNotFound if the model, or its previous version, is gone."""
-    with db.transaction():
-        row = find(db, name)
-        if row is None:
-            raise RowNotFound("models", name)
-        if row.active_version != failed:
-            return False
-        if previous is None:
-            update(db, name, active_version=None)
-        else:
-            activate(db, name, previous)
-        return True
-
-
 def delete(db: Database, name: str) -> None:
     """Deletes the versions and the deployment too. Raises RowNotFound."""
     with db.transaction():
