@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,10 +13,10 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_object, job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
-from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
-from appliance.controller.jobs.wanted import JOBS
+from appliance.controller.jobs.settings import Wish
+from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
@@ -48,9 +47,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         planned = {one["id"]: one for one in now["queue"]}
         rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
         rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
-        data = [
-            _entry(row, position, planned.get(row.id), pauses.reason(db, row)) for position, row in enumerate(rows, 1)
-        ]
+        data = [_entry(row, place, planned.get(row.id), pause_reason(db, row)) for place, row in enumerate(rows, 1)]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
     @router.patch("/jobs/{job_id}")
@@ -116,13 +113,12 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     if "allowed_sizes" in given:
         asked = changes.pop("allowed_sizes")
         changes["asked_sizes"] = sorted(set(asked)) if asked else None
-    sizes = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
-    devices.check(*sizes.values())
+    wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
     nodes = node_sizes.known(context)
-    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # otherwise the earlier request stays as it is
-        devices.check_room(sizes["min_devices"], sizes["asked_sizes"], nodes)
+    # If only other fields change, the earlier request stays as it is.
+    wish.check(None if given.isdisjoint(("min_devices", "allowed_sizes")) else nodes)
     if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        changes["allowed_sizes"] = devices.check_sizes(replace(row, **sizes), row.resolved, nodes)
+        changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
     return changes
 
 

@@ -19,7 +19,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
-from appliance.controller.jobs.pauses import pause_jobs_without_model
+from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -67,7 +67,7 @@ def routes(context: ControllerContext) -> APIRouter:
         with db.transaction():
             for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
                 change(db, model.id, owner)
-            paused = pause_jobs_without_model(context) if body.stop else []
+            paused = pause_jobs_without_model(db) if body.stop else []
             action, told = "model.unshare" if body.stop else "model.share", {"jobs": paused} if paused else {}
             record(context, caller, action, model.id, **columns(body, "owners everybody"), **told)
         context.routing.models_changed()

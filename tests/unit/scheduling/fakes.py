@@ -47,6 +47,5 @@ def states_of(
         job_nodes=lambda row: (HOME_NODE,),
         job_sizes=job_sizes,
         max_asleep=dict,
-        keep=lambda ids: None,
     )
     return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough)  # type: ignore[arg-type]
