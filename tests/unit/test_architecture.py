@@ -276,7 +276,7 @@ OF_A_MAKER = re.compile(
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {
-    ("appliance/cli/commands/machine.py", "nvidia-smi"),  # left out where it is not installed
+    ("appliance/cli/commands/machine.py", "nvidia-smi -q"),  # left out where it is not installed
     ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
 }
 
