@@ -50,8 +50,7 @@ class Model(Struct, frozen=True):
     """max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
     unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
     an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
-    which it exists, None: for all; in a message their place in `audiences`. chats: False for one that is known to have
-    no chat template."""
+    which it exists, None: for all. chats: False for one that is known to have no chat template."""
 
     name: str = ""
     version: str = ""
@@ -64,7 +63,7 @@ class Model(Struct, frozen=True):
     pins: str = ""
     canary: Canary | None = None
     trouble: StartFailure | None = None
-    owners: frozenset[str] | int | None = None
+    owners: frozenset[str] | None = None
     chats: bool = True
 
 
@@ -100,8 +99,7 @@ class Caller(Struct, frozen=True):
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
-        owners = model.owners
-        return owners is None or (isinstance(owners, frozenset) and self.owner in owners) or ADMIN in self.scopes
+        return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
         """A key that may use a model may use its versions by their names, `MODEL@VERSION`."""
@@ -113,13 +111,11 @@ THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # asks what no key
 
 
 class Table(Struct, tag_field="type", tag="table"):
-    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; audiences: owners
-    who may call a model, once for all models that have them."""
+    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex."""
 
     generation: int
     models: dict[str, Model] = {}
     keys: dict[str, Caller] = {}
-    audiences: list[frozenset[str]] = []
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
@@ -136,8 +132,7 @@ def read_message(line: bytes) -> Table | Degraded:
     message = _MESSAGES.decode(line)
     if isinstance(message, Table):
         for name, model in message.models.items():
-            owners = message.audiences[model.owners] if isinstance(model.owners, int) else model.owners
-            message.models[name] = replace(model, name=name, owners=owners)
+            message.models[name] = replace(model, name=name)
         for digest, key in message.keys.items():
             message.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
     return message

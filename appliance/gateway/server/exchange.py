@@ -38,7 +38,7 @@ _LINGER_BYTES: Final = 4 * 1024 * 1024
 _DISCARD_BYTES: Final = 256 * 1024
 # What a socket takes at once.
 _SMALL_BYTES: Final = 32 * 1024
-# An engine's answer says so too (serve/api/answers.py).
+# An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",

@@ -77,7 +77,7 @@ class AttemptFailed(Exception):
 
 
 class Inference:
-    """One request. model: as its client calls it. body: as engines get it, empty where nothing is left to ask for.
+    """One request. model: as its client calls it. body: as engines get it.
 
     failures: the last reason of each replica that had it in vain, in `failed` attempts. waiting_since_s: since when no
     engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
@@ -115,7 +115,7 @@ class Inference:
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
         exchange = self.exchange
-        while self.body:
+        while True:
             choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
@@ -139,11 +139,6 @@ class Inference:
                     )
                 exchange.choice = None
                 self.state.ended(choice)
-        # All tokens of a stream were sent before its engine died: only its ending is missing.
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self._rewrite, self.checked.continuation.ending()))
-        self._keep_copy()
-        await exchange.finish(ending)
 
     # -- a place
 
@@ -300,11 +295,8 @@ class Inference:
                 # An engine's last event reports its own death, which must not reach a client whose stream continues.
                 if event.startswith(errors.ERROR_EVENT) and (not self.answer_begun or continuation is not None):
                     error = errors.from_event(event)
-                    if (
-                        error is not None
-                        and error.status >= 500
-                        and not await state.engines.is_alive(choice.replica.socket)
-                    ):
+                    fails = error is not None and error.status >= 500
+                    if fails and not await state.engines.is_alive(choice.replica.socket):
                         await exchange.write(b"".join(relayed))
                         raise AttemptFailed(EngineFailure.DIED)
                 if not began:
@@ -316,7 +308,7 @@ class Inference:
                         await exchange.write(b": version %b\n\n" % version)
                     else:
                         await exchange.begin_stream(version)
-                relayed.append(self._rewrite(event if continuation is None else continuation.event(event)))
+                relayed.append(self._rewrite(event))
             self._keep_copy()  # the client may leave once it has the last event
             await exchange.write(b"".join(relayed))
         if not self.stream_ended:
@@ -325,13 +317,15 @@ class Inference:
         await exchange.finish()
 
     def _rewrite(self, event: bytes) -> bytes:
-        """An engine's event, or one that the continuation made, as the client gets it; empty for none.
+        """An engine's event as the client gets it; empty for none.
 
         A stored answer's are noted, the usage is read and taken out where the client did not ask for it, errors get the
         API's shape; all others pass unchanged."""
+        exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
+        if continuation is not None:
+            event = continuation.event(event)
         if not event:
             return b""
-        exchange, transcript = self.exchange, self.checked.transcript
         if transcript is not None:
             if max(len(event), transcript.held) > self.state.limits.stored_response_bytes:
                 transcript.stores = False
@@ -449,12 +443,12 @@ class Inference:
             return
         # The rest of its stream is asked for, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
-        if continuation is None or model is None or not continuation.can_resume(model.max_model_len):
+        rest = continuation.resume_body(model.max_model_len) if continuation and model else None
+        if rest is None:
             raise failure.error
         state.metrics.events["continued"] += 1
-        rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
-        self.body = b"" if rest is None else with_fields(rest, **self.salt)
+        self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
