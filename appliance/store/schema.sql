@@ -242,7 +242,6 @@ CREATE INDEX responses_made ON responses (created_s, bytes);
 CREATE INDEX responses_of_key ON responses (key_id);
 CREATE INDEX responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
 CREATE INDEX responses_held ON responses (owner, seq, status, bytes, key_id);
-CREATE INDEX responses_chain ON responses (id, owner, previous_id, bytes);
 CREATE INDEX completions_of_owner ON responses (owner, seq, model, metadata) WHERE kind = 'chat.completion';
 CREATE INDEX completions_of_all ON responses (seq, model, metadata) WHERE kind = 'chat.completion';
 

@@ -80,26 +80,25 @@ class Answers:
             self.failed += 1
             return
         self.completed += 1
-        self._usage.update(tokens_of(line["response"]["body"]))
+        self._usage.update(_tokens_of(line["response"]["body"]))
 
 
-def tokens_of(body: Any) -> dict[str, int]:
+_COUNTED = {
+    "prompt_tokens": "input_tokens",
+    "completion_tokens": "output_tokens",
+    **{name: name for name in ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")},
+}
+"""Names of counters, as chat completions and responses have them."""
+
+
+def _tokens_of(body: Any) -> dict[str, int]:
     """The token usage that an answer reports, whichever endpoint it came from."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
-    details = {
-        **(usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}),
-        **(usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}),
-    }
-    found = {
-        "input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
-        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
-        "total_tokens": usage.get("total_tokens"),
-        "cached_tokens": details.get("cached_tokens"),
-        "reasoning_tokens": details.get("reasoning_tokens"),
-    }
-    return {name: tokens for name, tokens in found.items() if isinstance(tokens, int)}
+    details = [usage.get(f"{name}_tokens_details") or {} for name in ("prompt", "completion", "input", "output")]
+    counters = {name: tokens for part in (usage, *details) for name, tokens in part.items()}
+    return {ours: counters[name] for name, ours in _COUNTED.items() if isinstance(counters.get(name), int)}
 
 
 def _is_good(line: dict[str, Any]) -> bool:

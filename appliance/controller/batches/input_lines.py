@@ -67,19 +67,21 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
             lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
             return lines
         for number, raw in enumerate(iter(partial(source.readline, line_bytes + 1), b""), 1):
-            if number > max_lines:
-                lines.add_error("too_many_requests", f"The file holds more than {max_lines} lines.", number)
-            elif len(raw) > line_bytes:
+            if len(raw) > line_bytes:
                 lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
-            elif raw.removeprefix(MARK).strip():
+                return lines
+            if raw.removeprefix(MARK).strip():
+                if len(lines.requests) == max_lines:
+                    lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
+                    return lines
                 try:
                     custom_id, model = _checked(raw, endpoint)
                     _check_among(custom_id, model, seen, lines)
                     lines.requests.append(Line(custom_id, offset, len(raw)))
                 except BadLine as error:
                     lines.add_error(error.code, str(error), number, error.param)
-            if number > max_lines or len(raw) > line_bytes or len(lines.errors) >= _MAX_ERRORS:
-                return lines
+                if len(lines.errors) >= _MAX_ERRORS:
+                    return lines
             offset += len(raw)
     if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
@@ -87,7 +89,7 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
 
 
 def parse(raw: bytes) -> Any:
-    """A line; on Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
+    """A line. On Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
     return orjson.loads(raw.removeprefix(MARK))
 
 

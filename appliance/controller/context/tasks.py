@@ -196,28 +196,27 @@ class Tasks:
         try:
             with self._db.transaction():  # a thread that has just started it commits first
                 row = tasks.find(self._db, name, object_id)
-            if row is not None:
-                await self._work(self._kinds[name], row)
+            if row is None:
+                return
+            kind = self._kinds[name]
+            if (failed := await self._failure(kind, row)) is not None:
+                await until_room(partial(kind.fail, row, failed))
+            await until_room(partial(asyncio.to_thread, tasks.delete, self._db, name, object_id))
         except Exception as error:  # noqa: BLE001 - its row stays, and the next start tries again
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
-    async def _work(self, kind: Kind, row: TaskRow) -> None:
-        failed = self._ended_key(kind, row)
-        if failed is None:
-            try:
-                await until_room(partial(self._run_in_turn, kind, row))
-            except TaskFailed as error:
-                failed = error
-            except Exception as error:  # noqa: BLE001 - logged, and its object says so
-                log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
-                failed = TaskFailed(INTERNAL_ERROR, first_words(error))
-        if failed is not None:
-            await until_room(partial(kind.fail, row, failed))
-
-        async def delete() -> None:
-            tasks.delete(self._db, row.kind, row.id)
-
-        await until_room(delete)
+    async def _failure(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
+        """Runs it. Returns why it failed; None: it has ended."""
+        if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
+            return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
+        try:
+            await until_room(partial(self._run_in_turn, kind, row))
+        except TaskFailed as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - logged, and its object says so
+            log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
+            return TaskFailed(INTERNAL_ERROR, first_words(error))
+        return None
 
     async def _run_in_turn(self, kind: Kind, row: TaskRow) -> None:
         """An owner waits for a slot among all with `per_owner` tasks at most, so owners take turns."""
@@ -230,7 +229,3 @@ class Tasks:
                 await kind.run(row)
         finally:
             self._waiting.discard(name)
-
-    def _ended_key(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
-        how = keys.how_ended(self._db, row.key_id) if kind.noun else ""
-        return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.") if how else None

@@ -35,13 +35,9 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         grader = parse(given)
         check_threshold(grader)
     except MissingField as error:
-        path = f"{param}.{error.param}"
-        raise BadRequest(
-            f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter"
-        ) from None
+        raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
-        path = f"{param}.{error.param}" if error.param else param
-        raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
+        raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
     models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := refusal()):
@@ -65,9 +61,9 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
     try:
         found = await hosts.unusable(caller.owner, code)
     except WorkerBroke as error:
-        raise not_looked_at(f"The code of {param!r}", error) from error
+        raise _not_checked(f"The code of {param!r}", error) from error
     for path, why in found:
-        raise BadRequest(f"Invalid '{param}.{path}': {why}.", param=f"{param}.{path}", code="invalid_grader")
+        raise _invalid(f"{param}.{path}", why, "invalid_grader")
 
 
 async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
@@ -77,9 +73,9 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
     except ForkBroke as error:
         refused = str(error)
     except WorkerBroke as error:
-        raise not_looked_at(f"The schema of {param!r}", error) from error
+        raise _not_checked(f"The schema of {param!r}", error) from error
     if refused:
-        raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
+        raise _invalid(param, refused, "invalid_json_schema")
 
 
 async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
@@ -92,11 +88,6 @@ async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: s
             await check_schema(hosts, named["schema"], caller, f"{param}.{inside}")
 
 
-def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
-    """The worker broke by itself; the request is not at fault."""
-    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
-
-
 def form_of(given: Any, param: str) -> dict[str, Any] | None:
     """The form that a job's ranks hold their answers to (train.rollouts.form); None for plain text. Raises
     BadRequest."""
@@ -104,25 +95,29 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in ("json_object", "json_schema"):
-        raise BadRequest(
-            f"Invalid '{param}': expected an object of the type text, json_object or json_schema.",
-            param=param,
-            code="invalid_value",
-        )
+        raise _invalid(param, "expected an object of the type text, json_object or json_schema", "invalid_value")
     named = given.get("json_schema")
     if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
-        path = f"{param}.json_schema.schema"
-        raise BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+        raise _missing(f"{param}.json_schema.schema")
     check_asked({"response_format": given}, param)
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
-        raise BadRequest(
-            f"Invalid '{param}': the ranks of a job do not enforce `{place}` of its schema; use a simpler form, or let "
-            "the grader reward it.",
-            param=param,
-            code="unsupported_value",
-        )
+        why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
+        raise _invalid(param, why, "unsupported_value")
     form: dict[str, Any] = given
     return form
+
+
+def _missing(path: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+
+
+def _invalid(path: str, why: str, code: str) -> BadRequest:
+    return BadRequest(f"Invalid '{path}': {why}.", param=path, code=code)
+
+
+def _not_checked(what: str, error: WorkerBroke) -> ApiError:
+    """The worker broke by itself; the request is not at fault."""
+    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
 def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:

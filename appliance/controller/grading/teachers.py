@@ -8,7 +8,7 @@ from typing import Any
 from appliance.controller.access.model_access import check_may_ask, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading import scoring
+from appliance.controller.grading import in_tokens
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.settings import tokenizer_of
@@ -37,7 +37,8 @@ def teacher_of(
 def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, longest: int) -> str:
     if teacher.model.task != "generate":
         return "it makes embeddings, and a teacher says how likely a text is"
-    room = min(scoring.LONGEST, context.sizes.context(teacher.model, teacher.version) or scoring.LONGEST) - scoring.MADE
+    longest_text = in_tokens.LONGEST
+    room = min(longest_text, context.sizes.context(teacher.model, teacher.version) or longest_text) - in_tokens.MADE
     if longest > room:
         return (
             f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "

@@ -6,7 +6,6 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
@@ -15,7 +14,6 @@ from appliance.store.table import Table
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
-_IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 _TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
 insert, update, find = _TABLE.insert, _TABLE.update, _TABLE.find_visible
 insert_run, update_run = _RUNS.insert, _RUNS.update
@@ -28,11 +26,6 @@ def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
     return _RUNS.find_visible(db, run_id, viewer=viewer)
-
-
-def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
-    """The run without its data source, which may be long."""
-    return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ?", [run_id])
 
 
 def page_runs(
@@ -86,14 +79,10 @@ def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[
     return db.page(EvalItemRow, "eval_items", scope=scope, where=where, parameters=[status, status], **part)
 
 
-def judged_after(db: Database, run_id: str, place: int, limit: int) -> list[EvalItemRow]:
-    """Judged items in the order of the data, from the one behind `place`, without what was asked and answered."""
-    return db.all(
-        EvalItemRow,
-        "SELECT id, run_id, place, created_s, status, '{}' AS item, NULL AS sample, results FROM eval_items"
-        " WHERE run_id = ? AND place > ? AND status <> 'queued' ORDER BY place LIMIT ?",
-        [run_id, place, limit],
-    )
+def passed(db: Database, run_id: str) -> dict[int, bool | None]:
+    """Whether each item passed, by its place in the data; None: it could not be judged."""
+    judged = db.execute("SELECT place, status FROM eval_items WHERE run_id = ? AND status <> 'queued'", [run_id])
+    return {place: {"pass": True, "fail": False}.get(status) for place, status in judged}
 
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:

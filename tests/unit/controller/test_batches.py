@@ -280,6 +280,20 @@ async def test_a_revoked_key_ends_its_batch(control: Control):
     assert len(await content(control, batch.output_file_id)) == 1
 
 
+async def test_forget_ends_unfinished_batch_and_leaves_nothing(control: Control, caplog: pytest.LogCaptureFixture):
+    control.as_key("ann", owner="ann")
+    await _hang_after(control, 2)
+    batch_id = await begun(control, [line(n) for n in range(9)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
+    done = await control.http.post("/admin/v1/forget", json={"owner": "ann", "cancel": True}, headers=ADMIN)
+    assert done.json()["done"] and done.json()["unfinished"] == [batch_id]
+    await control.context.tasks.idle("batches")
+    for folder in (control.context.batches_dir, control.context.files_dir):
+        assert list(folder.iterdir()) == []
+    assert [control.db.value(f"SELECT count(*) FROM {table}") for table in ("batches", "files", "tasks")] == [0, 0, 0]
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
