@@ -163,8 +163,8 @@ def _evals(db: Database) -> None:
         )
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
     sample = sample_object({"messages": []}, [ModelAnswer("bar")])
-    for item_id in ("output_item_id", "after"):
-        evals.insert_items(db, [EvalItemRow(item_id, "run_id", 0, now_s, "pass", {"foo": "bar"}, sample, [result])])
+    for place, item_id in enumerate(("output_item_id", "after")):
+        evals.insert_items(db, [EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result])])
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:

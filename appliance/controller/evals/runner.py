@@ -1,7 +1,7 @@
 """Runs evaluations, some items at a time: for each item first a sample, if a model is to make one, then the graders.
 
-What must outlive the controller is in the rows: an item is queued until it is judged, and the counters of a run change
-in the transaction that judges its items. After a restart the rest continues. The runs of one owner wait for each other.
+What must outlive the controller is in the rows: an item gets one once it is judged, and the counters of its run change
+in the same transaction. After a restart the rest continues. The runs of one owner wait for each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from anyio import to_thread
 from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.access.model_access import caller_of, viewer_of
@@ -49,9 +50,11 @@ AT_ONCE = 64
 ITEM_BYTES = 256
 """Bytes that an item takes in addition to its texts: 10,000 items of 11 bytes are 3 MB on the disk."""
 _CHUNK = 200
-"""Items that are checked and stored at once."""
+"""Items that are checked at once."""
 _ERROR_CHARACTERS = 2000
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
+Judgement = tuple[EvalItemRow, list[ModelAnswer]]
+"""An item with its sample and results, and what models answered for it."""
 
 
 def insert_run(
@@ -117,11 +120,11 @@ class EvalRunner:
             graders = [parse(criterion) for criterion in of.criteria]
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
-                    await self._prepare(row, of, source)
-                judging = (self._judged(row, source, graders, item) for item in self._queued(row))
-                async with aclosing(finished(judging, AT_ONCE)) as groups:
+                    await self._check_data(row, of, source)
+                async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
                     async for judged in groups:
-                        await until_room(partial(asyncio.to_thread, self._store, row.id, judged))
+                        row = _counted(row, judged)
+                        await until_room(partial(to_thread.run_sync, self._store, row, judged))
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
@@ -133,13 +136,10 @@ class EvalRunner:
 
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         with self._db.transaction():
-            if (row := self._unfinished(run_id)) is not None:
+            row = evals.find_run(self._db, run_id)
+            if row is not None and not row.finished:
                 kept, now_s = shapes.without_items(row.data_source), time.time()
                 evals.update_run(self._db, run_id, status=status, error=error, ended_s=now_s, data_source=kept)
-
-    def _unfinished(self, run_id: str) -> EvalRunRow | None:
-        row = evals.find_run(self._db, run_id)
-        return None if row is None or row.finished else row
 
     def _check_bytes(self, row: EvalRunRow, more_bytes: int = 0) -> None:
         try:
@@ -149,33 +149,20 @@ class EvalRunner:
 
     # --- the data
 
-    async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
-        """Put its items into the store, checked by the schema, some at a time: as objects, a whole file takes 20 times
-        its size. Raises TaskFailed."""
-        delete = partial(asyncio.to_thread, evals.delete_items, self._db, row.id)
-        await delete()  # of a preparation that was cut short
-        kept, found = shapes.without_items(row.data_source), self._entries(row, source.source)
-        place, size = 0, len(orjson.dumps(kept))
-        try:
-            while chunk := await asyncio.to_thread(lambda: list(islice(found, _CHUNK))):
-                size += sum(length + ITEM_BYTES for _, length in chunk)
-                self._check_bytes(row, size)
-                await self._check_items(row, of, place, [entry.item for entry, _ in chunk])
-                now_s = time.time()
-                items = [
-                    EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry.item, sample=entry.sample)
-                    for at, (entry, _) in enumerate(chunk, place)
-                ]
-                await asyncio.to_thread(evals.insert_items, self._db, items)
-                place += len(items)
-        except TaskFailed:
-            await delete()  # nobody would see them
-            raise
-        if not place:
+    async def _check_data(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
+        """Check all items by the schema, some at a time: as objects, a whole file takes 20 times its size. Raises
+        TaskFailed."""
+        total, size, found = 0, 0, self._entries(row, source.source)
+        while chunk := await asyncio.to_thread(lambda: list(islice(found, _CHUNK))):
+            size += sum(length + ITEM_BYTES for _, length in chunk)
+            self._check_bytes(row, size)
+            await self._check_items(row, of, total, [entry.item for entry, _ in chunk])
+            total += len(chunk)
+        if not total:
             raise TaskFailed("invalid_data", "The data has no items.")
         with self._db.transaction():
-            if self._unfinished(row.id) is not None:
-                evals.update_run(self._db, row.id, status="in_progress", data_source=kept, total=place, bytes=size)
+            if evals.is_unfinished(self._db, row.id):
+                evals.update_run(self._db, row.id, status="in_progress", total=total)
 
     async def _check_items(self, row: EvalRunRow, of: EvalRow, place: int, items: list[dict[str, Any]]) -> None:
         """place: of the first of them. Raises TaskFailed."""
@@ -202,72 +189,77 @@ class EvalRunner:
 
     # --- judging
 
-    def _queued(self, row: EvalRunRow) -> Iterator[EvalItemRow]:
-        """Raises TaskFailed."""
-        place = -1
-        while items := evals.queued_items(self._db, row.id, AT_ONCE, place):
-            self._check_bytes(row)
-            yield from items
-            place = items[-1].place
+    def _left(
+        self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
+    ) -> Iterator[Coroutine[Any, Any, Judgement]]:
+        """Judges each item that has no row. Raises TaskFailed."""
+        have = evals.passed(self._db, row.id)
+        for place, (entry, _) in enumerate(self._entries(row, source.source)):
+            if place % AT_ONCE == 0:
+                self._check_bytes(row)
+            if place not in have:
+                yield self._judged(row, source, graders, place, entry)
 
     async def _judged(
-        self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], item: EvalItemRow
-    ) -> tuple[EvalItemRow, list[ModelAnswer]]:
-        """The item with its sample and results, and what models answered for it."""
+        self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
+    ) -> Judgement:
+        item = entry.item
         body: dict[str, Any] = {"messages": []}
         if isinstance(source, Sampled):
             try:
-                body = await asyncio.to_thread(shapes.body_of, source, item.item)
+                body = await asyncio.to_thread(shapes.body_of, source, item)
             except GradingFailed as error:
                 answer = ModelAnswer(model=source.model, error=str(error))
             else:
                 answer = await self._grading.chat(row.key_id, body)
             sample, answers = Sample(answer.text, answer.tools), [answer]
         else:
-            sample, answers = sample_of(item.sample), []
+            sample, answers = sample_of(entry.sample), []
             answer = ModelAnswer(sample.output_text, row.model)
         results = list[dict[str, Any]]()
-        for place, grader in enumerate(() if answer.error else graders):
-            group = f"{row.id}/{place}"
-            graded, judged = await self._grading.grade(row.key_id, grader, sample, item.item, group=group)
+        for number, grader in enumerate(() if answer.error else graders):
+            group = f"{row.id}/{number}"
+            graded, judged = await self._grading.grade(row.key_id, grader, sample, item, group=group)
             results.append(_result(grader, graded, judged))
             answers += [one for _, one in judged]
         status = "pass" if all(one["passed"] for one in results) else "fail"
         if answer.error or any("error" in one for one in results):
             status = "error"
-        shown = sample_object(body, [answer])
-        return replace(item, status=status, sample=shown, results=results), answers
+        sample_shown = sample_object(body, [answer])
+        return EvalItemRow(
+            new_id("outputitem_"), row.id, place, time.time(), status, item, sample_shown, results
+        ), answers
 
-    def _store(self, run_id: str, judged: list[tuple[EvalItemRow, list[ModelAnswer]]]) -> None:
+    def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
         with self._db.transaction():
-            if (row := self._unfinished(run_id)) is None:
-                return
-            results, counts, size = (
-                {name: Counter(of) for name, of in row.results.items()},
-                Counter(row.counts),
-                row.bytes,
-            )
-            usage = {model: Counter(of) for model, of in row.usage.items()}
-            for item, answers in judged:
-                for answer in answers:
-                    if not answer.error:
-                        usage.setdefault(answer.model, Counter()).update(
-                            invocation_count=1,
-                            prompt_tokens=answer.prompt_tokens,
-                            completion_tokens=answer.completion_tokens,
-                            cached_tokens=answer.cached_tokens,
-                        )
-                for result in item.results or ():
-                    sums = results.setdefault(result["name"], Counter())
-                    sums["passed" if result["passed"] else "failed"] += 1
-                    if "error" not in result:
-                        sums["rewarded"] += 1
-                        sums["reward"] += result["score"]
-                counts[item.status] += 1
-                size += len(orjson.dumps([item.sample, item.results]))
-                evals.update_item(self._db, item.id, **columns(item, "status sample results"))
-            evals.update_run(self._db, run_id, results=results, usage=usage, counts=counts, bytes=size)
+            if evals.is_unfinished(self._db, row.id):
+                evals.insert_items(self._db, [item for item, _ in judged])
+                evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
+
+
+def _counted(row: EvalRunRow, judged: list[Judgement]) -> EvalRunRow:
+    """The run with these items in its counters."""
+    results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
+    usage = {model: Counter(of) for model, of in row.usage.items()}
+    for item, answers in judged:
+        for answer in answers:
+            if not answer.error:
+                usage.setdefault(answer.model, Counter()).update(
+                    invocation_count=1,
+                    prompt_tokens=answer.prompt_tokens,
+                    completion_tokens=answer.completion_tokens,
+                    cached_tokens=answer.cached_tokens,
+                )
+        for result in item.results:
+            sums = results.setdefault(result["name"], Counter())
+            sums["passed" if result["passed"] else "failed"] += 1
+            if "error" not in result:
+                sums["rewarded"] += 1
+                sums["reward"] += result["score"]
+        counts[item.status] += 1
+        size += ITEM_BYTES + len(orjson.dumps([item.item, item.sample, item.results]))
+    return replace(row, results=results, usage=usage, counts=counts, bytes=size)
 
 
 def _result(grader: Grader, graded: Graded, judged: Judged) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
         "datasource_item_id": row.place,
         "datasource_item": row.item,
         "status": row.status,
-        "results": row.results or [],
+        "results": row.results,
         "sample": row.sample,
     }
 
