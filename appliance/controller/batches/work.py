@@ -121,9 +121,12 @@ class Batch:
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             await self.end("failed", errors=lines.errors)
             return
-        if row.status == "validating" and not self._in_progress(lines.model):
+        now = batches.find(self._db, row.id, viewer=None)
+        if now is not None and now.status == "cancelling":  # since its file was read
             await self.end("cancelled")
             return
+        if row.status == "validating":
+            batches.update(self._db, row.id, status="in_progress", in_progress_s=time.time(), model=lines.model)
         end = "completed"
         with open(path, "rb") as source:
             left = (line for line in lines.requests if line.custom_id not in self._answers.custom_ids)
@@ -163,15 +166,6 @@ class Batch:
                 )
         if why:
             lines.add_error(code, f"{why}.", 1, "body.model")
-
-    def _in_progress(self, model: str | None) -> bool:
-        """False: it was cancelled while its file was read."""
-        with self._db.transaction():
-            row = batches.find(self._db, self._row.id, viewer=None)
-            if row is None or row.status != "validating":
-                return False
-            batches.update(self._db, row.id, status="in_progress", in_progress_s=time.time(), model=model)
-            return True
 
     async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""

@@ -103,11 +103,7 @@ class EvalRunner:
 
     def waits_for(self, row: EvalRunRow) -> str:
         """Why a run does not proceed at the moment, "" if it does."""
-        if row.finished:
-            return ""
-        if self._context.tasks.waits(EVAL_RUNS, row.id):
-            return "the runs of one owner take turns, and another one goes on"
-        return "" if row.status == "queued" or not row.model else self._context.asking.why(row.key_id, row.model)
+        return self._context.asking.why(row.key_id, row.model) if row.status == "in_progress" and row.model else ""
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""

@@ -39,16 +39,14 @@ class CustomConfig(StrictBody):
     include_sample_schema: bool = False
 
 
-class EvalCreate(StrictBody):
-    data_source_config: CustomConfig
-    testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
-    name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
-
-
 class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
+
+
+class EvalCreate(EvalUpdate):
+    data_source_config: CustomConfig
+    testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
 
 
 class Entry(StrictBody):
@@ -57,8 +55,6 @@ class Entry(StrictBody):
 
 
 class FileContent(StrictBody):
-    """content: empty once the items have rows of their own, see `without_items`."""
-
     type: Literal["file_content"]
     content: Annotated[list[Entry], Field(max_length=MAX_ITEMS)]
 
@@ -66,9 +62,6 @@ class FileContent(StrictBody):
 class FileId(StrictBody):
     type: Literal["file_id"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-Source = Annotated[FileContent | FileId, Field(discriminator="type")]
 
 
 class Template(StrictBody):
@@ -93,27 +86,25 @@ class Sampling(graders.Sampling):
 
 class Jsonl(StrictBody):
     type: Literal["jsonl"]
-    source: Source
+    source: Annotated[FileContent | FileId, Field(discriminator="type")]
 
 
 class Sampled(StrictBody):
     """`completions` and `responses` differ in how tools and formats are written."""
 
     type: Literal["completions", "responses"]
-    source: Source
+    source: Annotated[FileContent | FileId, Field(discriminator="type")]
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input_messages: Annotated[Template | ItemReference, Field(discriminator="type")]
     sampling_params: Sampling | None = None
 
 
-class RunCreate(StrictBody):
+class RunCreate(EvalUpdate):
     data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
-    name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
-    """A run's data source as it is shown, and as it is stored once its items have rows."""
+    """A run's data source as it is shown, and as it is stored once the run has ended."""
     if source["source"].get("type") != "file_content":
         return source
     return {**source, "source": {**source["source"], "content": []}}
@@ -238,14 +229,7 @@ def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]
             for name, of in row.results.items()
         ],
         "per_model_usage": [
-            {
-                "model_name": model,
-                "invocation_count": of.get("invocation_count", 0),
-                "prompt_tokens": of.get("prompt_tokens", 0),
-                "completion_tokens": of.get("completion_tokens", 0),
-                "cached_tokens": of.get("cached_tokens", 0),
-                "total_tokens": of.get("prompt_tokens", 0) + of.get("completion_tokens", 0),
-            }
+            {"model_name": model, **of, "total_tokens": of["prompt_tokens"] + of["completion_tokens"]}
             for model, of in row.usage.items()
         ],
         "owner": row.owner or None,

@@ -8,8 +8,7 @@ from typing import Any
 
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
-from appliance.controller.grading.teachers import teacher_of
+from appliance.controller.grading.given import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import claims, devices, requests, settings, stable_names

@@ -48,11 +48,6 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         """Background responses only: a gateway forwards the body after its own checks."""
         body = await request.json()
 
-        def told(row: ResponseRow) -> Response:
-            if body.get("stream"):
-                return _stream(background.follow(row.id, -1))
-            return _json(row.response.encode())
-
         if not isinstance(body, dict) or body.get("background") is not True:
             raise BadRequest("This endpoint takes only responses in background.", param="background")
         if not context.config.responses_kept_days:
@@ -62,22 +57,21 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 code="unsupported_parameter",
             )
         attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, context.db))
-        if (earlier := attempt.earlier()) is not None:
-            return told(earlier)
-        previous = body.get("previous_response_id")
-        if previous is not None:
-            await stored.conversation(previous, caller.viewer)
-        check_may_ask(context.db, caller, str(body.get("model")))
+        if (row := attempt.earlier()) is None:
+            previous = body.get("previous_response_id")
+            if previous is not None:
+                await stored.conversation(previous, caller.viewer)
+            check_may_ask(context.db, caller, str(body.get("model")))
 
-        def make() -> ResponseRow:
-            row = _queued(body, caller)
-            context.quotas.check(caller, row.bytes, begins=True)
-            responses.insert(context.db, row)
-            context.tasks.start(RESPONSES, row.id, row.key_id or None)
-            return row
+            def make() -> ResponseRow:
+                row = _queued(body, caller)
+                context.quotas.check(caller, row.bytes, begins=True)
+                responses.insert(context.db, row)
+                context.tasks.start(RESPONSES, row.id, row.key_id or None)
+                return row
 
-        row, _ = attempt.once(make)
-        return told(row)
+            row, _ = attempt.once(make)
+        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     async def retrieve(

@@ -85,20 +85,14 @@ class StoredResponses:
         turns, size, missing = list[list[Object]](), 0, response_id
         for row in self.turns(response_id, viewer):
             if not row.finished:
-                raise BadRequest(
-                    f"Previous response with id {shown(response_id)} is {row.status}: wait for its end.",
-                    param="previous_response_id",
-                    code="previous_response_not_ready",
-                )
+                text = f"Previous response with id {shown(response_id)} is {row.status}: wait for its end."
+                raise _cannot_continue(text, "previous_response_not_ready")
             turns.append(turn_items(row))
             size += len(orjson.dumps(turns[-1]))
             if size > self._config.json_body_bytes:
-                raise BadRequest(
-                    f"The conversation up to {shown(response_id)} has more than {self._config.json_body_bytes} bytes: "
-                    "begin a new one.",
-                    param="previous_response_id",
-                    code="context_length_exceeded",
-                )
+                most = self._config.json_body_bytes
+                text = f"The conversation up to {shown(response_id)} has more than {most} bytes: begin a new one."
+                raise _cannot_continue(text, "context_length_exceeded")
             missing = row.previous_id or ""
         if missing:
             raise _previous_not_found(missing)
@@ -127,11 +121,11 @@ def not_found(response_id: str, kind: AnswerKind) -> ApiError:
 
 
 def _previous_not_found(response_id: str) -> ApiError:
-    return BadRequest(
-        f"Previous response with id {shown(response_id)} not found.",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
+    return _cannot_continue(f"Previous response with id {shown(response_id)} not found.", "previous_response_not_found")
+
+
+def _cannot_continue(message: str, code: str) -> ApiError:
+    return BadRequest(message, param="previous_response_id", code=code)
 
 
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import threading
 import time
 from typing import Any
 
@@ -358,19 +357,6 @@ async def test_failed_batch_keeps_its_answers(control: Control):
     batch = await ended(control, batch_id)
     assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
     assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
-
-
-async def test_batch_counts_are_written_off_the_loop(control: Control, monkeypatch):
-    real, writers = batches.update, set[int]()
-
-    def update(*arguments: Any, **changes: Any) -> None:
-        if "completed" in changes and "status" not in changes:
-            writers.add(threading.get_ident())
-        real(*arguments, **changes)
-
-    monkeypatch.setattr(batches, "update", update)
-    batch = await ended(control, await begun(control, [line(0)]))
-    assert batch.request_counts.completed == 1 and writers and threading.get_ident() not in writers
 
 
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):

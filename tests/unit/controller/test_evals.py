@@ -320,24 +320,6 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
     assert found.result_counts.model_dump() == {"total": 3, "passed": 2, "failed": 1, "errored": 0}
 
 
-async def test_run_after_kill_while_preparing_reads_all_items_again(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner, "_CHUNK", 2)
-    checked = list[int]()
-
-    async def refused_items(hosts: Any, owner: str, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
-        checked.append(len(items))
-        if len(checked) == 2:
-            (run_id,) = evals.unfinished_ids(control.db, eval_id)
-            control.context.tasks.restart("eval_runs", run_id)
-        return []
-
-    eval_id = await made(control)
-    monkeypatch.setattr(GraderHosts, "refused_items", refused_items)
-    found = await ended(control, eval_id, given(*[("a", "a")] * 3))
-    assert (found.status, found.result_counts.total, found.result_counts.passed) == ("completed", 3, 3)
-    assert checked[:2] == [2, 1] and checked[-2:] == [2, 1]
-
-
 async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
     key_id = control.as_key("carol")
     eval_id = await made(control)
