@@ -75,8 +75,8 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
                     lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
                     return lines
                 try:
-                    custom_id, model = _checked(raw, endpoint)
-                    _check_among(custom_id, model, seen, lines)
+                    custom_id, lines.model = _checked(raw, endpoint, seen, lines.model)
+                    seen.add(custom_id)
                     lines.requests.append(Line(custom_id, offset, len(raw)))
                 except BadLine as error:
                     lines.add_error(error.code, str(error), number, error.param)
@@ -93,19 +93,8 @@ def parse(raw: bytes) -> Any:
     return orjson.loads(raw.removeprefix(MARK))
 
 
-def _check_among(custom_id: str, model: str, seen: set[str], lines: Lines) -> None:
-    """Checks it against the lines before it, and adds it to what is `seen`. Raises BadLine."""
-    if custom_id in seen:
-        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
-    lines.model = lines.model or model
-    if model != lines.model:
-        message = f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}."
-        raise BadLine("mismatched_model", message, "body.model")
-    seen.add(custom_id)
-
-
-def _checked(raw: bytes, endpoint: str) -> tuple[str, str]:
-    """(custom_id, model). Raises BadLine."""
+def _checked(raw: bytes, endpoint: str, seen: set[str], asked: str | None) -> tuple[str, str]:
+    """(custom_id, model). seen, asked: the ids and the model of earlier lines. Raises BadLine."""
     try:
         data = parse(raw)
     except orjson.JSONDecodeError as error:
@@ -139,4 +128,9 @@ def _checked(raw: bytes, endpoint: str) -> tuple[str, str]:
         if not isinstance(inputs[0], int):  # one input, as tokens
             message = f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines."
             raise BadLine("too_many_inputs", message, "body.input")
+    if custom_id in seen:
+        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
+    if asked not in (None, body["model"]):
+        message = f"All requests of a batch ask one model: {shown(body['model'])} was given after {shown(asked)}."
+        raise BadLine("mismatched_model", message, "body.model")
     return custom_id, body["model"]

@@ -24,7 +24,7 @@ from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import CONVERSING, Line, Lines
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full, until_room
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import shown
 from appliance.store.ids import new_id
@@ -137,11 +137,12 @@ class Batch:
                     contextlib.aclosing(finished(asked, AT_ONCE)) as groups,
                 ):
                     async for answered in groups:
-                        await self._append(answered)
+                        await to_thread.run_sync(self._store, answered)
             except TimeoutError:
                 end = "expired"
                 left = (line for line in lines.requests if line.custom_id not in self._answers.custom_ids)
-                await self._append([{**_line(line), "response": None, "error": _EXPIRED} for line in left])
+                expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in left]
+                await to_thread.run_sync(self._store, expired)
         await self.end(end)
 
     def _check_model(self, lines: Lines) -> None:
@@ -183,10 +184,6 @@ class Batch:
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
         return {**_line(line), "error": None, "response": response}
 
-    async def _append(self, lines: list[dict[str, Any]]) -> None:
-        """Raises OSError."""
-        await until_room(partial(to_thread.run_sync, self._store, lines))
-
     def _store(self, lines: list[dict[str, Any]]) -> None:
         self._answers.append(lines)
         batches.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
@@ -203,15 +200,14 @@ class Batch:
         if status == "completed":
             batches.update(self._db, row.id, status="finalizing", finalizing_s=row.finalizing_s or time.time())
         answers.close()
-        paths = {"output": answers.output_path, "error": answers.error_path}
         files = {
             name: await to_thread.run_sync(_file_row, path, f"{row.id}_{name}.jsonl", row)
-            for name, path in paths.items()
+            for name, path in answers.paths.items()
             if path.stat().st_size
         }
         with storage.growing(self._context, *(file.id for file in files.values())) as places:
             for name, place in zip(files, places, strict=True):
-                os.link(paths[name], place)
+                os.link(answers.paths[name], place)
             with self._db.transaction():
                 for file, place in zip(files.values(), places, strict=True):
                     storage.keep(self._context, file, place)

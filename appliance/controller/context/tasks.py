@@ -65,8 +65,8 @@ class Kind:
     per_owner: int = 1000
 
 
-async def until_room(write: Callable[[], Awaitable[T]]) -> T:
-    """What `write` returns; it is repeated while the disk is full, so that no computed answer is discarded."""
+async def _until_room(write: Callable[[], Awaitable[T]]) -> T:
+    """What `write` returns; it is repeated while the disk is full."""
     while True:
         try:
             return await write()
@@ -198,8 +198,8 @@ class Tasks:
                 return
             kind = self._kinds[name]
             if (failed := await self._failure(kind, row)) is not None:
-                await until_room(partial(kind.fail, row, failed))
-            await until_room(partial(asyncio.to_thread, tasks.delete, self._db, name, object_id))
+                await _until_room(partial(kind.fail, row, failed))
+            await _until_room(partial(asyncio.to_thread, tasks.delete, self._db, name, object_id))
         except Exception as error:  # noqa: BLE001 - its row stays, and the next start tries again
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
@@ -208,7 +208,7 @@ class Tasks:
         if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
             return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
         try:
-            await until_room(partial(self._run_in_turn, kind, row))
+            await _until_room(partial(self._run_in_turn, kind, row))
         except TaskFailed as error:
             return error
         except Exception as error:  # noqa: BLE001 - logged, and its object says so

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.access.model_access import caller_of, viewer_of
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, until_room
+from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
 from appliance.controller.grading.given import MAX_DEPTH
@@ -120,7 +120,7 @@ class EvalRunner:
                 async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
                     async for judged in groups:
                         row = _counted(row, judged)
-                        await until_room(partial(to_thread.run_sync, self._store, row, judged))
+                        await to_thread.run_sync(self._store, row, judged)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:

@@ -16,7 +16,7 @@ import orjson
 
 from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed, until_room
+from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.responses import objects
 from appliance.controller.responses.objects import Object, items_of
@@ -68,11 +68,7 @@ class BackgroundResponses:
             raise TaskFailed("invalid_prompt", error.message) from error
         if answer.error:
             raise TaskFailed("server_error" if answer.status >= 500 else "invalid_prompt", answer.error)
-
-        async def store() -> None:
-            self._change(task.id, lambda before: objects.answered(before, answer.body))
-
-        await until_room(store)
+        self._change(task.id, lambda before: objects.answered(before, answer.body))
 
     async def _body(self, response_id: str) -> Object:
         """Raises ApiError where the earlier turns are gone."""

@@ -364,12 +364,14 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     answers = Answers(tmp_path, "batch_1")
     answers.append([ANSWER | {"custom_id": "r0"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.paths["output"].stat().st_size + 9, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             answers.append([ANSWER | {"custom_id": "r1"}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    answers.close()
+    answers = Answers(tmp_path, "batch_1")
     answers.append([ANSWER | {"custom_id": "r2"}])
     answers.close()
     assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
