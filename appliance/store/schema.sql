@@ -199,7 +199,8 @@ CREATE TABLE uploads (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     mime_type TEXT NOT NULL, bytes INTEGER NOT NULL, file_keep_s REAL, key_id TEXT,
     status TEXT NOT NULL CHECK (status IN ('pending', 'completed', 'cancelled', 'expired')), file_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT ''
+    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT '', parts INTEGER NOT NULL DEFAULT 0,
+    part_bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX uploads_of_key ON uploads (key_id, bytes) WHERE status = 'pending';
 CREATE INDEX uploads_ended ON uploads (created_s) WHERE status != 'pending';
@@ -293,7 +294,7 @@ CREATE TABLE eval_items (
     run_id TEXT NOT NULL REFERENCES eval_runs (id) ON DELETE CASCADE, place INTEGER NOT NULL, created_s REAL NOT NULL,
     status TEXT NOT NULL, item TEXT NOT NULL, sample TEXT NOT NULL, results TEXT NOT NULL
 );
-CREATE UNIQUE INDEX eval_items_of ON eval_items (run_id, place, status);
+CREATE UNIQUE INDEX eval_items_of ON eval_items (run_id, place);
 
 -- judge: {"grader"} or {"teacher"}, up to megabytes, so not in the job's row. taught_by: versions of the teacher, in
 -- order.

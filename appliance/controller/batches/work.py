@@ -205,7 +205,7 @@ class Batch:
             for name, path in answers.paths.items()
             if path.stat().st_size
         }
-        with storage.growing(self._context, *(file.id for file in files.values())) as places:
+        with storage.growing(self._context.files_dir, *(file.id for file in files.values())) as places:
             for name, place in zip(files, places, strict=True):
                 os.link(answers.paths[name], place)
             with self._db.transaction():

@@ -31,7 +31,6 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.controller.jobs.requests import check_metadata
 from appliance.store.database import Part
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -87,7 +86,6 @@ def _evals(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         attempt = EVALS.attempt(request, caller, await request.body())
         if (earlier := attempt.earlier()) is not None:
             return shapes.eval_object(earlier)
-        check_metadata(body.metadata)
         criteria = await _criteria(context, body, caller)
         schema = body.data_source_config.item_schema
         await _check_schema(context, schema, caller)
@@ -117,7 +115,6 @@ def _evals(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     @router.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        check_metadata(body.metadata)
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         if "name" in changes:
             changes["name"] = changes["name"] or ""
@@ -147,7 +144,6 @@ def _runs(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         attempt = RUNS.attempt(request, caller, of.id.encode() + await request.body())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
-        check_metadata(body.metadata)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
         row, _ = attempt.once(

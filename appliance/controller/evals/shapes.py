@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
@@ -41,7 +41,7 @@ class CustomConfig(StrictBody):
 
 class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class EvalCreate(EvalUpdate):

@@ -21,10 +21,9 @@ from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import list_object, metadata_of, part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
-from appliance.controller.jobs.requests import check_metadata
 from appliance.controller.responses import objects
 from appliance.controller.responses.background import RESPONSES, BackgroundResponses
 from appliance.controller.responses.objects import asked_messages, completion_object, items_of, listed, stored_messages
@@ -36,7 +35,7 @@ from appliance.store.rows import ResponseRow
 
 
 class CompletionUpdate(StrictBody):
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
@@ -150,7 +149,6 @@ def completion_routes(context: ControllerContext, stored: StoredResponses) -> AP
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
         metadata = metadata_of(request)
-        check_metadata(metadata)
         page = responses.page_completions(
             db, viewer=caller.viewer, model=model, metadata=metadata, messages=messages, **part
         )
@@ -165,7 +163,6 @@ def completion_routes(context: ControllerContext, stored: StoredResponses) -> AP
 
     @router.post("/{completion_id}", response_model=dict[str, Any])
     async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
-        check_metadata(body.metadata)
         await stored.find(completion_id, caller.viewer, COMPLETION)
         responses.update(db, completion_id, metadata=body.metadata)
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
