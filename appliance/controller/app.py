@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from appliance.controller import data_checks, retention
 from appliance.controller.admin import box, devices, logs, mode, profile, queue
 from appliance.controller.admin.models import canaries as canary_routes
-from appliance.controller.admin.models import deployments, engine_settings, operation_routes
+from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions
 from appliance.controller.batches.background_responses import BackgroundResponses
@@ -34,7 +34,6 @@ from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.canaries import Canaries
-from appliance.controller.models.operations import Operations
 from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
@@ -54,7 +53,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    Operations(context)
+    operations.Operations(context)
     checks, batches = data_checks.DataWork(context), Batches(context)
     canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
@@ -100,12 +99,10 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for group in (box, mode, queue, logs, profile, devices, keys, page_sessions, plan_route):
         group.routes(context, admin)
-    # Before those of models, whose names may contain slashes.
-    for group in (deployments, engine_settings):
-        group.routes(context, admin)
+    engine_settings.routes(context, admin)
     forget.routes(context, admin, evaluations)
     canary_routes.routes(context, admin, canaries)
-    operation_routes.routes(context, admin)
+    operations.routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
         file_routes.routes(context),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from scheduler.core.workload import PolicyKind
 
@@ -71,64 +70,6 @@ class Mode:
     since_s: float = 0.0
     serving_floor: int | None = None
     by: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStats:
-    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts).
-    adapter_rank: of a LoRA adapter; None for a whole model."""
-
-    name: str
-    version: str
-    arch: str
-    params: int
-    bytes: int
-    task: Literal["generate", "embed"]
-    source: str
-    disk_path: str | None
-    max_model_len: int | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    adapter_rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a long operation: `done` of `total` (None: unknown) in `unit`s, and the current activity."""
-
-    done: float
-    total: float | None
-    unit: str
-    message: str
-
-
-Report = Callable[[Progress], None]
-
-
-class AdapterFound(NamedTuple):
-    """name: what it would be called. base: what it says it was trained on, "" if it does not say.
-    revision: its commit, for one on a hub."""
-
-    name: str
-    base: str
-    revision: str | None = None
-
-
-class AdapterBase(NamedTuple):
-    """A version that an adapter is to be served on: its files, and the largest rank that its engines take (0: none)."""
-
-    model: str
-    version: str
-    path: str
-    rank_limit: int
-
-
-class VersionPaths(NamedTuple):
-    """Paths of a version's bytes; None where they are absent. kind: "version" or "adapter"."""
-
-    version: str
-    disk_path: str | None
-    shm_path: str | None
-    kind: str = "version"
 
 
 @dataclass(frozen=True, slots=True)

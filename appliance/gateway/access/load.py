@@ -35,7 +35,6 @@ class ModelLoad:
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
-        self._requests = self._prompt_tokens = 0
         self._prompts: Counter[int] = Counter()
         self._first_tokens: Counter[int] = Counter()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
@@ -45,8 +44,6 @@ class ModelLoad:
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         """Count an admitted request."""
         self._last_request_s = now_s
-        self._requests += 1
-        self._prompt_tokens += prompt_tokens
         self._prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def first_token(self, seconds: float) -> None:
@@ -86,8 +83,6 @@ class ModelLoad:
             "tpot_p95_s": recent[min(len(recent) - 1, int(len(recent) * 0.95))] if recent else None,
             "computed_part": self._computed / self._estimated if self._estimated else None,
             "prefill_tokens_per_s": prefill_tokens_per_s(self._prefills),
-            "arrived_requests": self._requests,
-            "arrived_prompt_tokens": self._prompt_tokens,
             "arrived_prompts": self._prompts,
             "first_tokens": self._first_tokens,
         }
