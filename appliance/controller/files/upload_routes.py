@@ -108,8 +108,14 @@ def routes(context: ControllerContext) -> APIRouter:
             with db.transaction():
                 check_stands(db, caller)
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
-                _check_room(row, size)
-                upload_rows.update(db, row.id, parts=row.parts + 1, part_bytes=row.part_bytes + size)
+                if (size := row.part_bytes + size) > 2 * row.bytes:
+                    raise BadRequest(
+                        f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may "
+                        "be sent a second time); create an upload with the file's size.",
+                        param="data",
+                        code="upload_too_large",
+                    )
+                upload_rows.update(db, row.id, part_bytes=size)
                 os.rename(incoming, incoming.with_name(part_id))
         finally:
             incoming.unlink(missing_ok=True)
@@ -130,23 +136,6 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     return router
-
-
-def _check_room(row: UploadRow, size: int) -> None:
-    """For one more part of this size. Raises BadRequest."""
-    if row.parts >= MAX_PARTS:
-        raise BadRequest(
-            f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-            param="data",
-            code="too_many_parts",
-        )
-    if row.part_bytes + size > 2 * row.bytes:
-        raise BadRequest(
-            f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be sent a "
-            "second time); create an upload with the file's size.",
-            param="data",
-            code="upload_too_large",
-        )
 
 
 async def _complete(context: ControllerContext, row: UploadRow, body: UploadComplete, caller: Principal) -> None:
