@@ -106,7 +106,6 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0},
             "memory": {"budget_bytes": 2**30, "used_bytes": 0},
             "reloads": {},
             "plan_s": 0.001,

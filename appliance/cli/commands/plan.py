@@ -6,10 +6,11 @@ from argparse import Namespace
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import WORK_TIMEOUT_S, Session, command, number, opt, picked
-from appliance.cli.commands import training
+from appliance.cli.command import WORK_TIMEOUT_S, Session, command
 from appliance.cli.commands.data import file_path, uploaded_id
+from appliance.cli.commands.jobs import hyperparameters, options
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.options import number, opt, picked
 
 _PATH = "/admin/v1/plan"
 
@@ -26,7 +27,6 @@ def serve(session: Session, args: Namespace) -> None:
     It exits with 1 when it does not fit, so a script can ask before it submits.
 
     Examples:
-      appliance plan serve llama-8b                          one replica on one device
       appliance plan serve llama-8b --replicas 4
       appliance plan serve llama-70b --tensor-parallel 4 -o json
     """
@@ -38,7 +38,7 @@ def serve(session: Session, args: Namespace) -> None:
     "plan job",
     opt("--model MODEL", "The model to begin from.", names="model", required=True),
     opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
-    *training.options(),
+    *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
     opt("--examples N", "Without --file: N of 200 tokens. Default: 1000.", type=number(int, 1)),
 )
@@ -50,12 +50,10 @@ def job(session: Session, args: Namespace) -> None:
     Examples:
       appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted
       appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
-      appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations
-      appliance plan job --model llama-8b --file file-abc123 --lora-rank 16 --set micro_batch=2
     """
     if args.file is not None and args.examples is not None:
         raise BadUsage("--file has its examples; --examples is for a plan without one")
-    body = picked(args, "model method devices examples") | {"hyperparameters": training.hyperparameters(args)}
+    body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters(args)}
     uploaded: list[str] = []
     if args.file is not None:
         body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)
@@ -69,6 +67,6 @@ def job(session: Session, args: Namespace) -> None:
 
 
 def _show(session: Session, plan: dict[str, Any]) -> None:
-    session.show(plan, output.view)
+    session.show(plan)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")

@@ -26,7 +26,7 @@ from appliance.controller.devices.mode import (
 from appliance.controller.http.audited import unaudited
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode
 from appliance.store.ids import new_id
@@ -36,7 +36,6 @@ from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import Window, preview
 
-MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -115,8 +114,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
         def make() -> WindowRow:
-            if len(windows.list_all(db)) >= MAX_WINDOWS:
-                raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
             windows.insert(db, row)
             record(context, caller, "mode.schedule.add", row.id, **body.model_dump())
             return row
@@ -177,7 +174,6 @@ def _mode_view(context: ControllerContext) -> dict[str, Any]:
         "window": holds.window and _window(holds.window),
         "overridden": holds.overridden and _window(holds.overridden),
         "by_hand": asdict(by_hand),
-        "bounds": now["bounds"],
         "notes": floor_notes(holds.policy, len(now["devices"])),
     }
 

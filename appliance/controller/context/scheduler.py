@@ -79,7 +79,6 @@ class Scheduler:
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
-            "bounds": self._config.bounds(),
             "troubles": now["troubles"],
             "notes": [
                 *self._memory.notes(),

@@ -51,7 +51,7 @@ class EngineSizes:
         """What `size` would be with these settings. Bytes are per device."""
         device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
-            settings.config(self._engine),
+            self._engine,
             self._shape(model, version),
             task=model.task,
             arch=model.arch,
@@ -60,10 +60,7 @@ class EngineSizes:
             device_memory_bytes=device.memory_bytes,
             device_name=device.name,
             asleep_per_device=self._asleep_per_device,
-            dtype=settings.dtype,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            batched_tokens=settings.batched_tokens,
-            draft_tokens=settings.draft_tokens,
+            settings=settings,
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:

@@ -38,19 +38,17 @@ class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
     get now, "host_bytes", the host's total, "reserve_bytes", what is kept of it for others, and "asleep_per_device",
     the engines that may sleep on one; `handover` the id of the one in progress; `notes` for users (why something waits
-    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `bounds` the dwell times (s)
-    and the resulting limit on hand-overs per hour; `queue` jobs in order, each {"id", "position", "phase", "devices",
-    "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s` duration of the last plan; `troubles` the
-    models whose engines fail, each {"model", "version", "reason", "message" (a sentence), "not_before_s" (of the next
-    try), "tries", "lasting"}; `reloads` model to why its engines are started anew instead of loading a version while
-    they run."""
+    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `queue` jobs in order, each
+    {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s`
+    duration of the last plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message"
+    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}; `reloads` model to why its engines are started
+    anew instead of loading a version while they run."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
     memory: dict[str, int | None]
     handover: str | None
     serving_floor: int
-    bounds: dict[str, float]
     queue: list[dict[str, Any]]
     troubles: list[dict[str, Any]]
     notes: list[str]

@@ -201,7 +201,6 @@ def box_facts(context: ControllerContext) -> BoxFacts:
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
-        reserve_bytes=now["memory"].get("reserve_bytes"),
         asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
         store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
     )

@@ -31,8 +31,8 @@ class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown. reserve_bytes: of it, kept available for other
-    processes. asleep_per_device: sleeping engines that may keep memory of one."""
+    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
+    memory of one."""
 
     devices: int
     device_kind: str
@@ -41,7 +41,6 @@ class BoxFacts:
     store_room_bytes: int
     node_devices: int = 0
     host_memory_bytes: int | None = None
-    reserve_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
 
     @property
@@ -115,7 +114,7 @@ def job(
     budget = box.store_budget_bytes
     snapshot_on_disk = budget is not None and version + snapshot > budget >= version
     needed = version if snapshot_on_disk else version + snapshot
-    offloaded, ranks_bytes = shown * memory[shown].host_bytes, box.ranks_bytes(memory[shown], shown)
+    offloaded = shown * memory[shown].host_bytes
     problems = [] if fitting else [_too_large(memory, box)]
     problems += _over_budget("The result takes", version, box)
     beyond_host = _offload_problem(offloaded, needed, box)
@@ -141,11 +140,7 @@ def job(
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
-        "host_memory": {
-            "ranks_bytes": ranks_bytes,
-            "job_bytes": ranks_bytes + needed,
-            "reserve_bytes": box.reserve_bytes,
-        },
+        "host_memory": {"job_bytes": box.ranks_bytes(memory[shown], shown) + needed},
         "host": {
             "version_bytes": version,
             "snapshot_bytes": snapshot,
@@ -271,7 +266,6 @@ def serve(
         },
         "host": {
             "version_bytes": weight_bytes,
-            "staged_bytes": 2 * weight_bytes,
             "room_bytes": box.store_room_bytes,
             "budget_bytes": budget,
         },

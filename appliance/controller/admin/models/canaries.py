@@ -23,8 +23,6 @@ from appliance.store.objects import models
 from appliance.store.records import canaries
 from appliance.store.rows import ModelRow
 
-_VERSIONS_NAMED = 5
-
 Version = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -114,11 +112,9 @@ def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
         return version
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
-        names = models.names_of_versions(db, row.id, _VERSIONS_NAMED + 1)
-        others = ", ".join([name for name in names if name != row.active_version][:_VERSIONS_NAMED])
-        more = f"; `--version` takes another: {others}" if others else ""
         raise Conflict(
-            f"{row.id} has no version before {row.active_version} that has answered{more}.",
+            f"{row.id} has no version before {row.active_version} that has answered; `--version` takes another one of "
+            "`appliance model show`.",
             param="version",
             code="no_older_version",
         )
