@@ -84,7 +84,7 @@ def choose_files(directory: Path) -> Files:
     taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), names))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
     left = tuple(name for name in names if name not in taken)
-    return Files(taken, left, sum(path.stat().st_size for path in taken.values()))
+    return Files(taken, left)
 
 
 def read_base(directory: Path) -> str:

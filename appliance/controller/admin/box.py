@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
+from appliance.backup import LastBackup
 from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
@@ -25,7 +26,6 @@ from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.interfaces.records import SchedulerStatus
-from appliance.last_backup import LastBackup
 from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys

@@ -21,9 +21,8 @@ from appliance.controller.interfaces.records import (
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.store.rows import columns
-from appliance.tiers.check import Checked, check
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import Checked, Tiers
 from weights.checkpoint.errors import CheckpointRefused
 from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
@@ -34,7 +33,7 @@ from weights.tiers.record import Name
 log = logging.getLogger(__name__)
 
 KINDS_OF_MODELS = ("version", "adapter")
-READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier that was just stopped
+READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier
 
 
 class LibraryOps:
@@ -110,7 +109,7 @@ class LibraryOps:
         return {"copies": len(found.whole), "unsealed": found.unsealed, **found.totals()}
 
     async def _check(self, names: list[Name], report: Report) -> Checked:
-        found = await _thread(check, self._tiers, names, _reporter(report))
+        found = await _thread(self._tiers.check, names, _reporter(report))
         if found.faults:
             raise OperationFailed("; ".join(found.faults), code="copies_damaged")
         return found
@@ -121,8 +120,6 @@ class LibraryOps:
         everywhere = [Name(kind, name, one.version) for one in paths for kind in KINDS_OF_MODELS]
         for path in paths:
             names = [Name(kind, name, path.version) for kind in KINDS_OF_MODELS]
-            for one in names:
-                self._flow.stop_copying(one)
             await _thread(self._library.remove, name, path.version)
             for one in names:
                 await self._forget(one)

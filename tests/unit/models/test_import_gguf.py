@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
 from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
@@ -122,7 +123,7 @@ def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path, monkeypat
     (folder / "generation_config.json").symlink_to(elsewhere / "generation_config.json")
     with pytest.raises(UnsafeLink, match="generation_config.json"):
         library.import_model(str(folder))
-    assert not library.list()
+    assert not checkpoints.stored(tmp_path)
 
 
 def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
