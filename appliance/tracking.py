@@ -1,4 +1,4 @@
-"""Sends the figures of jobs to MLflow and W&B: a script that runs beside the box, started by its main process.
+"""Send the figures of jobs to MLflow and W&B: a script that the box's main process starts.
 
     python -P appliance/tracking.py SETTINGS        JSON, see `appliance.boot.tracking`
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 log = logging.getLogger("tracking")
 
@@ -33,9 +33,8 @@ LOOK_EVERY_S = 2.0
 RETRY_EVERY_S = 30.0
 GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
 LATE_S = 10.0  # a job's end may be committed so long after its time
-EVENTS_AT_ONCE = 500
-# Limits of MLflow's server: how many values one request may have, and how long each may be.
-METRICS, PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 1000, 100, 6000, 5000
+EVENTS_AT_ONCE = 40  # MLflow's server takes 1000 values in a request; an event has less than 25
+PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # what it takes at most
 STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
@@ -65,17 +64,6 @@ class Point(NamedTuple):
     values: dict[str, float]
 
 
-class Tracker(Protocol):
-    """Raises whatever its library raises; then `begin` is called again, and gets all points again."""
-
-    def begin(self, job: Job) -> None:
-        """Begins the job's run, or resumes the one that there is."""
-
-    def log(self, job: Job, points: list[Point]) -> None: ...
-
-    def end(self, job: Job) -> None: ...
-
-
 @dataclass
 class Sent:
     """What this process has sent of a job: up to event `seq`, with the last step of each kind. A step that a job
@@ -87,9 +75,10 @@ class Sent:
 
 
 class Follower:
-    """Sends what is new to one tracker. `path`: the file with the time up to which all is sent."""
+    """Sends what is new to one tracker, `Mlflow` or `Wandb`. When it fails for a job, `begin` resumes its run, and
+    all points are sent again. path: the file with the time up to which all is sent."""
 
-    def __init__(self, tracker: Tracker, database: Path, path: Path, only_wandb: bool = False) -> None:
+    def __init__(self, tracker: Any, database: Path, path: Path, only_wandb: bool = False) -> None:
         self._tracker, self._database, self._path, self._only_wandb = tracker, database, path, only_wandb
         self._since_s = float(path.read_text()) if path.exists() else time.time()
         self._sent: dict[str, Sent] = {}
@@ -211,8 +200,7 @@ class Mlflow:
             runs = [self._client.create_run(experiment, run_name=job.name, tags=tags)]
         self._runs[job.id] = runs[0].info.run_id
         params = [Param(name, text[:PARAM_CHARACTERS]) for name, text in sorted(job.params.items())]
-        for first in range(0, len(params), PARAMS):
-            self._client.log_batch(self._runs[job.id], params=params[first : first + PARAMS])
+        self._client.log_batch(self._runs[job.id], params=params[:PARAMS])
 
     def log(self, job: Job, points: list[Point]) -> None:
         from mlflow.entities import Metric
@@ -222,8 +210,7 @@ class Mlflow:
             for one in points
             for name, value in one.values.items()
         ]
-        for first in range(0, len(metrics), METRICS):
-            self._client.log_batch(self._runs[job.id], metrics=metrics[first : first + METRICS])
+        self._client.log_batch(self._runs[job.id], metrics=metrics)
 
     def end(self, job: Job) -> None:
         from mlflow.entities import RunTag

@@ -1,7 +1,4 @@
-"""A steady load of chat requests through the OpenAI SDK that accounts for every single one.
-
-Used by the demo and by the end-to-end tests: what it reports is what a client saw, not what the box says of itself.
-"""
+"""A steady load of chat requests through the OpenAI SDK that accounts for each as its client saw it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.reports import metrics_text
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
-from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
 from weights.format.names import policy_of
 
@@ -171,19 +170,12 @@ class App:
             ready = state.generation >= 0 and not state.stopping
             away = ["controller"] if state.controller_away else []
             degraded = sorted({*state.background.names(), *state.box_troubles, *away})
-            body = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
+            body = {"status": "ok" if ready else "starting", "degraded": degraded}
             await exchange.whole(200 if ready else 503, b"application/json", orjson.dumps(body))
 
     async def _page(self, exchange: Exchange) -> None:
-        headers, page = exchange.headers, TO_THE_PAGE
-        if exchange.path in site():
-            tag, coding = headers.get(b"if-none-match"), headers.get(b"accept-encoding")
-            page = answer_file(site()[exchange.path], if_none_match=tag, accept_encoding=coding)
-        if page.status == 304:
-            await exchange.begin(304, page.headers)
-            await exchange.finish()
-        else:
-            await exchange.whole(page.status, page.content_type, page.body, page.headers)
+        file = site().get(exchange.path, TO_THE_PAGE)
+        await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
