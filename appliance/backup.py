@@ -166,9 +166,6 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
             report(done, found.bytes)
             _restore_file(place, file, partial)
             done += file.bytes
-        with closing(sqlite3.connect(partial / DATABASE)) as connection:
-            if (verdict := connection.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
-                raise BackupError(f"the database in {found.name} is damaged ({verdict}); use another backup")
         if data_dir.exists():
             data_dir.rmdir()
         partial.rename(data_dir)
@@ -281,12 +278,12 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
 
 
 def _remove_old(place: Objects, made: str, keep: int) -> None:
-    """Deletes all backups but the newest `keep`, with the chunks that only they have."""
-    others = [name for name in names(place) if name != made]
-    old = others[: max(0, len(others) + 1 - keep)]
+    """Deletes all backups but `made` and the newest others, with the chunks that only they have."""
+    known = names(place)
+    old = [name for name in known[:-keep] if name != made]
     if not old:
         return
-    needed = {chunk for name in {*others, made} - {*old} for file in read(place, name).files for chunk in file.chunks}
+    needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}
     for name in old:
         place.delete(_manifest_key(name))
     for key, _ in list(place.list("chunks/")):

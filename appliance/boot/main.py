@@ -202,13 +202,6 @@ class Box:
         return fault
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
-        if self._config.box.node_address is None:
-            # On loopback Ray's processes send it in clear, also to whatever takes the port of one that has just ended:
-            # it is of no use to him once Ray begins again. Where nodes may join, they have copies, and all is TLS.
-            try:
-                self._paths.renew_ray_token()
-            except OSError as error:
-                log.warning("Ray begins with the token of its last run: %s", error)
         process, self._ray_address = await ray_head.start(
             self._paths,
             [device.id for device in self._devices],

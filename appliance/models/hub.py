@@ -154,6 +154,6 @@ def _ask(settings: HubSettings, repository: str, question: Callable[[], Any]) ->
     except RevisionNotFoundError as error:
         raise HubNotFound(f"{where} has no such revision") from error
     except (httpx2.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise HubUnreachable(f"{where}: {type(error).__name__} {str(error)[:300]}") from error

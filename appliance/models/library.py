@@ -8,7 +8,6 @@ not given again: engines, other nodes and tiers know a version by name and numbe
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -38,10 +37,8 @@ from weights.tiers.record import Name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
-COPY_CHUNK_BYTES = 1 << 30
 CONVERT_S = 86_400.0
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception that it raises cancels the work."""
@@ -185,7 +182,7 @@ class ModelLibrary:
         if (file := _gguf(path)) is not None:
             chosen_name = check_name(name if name is not None else _name_of(file.stem))
             self._require_space(file.stat().st_size)  # at the least: of 4 bits it makes bfloat16
-            with self._staging(file.stat().st_size) as staging:
+            with self._staging() as staging:
                 origin = {"source": str(file), "converted_from": "gguf"} | _convert_gguf(file, staging / "made", report)
                 _keep_sampling(file.parent, staging / "made" / generation.FILE)
                 yield _Fetched(staging / "made", chosen_name, origin, ours=True)
@@ -213,13 +210,11 @@ class ModelLibrary:
             partial.unlink()
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         self._require_space(listing.nbytes - kept)
-        with self._room_for(listing.nbytes):
-            hub.download(
-                listing,
-                folder,
-                self._hub,
-                lambda done, file: report(done, listing.nbytes, "bytes", f"downloading {file}"),
-            )
+
+        def on_file(done: int, file: str) -> None:
+            report(done, listing.nbytes, "bytes", f"downloading {file}")
+
+        hub.download(listing, folder, self._hub, on_file)
         return folder
 
     @contextlib.contextmanager
@@ -228,15 +223,15 @@ class ModelLibrary:
         done, nbytes = 0, files.nbytes
         if not found.ours:
             self._require_space(nbytes)
-        with self._staging(nbytes) as staging:
+        with self._staging() as staging:
             for file, real in files.taken.items():
                 report(done, nbytes, "bytes", f"copying {file}")
                 done += real.stat().st_size
                 if found.ours:
                     os.rename(real, staging / file)
-                    (staging / file).chmod(0o600)
                 else:
-                    _copy(real, staging / file)
+                    shutil.copyfile(real, staging / file)
+                (staging / file).chmod(0o600)
             yield staging
 
     def _take_in(self, found: _Fetched, report: Report) -> ModelVersion:
@@ -267,26 +262,16 @@ class ModelLibrary:
 
     def _publish(self, staging: Path, kind: str, name: str, meta: Mapping[str, Any]) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
-        while True:
-            number = self._next_number(name, family)
-            version = f"v{number}"
-            seal_dir(staging, kind=kind, model=name, version=version, meta=meta)
-            for file in staging.iterdir():
-                sync(file)
-            replace_file(self._given(name), str(number).encode(), durable=True)
-            try:
-                os.rename(staging, family / version)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    continue  # this number was taken meanwhile, by a published fine-tune for instance
-                raise
-            sync(family)
-            return _described(family / version)
-
-    def _next_number(self, name: str, family: Path) -> int:
-        numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
-        given = self._given(name)
-        return max([*numbers, int(given.read_text()) if given.exists() else 0]) + 1
+        highest = int(self._given(name).read_text()) if self._given(name).exists() else 0
+        on_disk = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
+        number = max([*on_disk, highest]) + 1
+        seal_dir(staging, kind=kind, model=name, version=f"v{number}", meta=meta)
+        for file in staging.iterdir():
+            sync(file)
+        replace_file(self._given(name), str(number).encode(), durable=True)
+        os.rename(staging, family / f"v{number}")
+        sync(family)
+        return _described(family / f"v{number}")
 
     def _given(self, name: str) -> Path:
         """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
@@ -307,26 +292,14 @@ class ModelLibrary:
             raise NotEnoughDisk(str(self._root), needed_bytes, free, KEPT_FREE_BYTES)
 
     @contextlib.contextmanager
-    def _staging(self, nbytes: int) -> Iterator[Path]:
-        """A directory for one import of this many bytes; what is not renamed out of it goes. Raises NotEnoughDisk."""
+    def _staging(self) -> Iterator[Path]:
+        """A directory for one import; what is not renamed out of it goes."""
         staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
+        staging.mkdir(mode=0o700)
         try:
-            with self._room_for(nbytes):
-                staging.mkdir(mode=0o700)
-                yield staging
+            yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _room_for(self, nbytes: int) -> Iterator[None]:
-        """There was room for this many bytes, and others write too: raises NotEnoughDisk where the block finds none."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            free = shutil.disk_usage(self._root).free
-            raise NotEnoughDisk(str(self._root), nbytes, free, KEPT_FREE_BYTES) from error
 
     def _sweep(self) -> None:
         """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""
@@ -353,19 +326,6 @@ def _described(path: Path) -> ModelVersion:
         warnings=tuple(meta["warnings"]),
         info=meta["info"],
     )
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A new file, 0600. It shares the blocks where the file system can (reflink)."""
-    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as old, open(target, "xb") as new:
-        os.fchmod(new.fileno(), 0o600)
-        try:
-            while os.copy_file_range(old.fileno(), new.fileno(), COPY_CHUNK_BYTES):
-                pass
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise
-            shutil.copyfileobj(old, new)  # between these file systems; from where it stopped
 
 
 def _convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
