@@ -226,36 +226,32 @@ def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield path.relative_to(data_dir).as_posix(), path.stat()
 
 
-def _read_only(database: Path) -> str:
-    """Its URI: a backup by root must not leave files of root next to the database."""
-    return f"{database.absolute().as_uri()}?mode=ro"
+@contextmanager
+def _reading(database: Path) -> Iterator[sqlite3.Connection]:
+    """Read only: a backup by root must not leave files of root next to the database. Raises BackupError."""
+    try:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        raise BackupError(f"{database} cannot be copied: {error}") from error
 
 
 def _box_of(database: Path) -> str:
-    """The id of the box's first key. Raises BackupError."""
-    try:
-        with closing(sqlite3.connect(_read_only(database), uri=True)) as source:
-            row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
-            return row[0] if row else ""
-    except sqlite3.Error as error:
-        raise BackupError(f"{database} cannot be read: {error}") from error
+    """The id of the box's first key."""
+    with _reading(database) as source:
+        row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
+        return row[0] if row else ""
 
 
 def _copy_database(database: Path, copy: Path) -> None:
-    """Copies the database as of one moment, without the page's logins. Raises BackupError."""
+    """Copies the database as of one moment, without the page's logins."""
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    try:
-        with (
-            closing(sqlite3.connect(_read_only(database), uri=True)) as source,
-            closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-            target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
-            with target:
-                target.execute("DELETE FROM page_sessions")
-    except sqlite3.Error as error:
-        raise BackupError(f"{database} cannot be copied: {error}") from error
+    with _reading(database) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+        target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+        with target:
+            target.execute("DELETE FROM page_sessions")
 
 
 def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:

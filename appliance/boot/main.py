@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,11 @@ from appliance.boot.tracking import run_exporter, status_file
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
+from appliance.store.database import Database
+from appliance.store.errors import StoreError
+from appliance.store.ids import new_id
+from appliance.store.records import audit, keys
+from appliance.store.rows import AuditRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
@@ -121,6 +127,22 @@ def local_url(config: BoxConfig) -> str:
     return f"{config.scheme}://{host}:{config.box.port}"
 
 
+def make_first_key(paths: BoxPaths) -> bool:
+    """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError,
+    StoreError, sqlite3.Error.
+
+    The key goes nowhere else: what this process prints may end in a journal.
+    """
+    with Database(paths.database) as db, db.transaction():
+        if keys.list_all(db):
+            return False
+        row, key = keys.create(db, "first", ["inference", "fine_tuning", "admin"])
+        audit.insert(db, AuditRow(new_id("audit_"), None, "key.create", row.id, "done", "", row.created_s, {}))
+        paths.first_key.unlink(missing_ok=True)  # that of an earlier box here
+        write_secret(paths.first_key, key + "\n")
+        return True
+
+
 class Box:
     """Ray, the controller and the gateway of one box, each a supervised process. When one of them cannot be kept
     running it calls `stop`, and `hopeless` says why."""
@@ -155,18 +177,15 @@ class Box:
         for words in foreign_use(self._devices):
             self._say(words)
         self._paths.renew_gateway_token()
+        try:
+            has_first_key = make_first_key(self._paths)
+        except (OSError, StoreError, sqlite3.Error) as error:
+            raise BoxError(f"the first key cannot be made: {error}") from error
         self._say("starting Ray")
         await self._ray.begin()
         self._say("starting the controller")
         await self._controller.begin()
         await self._wait_for(self._controller)
-        try:
-            has_first_key = await self._first_key()
-        except OSError as error:
-            raise BoxError(f"the first key cannot be written to {self._paths.first_key}: {error.strerror}") from error
-        except httpx.HTTPError as error:
-            path = self._paths.logs / "controller.log"
-            raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
         await self._wait_for(self._gateway)
@@ -202,14 +221,13 @@ class Box:
         return fault
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
+        box = self._config.box
         process, self._ray_address = await ray_head.start(
             self._paths,
+            ray_head.head(box.node_address, box.node_port),
             [device.id for device in self._devices],
-            self._paths.logs / "ray.log",
             self._environment,
-            self._config.box.start_timeout_s,
-            self._config.box.node_address,
-            self._config.box.node_port,
+            box.start_timeout_s,
         )
         return process
 
@@ -270,27 +288,6 @@ class Box:
                 log_path = self._paths.logs / f"{process.name}.log"
                 raise BoxError(f"the {process.name} {why}; {log_path} ends with:\n{tail(log_path)}")
             await asyncio.sleep(0.05)
-
-    async def _first_key(self) -> bool:
-        """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError.
-
-        The key goes nowhere else: what this process prints may end in a journal.
-        """
-        transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
-            keys = (await client.get("/admin/v1/keys")).raise_for_status().json()["data"]
-            if keys:
-                return False
-            path = self._paths.first_key
-            path.unlink(missing_ok=True)  # that of an earlier box here
-            write_secret(path, "")  # a full disk fails here, before there is a key that nobody knows
-            made = await client.post(
-                "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
-            )
-            key = made.raise_for_status().json()["key"]
-            path.unlink()
-            write_secret(path, key + "\n")
-            return True
 
     def _announce(self, has_first_key: bool) -> None:
         file = str(self._paths.first_key) if has_first_key else None

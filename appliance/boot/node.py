@@ -85,15 +85,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     from scheduler.ray.nodes import announced_from, emptied
 
     node_config = node_config_of(config, paths, devices)
-    ray = await ray_head.join(
-        paths,
-        head,
-        node_config.address,
-        [device.id for device in devices],
-        paths.logs / "ray.log",
-        environment,
-        timeout_s,
-    )
+    where, ids = ray_head.member(head, node_config.address), [device.id for device in devices]
+    ray, _ = await ray_head.start(paths, where, ids, environment, timeout_s)
     try:
         await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)

@@ -27,7 +27,6 @@ class Outcome:
     started_s: float
     ended_s: float = 0.0
     finish_reason: str | None = None
-    chunks: int = 0
     answers: int = 0
     first_token_s: float | None = None
     error: str | None = None
@@ -108,7 +107,6 @@ class Load:
         for chunk in create(messages=messages, stream=True, **self._asked):
             outcome.first_token_s = outcome.first_token_s or time.monotonic() - outcome.started_s
             ids.add(chunk.id)
-            outcome.chunks += 1
             if chunk.choices and chunk.choices[0].finish_reason:
                 outcome.finish_reason = chunk.choices[0].finish_reason
         outcome.answers = len(ids)

@@ -67,13 +67,12 @@ REAL = Lesson(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--switches", type=int, default=2, help="mode switches under load (default: 2)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
     box, is_good = DemoBox(Path(options.data_dir).resolve()), False
     try:
-        is_good = run(box, REAL, options.switches)
+        is_good = run(box, REAL)
     except KeyboardInterrupt:
         console.print("\nstopped by hand")
         options.keep = False
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def run(box: DemoBox, lesson: Lesson, switches: int) -> bool:
+def run(box: DemoBox, lesson: Lesson) -> bool:
     """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
@@ -111,13 +110,12 @@ def run(box: DemoBox, lesson: Lesson, switches: int) -> bool:
     for name, answer in (("you", lesson.question), (lesson.model, before), (tuned, after)):
         console.print(f"[bold]{name}[/]  {answer}")
 
-    headline(f"4  {switches} switches of the devices between serving and training, with clients that go on asking")
+    headline("4  The devices switch to training and back, with clients that go on asking")
     job = box.train(lesson, file.id, n_epochs=FOREVER)
     box.admin("mode", "set", "serve", "--wait")
     with Load(box.url, box.key, lesson.model) as load:
         wait_for_answers(load)
-        for number in range(switches):
-            mode = "serve" if number % 2 else "train"
+        for mode in ("train", "serve"):
             switched_s, answered = time.monotonic(), load.finished
             box.admin("mode", "set", mode, "--wait")
             seconds = time.monotonic() - switched_s
@@ -128,18 +126,9 @@ def run(box: DemoBox, lesson: Lesson, switches: int) -> bool:
                 wait_for_answers(load)
         box.client.fine_tuning.jobs.cancel(job.id)
         box.admin("mode", "set", "auto", "--wait")
-    reports = [load.report()]
-
-    headline("5  Back to an older version and to the newest again, in the running engine, with streams flowing")
-    newest = box.admin("model", "show", tuned)["active_version"]
-    with Load(box.url, box.key, tuned, workers=2, max_tokens=64) as load:
-        wait_for_answers(load)
-        box.appliance("model", "rollback", tuned)
-        box.appliance("model", "rollback", tuned, "--version", newest)
-        wait_for_answers(load)
-    reports.append(load.report())
-    summary(box, reports, time.monotonic() - began_s)
-    return before != after and not any(r.dropped or r.truncated or r.duplicated for r in reports)
+    report = load.report()
+    summary(box, report, time.monotonic() - began_s)
+    return before != after and not (report.dropped or report.truncated or report.duplicated)
 
 
 class DemoBox:
@@ -192,23 +181,20 @@ class DemoBox:
         )
 
 
-def summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
+def summary(box: DemoBox, report: LoadReport, seconds: float) -> None:
     steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
     table = Table("what", "measured", "what it means", title="One run on this machine")
     for verb, (name, meaning) in STEPS.items():
         if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
             table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
-    for name, figure, meaning in (
-        ("requests", f"{sum(r.requests for r in reports)}", "answered in parts 4 and 5"),
-        ("longest", f"{max(r.longest_s for r in reports):.1f} s", "a request held until devices came back, whole"),
-        ("dropped", f"{sum(r.dropped for r in reports)}", "requests that ended with an error; the promise is 0"),
-        ("truncated", f"{sum(r.truncated for r in reports)}", "answers without their end; the promise is 0"),
-        ("duplicated", f"{sum(r.duplicated for r in reports)}", "answers sent twice; the promise is 0"),
-        ("demo", f"{seconds:.0f} s", "all of this"),
-    ):
-        table.add_row(name, figure, meaning)
+    table.add_row("requests", f"{report.requests}", "answered in part 4")
+    table.add_row("longest", f"{report.longest_s:.1f} s", "a request held until devices came back, whole")
+    table.add_row("dropped", f"{report.dropped}", "requests that ended with an error; the promise is 0")
+    table.add_row("truncated", f"{report.truncated}", "answers without their end; the promise is 0")
+    table.add_row("duplicated", f"{report.duplicated}", "answers sent twice; the promise is 0")
+    table.add_row("demo", f"{seconds:.0f} s", "all of this")
     console.print(table)
-    for error in {error for report in reports for error in report.errors}:
+    for error in report.errors:
         console.print(f"[red]{error}[/]")
 
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from appliance.memory import memory_policy
 from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
@@ -27,6 +27,9 @@ from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import MemoryReading, read_memory
 from weights.memory.store import WeightStore
 
+if TYPE_CHECKING:
+    from scheduler.ray.nodes import Nodes
+
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
@@ -39,19 +42,6 @@ BARREN_FOR_S = 10.0
 Stored = Callable[..., Awaitable[Any]]
 """Asks for a node's shared memory, by method: `idle_bytes` (of the store's pool, and of versions that nobody reads and
 another tier has), `trim_pool` and `evict(nbytes)`, which return the bytes freed."""
-
-
-class Nodes(Protocol):
-    """The nodes of the box; `scheduler.ray.nodes`."""
-
-    def memory(self) -> Mapping[str, MemoryReading]:
-        """The last report of each node but home."""
-
-    def alike(self) -> tuple[str, ...]:
-        """Nodes on which jobs can run, home first."""
-
-    async def of_agent(self, name: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent (see `Stored`). Raises EffectFailed if it is gone."""
 
 
 @dataclass(frozen=True, slots=True)

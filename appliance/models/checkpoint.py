@@ -52,18 +52,6 @@ _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
 @dataclass(frozen=True)
-class Files:
-    """`taken`: name in the checkpoint -> the regular file behind it. `left`: names that stay behind."""
-
-    taken: Mapping[str, Path]
-    left: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self.taken.values())
-
-
-@dataclass(frozen=True)
 class Facts:
     """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
 
@@ -75,8 +63,8 @@ class Facts:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def choose_files(directory: Path) -> Files:
-    """Which files of `directory` make the checkpoint. Sub-directories, code and other formats stay behind.
+def choose_files(directory: Path) -> dict[str, Path]:
+    """The files of `directory` that make the checkpoint, by name. Sub-directories, code and other formats stay behind.
 
     A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
     part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
@@ -85,7 +73,6 @@ def choose_files(directory: Path) -> Files:
     names = sorted(os.listdir(directory))
     weights = _weight_files(directory, names)
     taken: dict[str, Path] = {}
-    left: list[str] = []
     for name in names:
         wanted = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
         wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
@@ -93,15 +80,13 @@ def choose_files(directory: Path) -> Files:
             wanted = name == f"model{INDEX_SUFFIX}"
         if wanted:
             taken[name] = regular(directory, name)
-        else:
-            left.append(name)
     for name in sorted(weights):
         if name not in taken:
             raise NotACheckpoint(name, f"named by model{INDEX_SUFFIX} but not in {directory}: the copy is incomplete")
         check_header(taken[name], name)
     if "config.json" not in taken:
         raise NotACheckpoint("config.json", f"not in {directory}; expected a Hugging Face checkpoint directory")
-    return Files(taken, tuple(left))
+    return taken
 
 
 def check_header(path: Path, name: str) -> None:

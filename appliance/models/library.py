@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, trial
-from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
+from appliance.models.checkpoint import Task, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, NotEnoughMemory, SourceNotFound
 from appliance.models.put_right import check_numbers, put_right
 from runtime.replace_file import replace_file
@@ -55,24 +55,23 @@ class ModelVersion:
     name: str
     version: str
     path: Path
-    arch: str
-    task: Task
-    params: int
     bytes: int
-    max_model_len: int | None
     source: str
-    warnings: tuple[str, ...] = ()
+    params: int
+    arch: str = ""
+    task: Task = "generate"
+    max_model_len: int | None = None
+    warnings: Sequence[str] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A source's files in `folder`. name: of the model. origin: what the manifest says of where it came from. ours: its
-    files may be moved."""
+    """A source's files in `folder`. name: of the model. source: for people. ours: its files may be moved."""
 
     folder: Path
     name: str
-    origin: Mapping[str, Any]
+    source: str
     ours: bool
 
 
@@ -146,18 +145,16 @@ class ModelLibrary:
             note = [] if found.ours else adapter.template_note(found.folder, base, base_path)
             with self._staged(files, found, report) as staging:
                 layout = Layout.read(staging)
-                facts = adapter.examine(
-                    staging, layout, base=base, base_layout=Layout.read(base_path), rank_limit=rank_limit
-                )
+                below = Layout.read(base_path)
+                rank = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
                 check_numbers(staging, layout)
-                described = {"rank": facts.rank, "trained_on": facts.base, "modules": list(facts.modules)}
                 meta = {
-                    **found.origin,
-                    "params": facts.params,
+                    "source": found.source,
+                    "params": sum(placed.spec.numel for placed in layout),
                     "base": base,
                     "base_version": base_version,
                     "warnings": note,
-                    "info": {"adapter": described},
+                    "info": {"adapter": {"rank": rank, "trained_on": adapter.read_base(staging)}},
                 }
                 return self._publish(staging, "adapter", name, meta)
 
@@ -168,14 +165,8 @@ class ModelLibrary:
         if not _is_path(source, revision):
             report(0, None, "", f"asking the hub for the files of {source}")
             chosen_name, listing = self._listed(source, name, revision)
-            origin = {
-                "source": f"{listing.repository}@{listing.commit}",
-                "repository": listing.repository,
-                "commit": listing.commit,
-                "endpoint": self._hub.endpoint,
-            }
             folder = self._downloaded(listing, report)
-            yield _Fetched(folder, chosen_name, origin, ours=True)
+            yield _Fetched(folder, chosen_name, f"{listing.repository}@{listing.commit}", ours=True)
             shutil.rmtree(folder)
             return
         path = Path(source).expanduser()
@@ -183,9 +174,9 @@ class ModelLibrary:
             chosen_name = check_name(name if name is not None else _name_of(file.stem))
             self._require_space(file.stat().st_size)  # at the least: of 4 bits it makes bfloat16
             with self._staging() as staging:
-                origin = {"source": str(file), "converted_from": "gguf"} | _convert_gguf(file, staging / "made", report)
+                _convert_gguf(file, staging / "made", report)
                 _keep_sampling(file.parent, staging / "made" / generation.FILE)
-                yield _Fetched(staging / "made", chosen_name, origin, ours=True)
+                yield _Fetched(staging / "made", chosen_name, str(file), ours=True)
             return
         if not path.is_dir():
             found = "is a file and no GGUF" if path.exists() else "does not exist"
@@ -194,7 +185,7 @@ class ModelLibrary:
             )
         path = path.resolve()
         chosen_name = check_name(name if name is not None else _name_of(path.name))
-        yield _Fetched(path, chosen_name, {"source": str(path)}, ours=False)
+        yield _Fetched(path, chosen_name, str(path), ours=False)
 
     def _listed(self, source: str, name: str | None, revision: str | None) -> tuple[str, hub.Listing]:
         """The name that a model of a hub gets, and its files there."""
@@ -218,13 +209,13 @@ class ModelLibrary:
         return folder
 
     @contextlib.contextmanager
-    def _staged(self, files: Files, found: _Fetched, report: Report) -> Iterator[Path]:
+    def _staged(self, files: Mapping[str, Path], found: _Fetched, report: Report) -> Iterator[Path]:
         """A directory with a copy of the files; they are moved if they are ours."""
-        done, nbytes = 0, files.nbytes
+        done, nbytes = 0, sum(file.stat().st_size for file in files.values())
         if not found.ours:
             self._require_space(nbytes)
         with self._staging() as staging:
-            for file, real in files.taken.items():
+            for file, real in files.items():
                 report(done, nbytes, "bytes", f"copying {file}")
                 done += real.stat().st_size
                 if found.ours:
@@ -237,7 +228,8 @@ class ModelLibrary:
     def _take_in(self, found: _Fetched, report: Report) -> ModelVersion:
         """Stage, examine, try, mend, seal and publish a checkpoint."""
         files = choose_files(found.folder)
-        nbytes = files.nbytes
+        nbytes = sum(file.stat().st_size for file in files.values())
+        has_adapter = (found.folder / adapter.CONFIG_FILE).exists()
         with self._staged(files, found, report) as staging:
             facts = examine(staging, Layout.read(staging))
             report(nbytes, nbytes, "bytes", "trying its tokenizer and chat template")
@@ -245,20 +237,13 @@ class ModelLibrary:
             report(nbytes, nbytes, "bytes", "comparing its tensors with its architecture")
             facts = put_right(staging, facts, tried, trial.compare(staging, facts.arch))
             warnings = list(facts.warnings)
-            if adapter.CONFIG_FILE in files.left:
+            if has_adapter:
                 warnings.append(
                     f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
                 )
             report(nbytes, nbytes, "bytes", "computing checksums")
-            described = {
-                "arch": facts.arch,
-                "task": facts.task,
-                "params": facts.params,
-                "max_model_len": facts.max_model_len,
-                "warnings": warnings,
-                "info": dict(facts.info),
-            }
-            return self._publish(staging, "version", found.name, {**found.origin, **described})
+            meta = {"source": found.source, **asdict(facts), "warnings": warnings}
+            return self._publish(staging, "version", found.name, meta)
 
     def _publish(self, staging: Path, kind: str, name: str, meta: Mapping[str, Any]) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
@@ -312,25 +297,13 @@ class ModelLibrary:
 
 def _described(path: Path) -> ModelVersion:
     manifest = Manifest.read(path)
-    meta = manifest.meta
-    return ModelVersion(
-        name=manifest.model,
-        version=manifest.version,
-        path=path,
-        arch=meta.get("arch", ""),
-        task=meta.get("task", "generate"),
-        params=meta["params"],
-        bytes=manifest.nbytes,
-        max_model_len=meta.get("max_model_len"),
-        source=meta["source"],
-        warnings=tuple(meta["warnings"]),
-        info=meta["info"],
-    )
+    known = {key: value for key, value in manifest.meta.items() if key in ModelVersion.__dataclass_fields__}
+    return ModelVersion(manifest.model, manifest.version, path, manifest.nbytes, **known)
 
 
-def _convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
-    """Write the model in `file` as a checkpoint into the new directory `out`; return what the file says of itself.
-    Raises CheckpointRefused, NotEnoughMemory."""
+def _convert_gguf(file: Path, out: Path, report: Report) -> None:
+    """Write the model in `file` as a checkpoint into the new directory `out`. Raises CheckpointRefused,
+    NotEnoughMemory."""
     report(0, None, "", f"reading {file.name}")
 
     def on_event(event: dict[str, Any]) -> None:
@@ -346,7 +319,6 @@ def _convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
         raise CheckpointRefused(file.name, found["refused"])
     if "needed_bytes" in found:
         raise NotEnoughMemory(file.name, found["needed_bytes"], found["available_bytes"])
-    return found
 
 
 def _keep_sampling(folder: Path, made: Path) -> None:
