@@ -95,7 +95,6 @@ def test_status_shows_box_replicas_jobs_and_troubles(box: ControlledBox, tmp_pat
     trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
     change(box.context, main_troubles=lambda: [trouble])
     assert "no such place" in box.run("status").stdout
-    answer = box.json("status")
 
 
 def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
@@ -120,7 +119,6 @@ def test_models_are_listed_shown_and_shared(box: ControlledBox):
     rows = lines(box.run("model", "list").stdout)
     assert rows[0][0] == "MODEL" and rows[0][-1] == "STATE"
     assert rows[1][:2] == ["starter", "base"] and rows[1][-1] == "cold"
-    shown = box.json("model", "show", "starter")
     told = lines(box.run("model", "show", "starter").stdout)
     assert ["active", "version", "v2"] in told and any(line[0] == "v1" for line in told)
     stopped = box.run("model", "share", "starter", "--with", "all", "--stop")
