@@ -59,7 +59,6 @@ SUBPACKAGES = (
     "appliance",
     "appliance.controller.interfaces",
     "appliance.gateway.server",
-    "appliance.gateway.access",
     "appliance.gateway.requests",
     "appliance.gateway.core",
     "appliance.ui",
@@ -89,7 +88,6 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
-    "serve.api",
     "serve.load",
     "serve.core",
     "weights.tiers",
@@ -124,7 +122,7 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
     "wandb": {"appliance/tracking.py"},
-    "opentelemetry": {"appliance/gateway/access/tracing.py"},
+    "opentelemetry": {"appliance/gateway/server/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
@@ -353,8 +351,6 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # A plan for a model and devices that no box has is made here.
-        and not module.startswith("appliance.controller.jobs.planned")
         # A backup or an invitation is made by the command itself, which imports it then.
         and not (
             name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/box.py")
@@ -571,7 +567,7 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "serve/engine/main.py while_alive": AWAITED,
+    "serve/engine/main.py _while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",

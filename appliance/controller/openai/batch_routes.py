@@ -11,15 +11,14 @@ from pydantic import StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.work import BATCHES as KIND
-from appliance.controller.batches.work import Batches
+from appliance.controller.batches.work import waiting_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
 from appliance.controller.http.resource import Resource
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
@@ -42,12 +41,12 @@ class BatchCreate(StrictBody):
     completion_window: Literal["24h"]
     endpoint: Annotated[str, StringConstraints(max_length=128)]
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(context: ControllerContext, runner: Batches) -> APIRouter:
-    db, view = context.db, partial(_view, runner)
+def routes(context: ControllerContext) -> APIRouter:
+    db, view = context.db, partial(_view, context)
     router = BATCHES.serve(context, view, batches.page, part(20, most=100, order=None))
 
     @router.post("")
@@ -58,7 +57,6 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
                 f"{', '.join(ENDPOINTS)}.",
                 "endpoint",
             )
-        check_metadata(body.metadata)
         attempt = BATCHES.attempt(request, caller, body.model_dump())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
@@ -106,7 +104,7 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     return router
 
 
-def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
+def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
@@ -118,6 +116,6 @@ def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
-        "waiting_for": runner.waiting_for(row),
+        "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,
     }

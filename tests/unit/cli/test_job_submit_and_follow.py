@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.unit.cli.conftest import openai_error, run
+from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
 
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
@@ -62,15 +62,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
-
-
-def test_a_plan_for_what_is_not_here_needs_no_box():
-    done = run("plan", "job", "--config", "70b", "--devices", "8", "--accelerator", "h100", "--lora-rank", "16")
-    assert done.exit_code == 0 and "fits" in done.stdout and "17.2 GB" in done.stdout
-    assert "kwh" in done.stdout
-    assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
-    for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
-        assert run("plan", "job", *wrong).exit_code == 2
 
 
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
