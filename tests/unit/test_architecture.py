@@ -364,7 +364,6 @@ def test_the_command_line_is_a_thin_client():
     before = {
         "locate": (
             "appliance.DEFAULT_DATA_DIR",
-            *("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
             *(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         ),
         "commands/machine": (
