@@ -153,7 +153,7 @@ class Controller:
                 raise errors.from_upstream(response.status, earlier)
         nbytes = exchange.body_bytes + len(earlier)
         if nbytes > limit:
-            raise errors.body_too_large(limit, close=False)  # the client's own body was not
+            raise errors.body_too_large(limit)
         state.take_body(exchange, len(earlier))
         again = check_object(exchange.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
