@@ -199,7 +199,7 @@ CREATE TABLE uploads (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     mime_type TEXT NOT NULL, bytes INTEGER NOT NULL, file_keep_s REAL, key_id TEXT,
     status TEXT NOT NULL CHECK (status IN ('pending', 'completed', 'cancelled', 'expired')), file_id TEXT,
-    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT '', parts INTEGER NOT NULL DEFAULT 0,
+    created_s REAL NOT NULL, expires_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT '',
     part_bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX uploads_of_key ON uploads (key_id, bytes) WHERE status = 'pending';
