@@ -551,6 +551,7 @@ TASKS = {
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
+    "appliance/tiers/flow.py TierFlow.run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/controller/engines/versions.py VersionProvider.in_memory": AWAITED,
