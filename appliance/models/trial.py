@@ -66,7 +66,12 @@ def run_trial(
             env={**os.environ, **quiet, "RUST_BACKTRACE": "0"},
         )
         assert process.stdin is not None and process.stdout is not None
-        limit = threading.Timer(limit_s, lambda: (late.set(), process.kill()))
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        limit = threading.Timer(limit_s, end)
         limit.start()
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
