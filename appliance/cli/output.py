@@ -1,5 +1,4 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal,
-else a line now and then."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, on a terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +6,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from appliance.cli import formats
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 # Rich is imported inside the functions that draw, because it would double the time of `--help`.
-
-_UNBOUNDED_COLUMNS = 10_000
-LINE_EVERY_S = 30.0
-"""Off a terminal: of work that takes less, nothing is said."""
-
-
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
 """`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
@@ -96,12 +90,13 @@ def view(answer: Mapping[str, Any], label: Callable[[str], str] = formats.label)
         if name in ("notes", "warnings"):
             remarks += [f"{of}: {text}" for of, text in value.items()] if isinstance(value, dict) else value
         elif rows := _rows(value):
-            parts.append(above(f"{label(name)}:", listing("", rows)))
+            parts.append(stack(f"{label(name)}:", listing("", rows), gap=False))
         elif isinstance(value, dict) and len(formats.by_name(name, value)) > _ONE_LINE_CHARACTERS:
-            parts.append(above(f"{label(name)}:", view(value, formats.label_of_parts(name))))
+            parts.append(stack(f"{label(name)}:", view(value, formats.label_of_parts(name)), gap=False))
         else:
             pairs.append((label(name), formats.by_name(name, value)))
-    return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
+    told = "\n".join(f"! {one}" for one in remarks) or None
+    return stack(table(("", ""), pairs) if pairs else None, *parts, told)
 
 
 def _rows(value: Any) -> list[Any]:
@@ -114,11 +109,11 @@ def _rows(value: Any) -> list[Any]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:
-    """A table. Columns whose name begins with ">" are aligned to the right."""
+    """A table. Columns whose name begins with ">" are aligned to the right; without names there is no header."""
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
     for name in columns:
         # Long cells are folded and never shortened: half an id is no id.
         drawn.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
@@ -127,43 +122,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     return drawn if drawn.row_count else Text(empty)
 
 
-def fields(*pairs: tuple[str, object]) -> RenderableType:
-    """One thing, with a name and a value per line."""
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    drawn.add_column(style="bold", no_wrap=True)
-    drawn.add_column(overflow="fold")
-    for name, value in pairs:
-        drawn.add_row(Text(name), Text(formats.printable(value)))
-    return drawn
-
-
-def stack(*parts: RenderableType | None) -> RenderableType:
-    """Parts below each other with a blank line in between; None is left out."""
+def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
+    """Parts below each other; None is left out. gap: with a blank line in between."""
     from rich.console import Group
     from rich.text import Text
 
     shown: list[RenderableType] = []
     for part in parts:
         if part is not None:
-            part = formats.printable(part) if isinstance(part, str) else part
-            shown += [Text(""), part] if shown else [part]
+            shown += [Text("")] if shown and gap else []
+            shown.append(Text(formats.printable(part)) if isinstance(part, str) else part)
     return Group(*shown)
-
-
-def above(title: str, part: RenderableType) -> RenderableType:
-    """A part under its title."""
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(Text(formats.printable(title)), part)
-
-
-def notes(sentences: Iterable[str]) -> str | None:
-    """Remarks for a person, a line each; None if there are none."""
-    return "\n".join(f"! {sentence}" for sentence in sentences) or None
 
 
 def draw(renderable: RenderableType) -> None:
@@ -173,7 +142,7 @@ def draw(renderable: RenderableType) -> None:
         _console().print(renderable)
         return
     # In a pipe there is no width to fold to, and no padding trails.
-    console = _console(width=_UNBOUNDED_COLUMNS)
+    console = _console(width=10_000)
     with console.capture() as captured:
         console.print(renderable)
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)
@@ -184,63 +153,41 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
 
     fetch: None while the box is away; what was shown last stays.
     """
-    if as_json or not sys.stdout.isatty():
-        while True:
-            if (answer := fetch()) is not None:
-                print(json_text(answer), flush=True) if as_json else draw(render(answer))
-            time.sleep(every_s)
     from rich.live import Live
 
-    with Live(console=_console(), screen=True, auto_refresh=False) as live:
+    in_place = not as_json and sys.stdout.isatty()
+    with Live(console=_console(), screen=True, auto_refresh=False) if in_place else nullcontext() as live:
         while True:
             if (answer := fetch()) is not None:
-                live.update(render(answer), refresh=True)
+                if live:
+                    live.update(render(answer), refresh=True)
+                else:
+                    print(json_text(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(every_s)
-
-
-class Meter:
-    """Shows how far a piece of work is: this one nothing."""
-
-    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
-        return
-
-
-class Lines(Meter):
-    """For logs and pipes: how far the work is, at most every LINE_EVERY_S. now_s: of a clock."""
-
-    def __init__(self, message: str, now_s: Callable[[], float] = time.monotonic):
-        self._message, self._now_s = message, now_s
-        self._began_s = self._said_s = now_s()
-
-    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
-        self._message = message or self._message
-        now_s = self._now_s()
-        if now_s - self._said_s < LINE_EVERY_S:
-            return
-        self._said_s = now_s
-        share = f", {100 * (done or 0) / total:.0f} %" if total else ""
-        say(f"{self._message}{share}, after {formats.duration(now_s - self._began_s)}")
 
 
 @contextmanager
-def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; `Lines` when stderr is not a terminal."""
+def progress(message: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr that lives while the work does, only on a terminal. What it yields is called with the message,
+    how much is done, and of how much, as far as they are known."""
     if not sys.stderr.isatty():
-        yield Lines(message)
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     parts = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn())
     with Progress(*parts, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(message, total=None)
+        yield lambda now=None, done=None, total=None: bar.update(task, description=now, completed=done, total=total)
 
-        class Bar(Meter):
-            def update(
-                self, message: str | None = None, *, done: float | None = None, total: float | None = None
-            ) -> None:
-                bar.update(task, description=message, completed=done, total=total)
 
-        yield Bar()
+def opened(path: Path) -> AbstractContextManager[BinaryIO]:
+    """A file to be sent; on a terminal a bar shows how much of it was read. Raises OSError."""
+    from rich import progress
+
+    told = "sending the file, which the box then checks"
+    hidden, console = not sys.stderr.isatty(), _console(stderr=True)
+    return progress.open(path, "rb", description=told, console=console, transient=True, disable=hidden)
 
 
 def _console(width: int | None = None, *, stderr: bool = False) -> Console:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.jobs import data
+from appliance.controller.jobs.validation import remove_copies
 from appliance.store.database import Database
 from appliance.store.objects import evals, files, idempotency, jobs
 from appliance.store.upkeep import retention
@@ -46,7 +46,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
             if row is not None and not retention.is_needed(db, file_id):  # since it was found
                 storage.remove(context, row)
     for job_id in _with_folders(db, context.jobs_dir, now_s):
-        data.remove(context, job_id)
+        remove_copies(context, job_id)
     if kept.job_data_days is not None:
         for job_id in _with_folders(db, context.jobs_dir, now_s - kept.job_data_days * DAY_S):
             shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)

@@ -13,7 +13,6 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.records import deployments
 from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
@@ -90,14 +89,11 @@ class VersionProvider:
 
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to. May be called from any thread."""
-        return any(
-            version == name.version and self._owner_id(model) == name.model
-            for model, version in (*self._served.items(), *self._leases)
-        )
-
-    def _owner_id(self, name: str) -> str | None:
-        found = resolve(self._db, name)
-        return None if found is None else found.model.id
+        for model, version in (*self._served.items(), *self._leases):
+            if version == name.version and (found := resolve(self._db, model)) is not None:
+                if found.model.id == name.model:
+                    return True
+        return False
 
     def let_go(self, name: str) -> None:
         """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""
@@ -128,6 +124,5 @@ class VersionProvider:
         shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
         if not kind_of(self._device.kind).on_host:
             return shared + GPU_ENGINE_BYTES
-        deployment = deployments.find(self._db, row.id)
-        devices = deployment.tensor_parallel if deployment is not None else 1
+        devices = self._sizes.devices(row.id)
         return shared + devices * self._sizes.size(row, version, devices).memory.device_bytes

@@ -8,11 +8,14 @@ failed change takes back its own version only.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
+from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import SwapFailed
+from appliance.controller.interfaces.errors import Conflict, SwapFailed
+from appliance.controller.interfaces.principal import Principal
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow
@@ -24,6 +27,17 @@ def lock(model: str) -> asyncio.Lock:
     return _LOCKS.setdefault(model, asyncio.Lock())
 
 
+async def change(
+    context: ControllerContext, row: ModelRow, version: str, caller: Principal, action: str, why: str
+) -> dict[str, Any]:
+    """`switch` at a person's request, whose failure is audited as `action`. Raises Conflict."""
+    try:
+        return await switch(context, row, version, f"{row.id} {why}")
+    except SwapFailed as error:
+        record(context, caller, action, row.id, outcome="failed", to=version, error=str(error))
+        raise Conflict(f"The change of {row.id} failed: {error}", param="version", code="swap_failed") from error
+
+
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:
     """The swap's measurements. Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
     go back to it; unless that version, or the model, was deleted meanwhile."""
@@ -32,10 +46,9 @@ async def switch(context: ControllerContext, row: ModelRow, version: str, why: s
     try:
         return await context.scheduler.converge_model(row.id)
     except SwapFailed:
-        try:
-            back = models.reactivate(context.db, row.id, failed=version, previous=row.active_version)
-        except RowNotFound as error:
-            raise SwapFailed(row.id, version, "the version it would go back to was deleted meanwhile") from error
-        if back:
-            context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
+        with suppress(RowNotFound), context.db.transaction():  # the version before is gone too
+            now = models.find(context.db, row.id)
+            if now is not None and now.active_version == version and row.active_version is not None:
+                models.activate(context.db, row.id, row.active_version)
+                context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
         raise

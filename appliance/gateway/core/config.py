@@ -71,8 +71,7 @@ class GatewayConfig:
 
     `name` identifies this gateway on the bus; worker i of several appends "-i". `private_socket` is where it listens to
     the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
-    `token_path` holds the token that proves to it that a gateway wrote a head.
-    """
+    `token_path` holds the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str
     bus_socket: str
@@ -99,16 +98,8 @@ class GatewayConfig:
     holds: HoldLimits = field(default_factory=HoldLimits)
 
     @classmethod
-    def from_json(cls, text: str) -> GatewayConfig:
-        """Raises ConfigInvalid."""
-        try:
-            return cls.from_mapping(msgspec.json.decode(text))
-        except msgspec.DecodeError as error:
-            raise ConfigInvalid(f"not JSON ({error})") from error
-
-    @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> GatewayConfig:
-        """Build from plain data. Raises ConfigInvalid naming the key and what is expected."""
+        """Raises ConfigInvalid naming the key and what is expected."""
         try:
             config = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:

@@ -1,39 +1,39 @@
-"""Answers every request: its head is admitted, its body read, and what its route says does the rest.
-
-One coroutine per request, from the socket to the engine or the controller and back. What ends it early: an HttpError
-becomes its answer, a client that left or a revoked key cancels it.
+"""Answers every request, each in one coroutine, from the socket to the engine or the controller and back.
 
 A login of the page is a token of two halves. One is a cookie that no script reads; browsers send it to every port of a
 host, also with requests of other pages of that host. The page's own origin keeps the other and sends it in a header
-that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself.
-"""
+that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, plain_target, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.reports import metrics_text
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.moments import minute
+from runtime.replace_file import replace_file
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -52,14 +52,29 @@ class App:
     """The ASGI application."""
 
     def __init__(self, state: State, controller: Controller) -> None:
-        self._state = state
-        self._controller = controller
+        self._state, self._controller = state, controller
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        state, exchange = self._state, Exchange(self._state, scope, receive, send)
+        state = self._state
+        exchange = Exchange(state.limits, scope, receive, send)
         state.exchanges.add(exchange)
+        error: HttpError | None = None
         try:
-            if (error := await self._answer(exchange)) is not None:
+            try:
+                self._admit(exchange)
+                await self._serve(exchange)
+            except asyncio.CancelledError:
+                if (error := exchange.ended) is None:
+                    raise
+                exchange.task.uncancel()
+            except HttpError as refusal:
+                error = refusal
+            except ClientGone:
+                raise
+            except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
+                log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
+                error = HttpError(500, "The gateway failed.", code="internal_error")
+            if error is not None:
                 await exchange.fail(error)
         except (ClientGone, asyncio.CancelledError):
             pass
@@ -70,26 +85,6 @@ class App:
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
 
-    async def _answer(self, exchange: Exchange) -> HttpError | None:
-        """Answer, or return why not. Raises ClientGone, CancelledError."""
-        try:
-            self._admit(exchange)
-            await self._serve(exchange)
-        except asyncio.CancelledError:
-            if exchange.ended is None:
-                raise
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-            return exchange.ended
-        except HttpError as error:
-            return error
-        except ClientGone:
-            raise
-        except Exception as error:  # noqa: BLE001 - logged, and the client gets a 500
-            log.error("a request was not answered", exc_info=error, extra=exchange.ids)
-            return HttpError(500, "The gateway failed.", code="internal_error")
-        return None
-
     # -- who asks, and whether they may
 
     def _admit(self, exchange: Exchange) -> None:
@@ -98,8 +93,6 @@ class App:
         exchange.received_s = time.monotonic()
         own_id = headers.get(b"x-request-id", b"")
         exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
-        exchange.target = plain_target(exchange.target)
-        exchange.path = exchange.target.partition(b"?")[0]
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
@@ -107,11 +100,8 @@ class App:
             exchange.caller = caller = self._caller(exchange)
             exchange.use = state.spending.use_of(caller, batch=headers.get(CLASS) == b"batch")
             if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
-                needed = " or ".join(sorted(route.scopes))
-                message = (
-                    f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
-                )
-                raise HttpError(403, message, code="insufficient_permissions")
+                message = "You have insufficient permissions for this operation. The API key needs the scope: "
+                raise HttpError(403, f"{message}{' or '.join(sorted(route.scopes))}.", code="insufficient_permissions")
         elif route.kind is Kind.PAGE:
             html = b"text/html" in headers.get(b"accept", b"").lower()
             if exchange.path not in site() and not (exchange.path == FRONT_DOOR and html):
@@ -124,29 +114,27 @@ class App:
 
     def _caller(self, exchange: Exchange) -> Caller:
         """Who asks: by an id on the private socket, by a key, or by a login of the page. Raises HttpError 401."""
-        state, now_s, private = self._state, time.time(), exchange.connection.private
-        digest = "" if private else key_digest(exchange.headers)
-        login_of = "" if private or digest else login_digest(exchange)
+        state, headers, now_s = self._state, exchange.headers, time.time()
         if state.generation < 0:
             raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-        if login_of:
-            login, caller = state.sessions.get(login_of, (None, None))
+        caller: Caller | None
+        if exchange.connection.private:
+            key_id = headers.get(KEY_ID, b"").decode("latin-1")
+            caller = state.spending.callers.get(key_id) if key_id else THE_BOX
+        elif digest := key_digest(headers):
+            caller = state.keys.get(digest)
+        else:
+            login, caller = state.sessions.get(login_digest(exchange), (None, None))
             if login is None or caller is None or login.until_s <= now_s or caller.has_expired(now_s):
                 raise errors.session_ended()
             exchange.session = login.id
-            return caller
-        if private:
-            key_id = exchange.headers.get(KEY_ID, b"").decode("latin-1")
-            caller = state.spending.callers.get(key_id) if key_id else THE_BOX
-        else:
-            caller = state.keys.get(digest)
         if caller is not None and not caller.has_expired(now_s):
             return caller
         state.metrics.events["bad_key"] += 1
+        why = "Incorrect API key provided, or the key was revoked."
         if caller is not None and caller.expires_s is not None:
-            whom = "Ask whoever runs this box for another one."
-            raise errors.invalid_key(f"This API key expired at {minute(caller.expires_s)}. {whom}")
-        raise errors.invalid_key()
+            why = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
+        raise HttpError(401, why, code="invalid_api_key")
 
     # -- what its route says
 
@@ -159,7 +147,7 @@ class App:
         elif kind is Kind.CONTROL:
             await self._controller.relay(exchange)
         elif kind is Kind.LOGIN:
-            await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))
+            await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
             own = await metrics_text(state, controller_up=bool(theirs))
@@ -168,10 +156,20 @@ class App:
             await self._page(exchange)
         else:
             ready = state.generation >= 0 and not state.stopping
-            away = ["controller"] if state.controller_away else []
-            degraded = sorted({*state.background.names(), *state.box_troubles, *away})
-            body = {"status": "ok" if ready else "starting", "degraded": degraded}
-            await exchange.whole(200 if ready else 503, b"application/json", orjson.dumps(body))
+            failing = {*state.background.names(), *state.box_troubles} | (
+                {"controller"} if state.controller_away else set()
+            )
+            body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
+            await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
+
+    async def _body(self, exchange: Exchange, limit: int) -> bytes:
+        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
+        kept: list[bytes] = []
+        async for data in exchange.pieces(limit):
+            self._state.take_body(exchange, len(data))
+            kept.append(data)
+        exchange.received_s = time.monotonic()
+        return b"".join(kept)
 
     async def _page(self, exchange: Exchange) -> None:
         file = site().get(exchange.path, TO_THE_PAGE)
@@ -181,45 +179,47 @@ class App:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, route = self._state, exchange.route
-        body = await exchange.body(state.limits.inference_body_bytes)
-        state.spending.admit(exchange)
+        body = await self._body(exchange, state.limits.inference_body_bytes)
+        caller, private = exchange.caller, exchange.connection.private
+        state.spending.admit(caller, exchange.use)
         data = parsed_body(body)
-        name, private = data["model"], exchange.connection.private
-        if private and policy_of(name) is not None:
+        name, in_training = data["model"], policy_of(data["model"]) is not None
+        if private and in_training:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
-        state.callable_model(name, exchange.caller, private)
-        exchange.refused_model = name.partition("@")[0]
+        model = state.callable_model(name, caller, private)
+        exchange.model = (model.host if in_training else name).partition("@")[0]
         checked = check_object(route, data, len(body), state.limits)
         checked.model = name
         self._check_model(exchange, checked)
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
-            if transcript.stores and not self._controller.copies.has_room():
+            if transcript.stores and not self._controller.has_room():
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.background:
-                state.spending.opened(exchange, checked, state.limits)
+                self._open(exchange, checked)
                 await self._controller.relay(exchange, body)
                 return None
             if transcript.previous_id:
                 checked = await self._controller.with_previous(exchange, data, checked)
                 self._check_model(exchange, checked)
-        state.spending.opened(exchange, checked, state.limits)
-        counted_as = checked.model if policy_of(checked.model) is None else state.router.models[checked.model].host
-        exchange.model, exchange.routed_model = counted_as.partition("@")[0], checked.model
+        self._open(exchange, checked)
+        exchange.routed_model = checked.model
         if state.tracing is not None:
             state.tracing.begin(exchange)
-        return Inference(state, self._controller.copies, exchange, checked)
+        return Inference(state, self._controller, exchange, checked)
+
+    def _open(self, exchange: Exchange, checked: Checked) -> None:
+        """Raises HttpError 429."""
+        self._state.spending.opened(exchange.caller, exchange.use, checked.tokens, self._state.limits.owner_requests)
+        exchange.checked = checked
 
     def _check_model(self, exchange: Exchange, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route = exchange.route
-        if checked.ignored:
-            exchange.ignored = checked.ignored
-            names = "; ".join(value.decode() for _, value in checked.ignored)
-            log.info("left out of the request, as no engine has it: %s", names, extra=exchange.ids)
+        exchange.ignored = checked.ignored
         model, message = self._state.callable_model(checked.model, exchange.caller, exchange.connection.private), ""
         if model.task != route.task:
             message = f"The model `{checked.model}` does not support {route.name}."
@@ -240,55 +240,53 @@ class App:
 def key_digest(headers: Headers) -> str:
     """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page.
     Raises HttpError 401 without either."""
-    value = headers.get(b"authorization")
+    value, key = headers.get(b"authorization"), headers.get(b"x-api-key", b"")
     if value is not None:
-        scheme, _, key = value.partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-    else:
-        key = headers.get(b"x-api-key", b"")
-    if not key:
-        if value is None and PAGE_HEADER in headers:
-            return ""
-        message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
-        raise HttpError(401, message, code="missing_api_key")
-    return hashlib.sha256(key).hexdigest()
+        scheme, _, rest = value.partition(b" ")
+        key = rest.strip() if scheme.lower() == b"bearer" else b""
+    if key:
+        return hashlib.sha256(key).hexdigest()
+    if value is None and PAGE_HEADER in headers:
+        return ""
+    message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
+    raise HttpError(401, message, code="missing_api_key")
 
 
-def login_digest(request: Request) -> str:
+def login_digest(exchange: Exchange) -> str:
     """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a request of
     another page."""
-    check_same_origin(request)
-    name, _, half = request.headers[PAGE_HEADER].partition(b".")
-    pairs = (pair.partition(b"=") for pair in request.headers.get(b"cookie", b"").split(b";"))
+    check_same_origin(exchange)
+    name, _, half = exchange.headers[PAGE_HEADER].partition(b".")
+    pairs = (pair.partition(b"=") for pair in exchange.headers.get(b"cookie", b"").split(b";"))
     cookie = next((value.strip() for field, _, value in pairs if field.strip() == name), b"")
     if not name or not half or not cookie:
         raise errors.session_ended()
     return hashlib.sha256(b"%b.%b" % (cookie, half)).hexdigest()
 
 
-def check_same_origin(request: Request) -> None:
+def check_same_origin(exchange: Exchange) -> None:
     """Raises HttpError 403 for a request of another page.
 
     Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
     elsewhere the origin header names it, except for reads."""
-    headers = request.headers
+    headers = exchange.headers
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         by_the_page = site == b"same-origin"
     elif origin is not None:
         by_the_page = origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
     else:
-        by_the_page = request.method == b"GET"
+        by_the_page = exchange.method == b"GET"
     if not by_the_page:
         raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
-def check_head(request: Request, limits: Limits) -> None:
+def check_head(exchange: Exchange, limits: Limits) -> None:
     """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
-    headers, length, limit = request.headers, request.content_length, request.route.body_bytes(limits)
-    if (length or request.chunked) and request.method not in (b"POST", b"PUT", b"PATCH"):
+    headers, length, limit = exchange.headers, exchange.content_length, exchange.route.body_bytes(limits)
+    if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
-        method = request.method.decode()
+        method = exchange.method.decode()
         raise HttpError(400, f"A {method} request has no body here. Send it without one.", code="unexpected_body")
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
@@ -296,7 +294,84 @@ def check_head(request: Request, limits: Limits) -> None:
         # The size of a compressed body does not bound the cost of reading it.
         raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
     kind = headers.get(b"content-type", _JSON)
-    if request.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
+    if exchange.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
         given = kind[:100].decode("ascii", "replace")
         message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
         raise HttpError(415, message, code="unsupported_content_type")
+
+
+# -- Prometheus
+#
+# Each of several workers keeps a snapshot of its series beside the bus socket; the scraped one adds those of the others
+# to its own. Each series has the label `worker`, so that to Prometheus a restarted worker resets only its own.
+
+STALE_S: Final = 30.0
+"""Age of a snapshot whose worker is gone; its successor writes to the same file."""
+
+
+async def metrics_text(state: State, *, controller_up: bool) -> bytes:
+    """Series of this gateway, all its workers together."""
+    up = GaugeMetricFamily("appliance_controller_up", "Whether the controller answered this scrape.", controller_up)
+    texts, own = [await _text(state, up)], _snapshot(state, state.config.name)
+    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
+        with contextlib.suppress(OSError):
+            if path != own and time.time() - path.stat().st_mtime < STALE_S:
+                texts.append(path.read_text())
+    families: dict[str, list[str]] = {}  # the format requires that all samples of a name are together
+    for text in texts:
+        for one in f"\n{text.rstrip()}".split("\n# HELP ")[1:]:
+            about, kind, *samples = one.split("\n")
+            families.setdefault(f"# HELP {about}\n{kind}", []).extend(samples)
+    return "".join("\n".join((head, *samples)) + "\n" for head, samples in families.items()).encode()
+
+
+async def write_snapshot(state: State) -> None:
+    """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
+    text = await _text(state)
+    with contextlib.suppress(OSError):
+        replace_file(_snapshot(state, state.config.name), text.encode())
+
+
+def _snapshot(state: State, worker: str) -> Path:
+    return Path(f"{state.config.bus_socket}.{worker}.metrics")
+
+
+async def _text(state: State, *more: Metric) -> str:
+    """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
+    current, worker = [*gauges(state), *more], {"worker": state.config.name}
+
+    def collect() -> Iterator[Metric]:
+        for one in (*state.metrics.registry.collect(), *current):
+            if state.config.workers > 1:
+                one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
+            yield one
+
+    collected: Any = SimpleNamespace(collect=collect)
+    return (await asyncio.to_thread(generate_latest, collected)).decode()  # it may take 0.3 s
+
+
+def gauges(state: State) -> Iterator[Metric]:
+    """Series made of the current state."""
+    certificate, named = state.certificate, "appliance_gateway_{}".format
+    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
+    for event, count in sorted(state.metrics.events.items()):
+        events.add_metric((event,), count)
+    yield events
+    yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
+    yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
+    yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)
+    if certificate is not None:
+        text = "Unix time at which the endpoint's certificate expires."
+        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, certificate.expires_s)
+    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
+    loads = {name: load.inflight for name, load in state.router.loads.items()}
+    failing = dict.fromkeys(state.background.names(), 1)
+    for name, label, text, values in (
+        ("held", "model", "Requests waiting for a replica.", held),
+        ("inflight", "replica", "Requests on a replica.", loads),
+        ("degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+    ):
+        family = GaugeMetricFamily(named(name), text, labels=(label,))
+        for value, number in values.items():
+            family.add_metric((value,), number)
+        yield family

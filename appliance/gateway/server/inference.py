@@ -6,9 +6,8 @@
   to one more after that, and to no third.
 - After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
   other ends with an error event.
-- Of a good answer the bytes pass unchanged, but for what stream.py rewrites.
-- A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand.
-"""
+- Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
+- A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
-from appliance.gateway.core.table import cache_salt
+from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
-from appliance.gateway.server.controller import Copies
-from appliance.gateway.server.exchange import VERSION, Exchange
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
 from appliance.gateway.server.state import State, read_up_to
-from appliance.gateway.server.stream import Stream
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -43,20 +41,30 @@ _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _CONNECT_S: Final = 5.0
-_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+_EVENT: Final = b'data: {"'
+_FINISHED: Final = b'"finish_reason":"'
+_NO_CHOICES: Final = b'"choices":[],'
+_LAST: Final = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
+# More bytes than the object with an answer's usage has.
+_USAGE_BYTES: Final = 1024
 TOO_LATE: Final = "no replica became ready in time"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
 
 
 class EngineFailure(enum.Enum):
-    """Why an engine gave no answer; the text is what the log says."""
+    """Why an engine gave no answer, as the log says it. UNREACHED: it got no byte of the request. BROKEN: the answer is
+    no HTTP, or ends without its ending; others may still use the engine."""
 
     UNREACHED = "cannot reach the engine"
-    """It got no byte of the request."""
     DIED = "the engine broke off"
     BROKEN = "the engine's answer is not whole"
-    """It is no HTTP, or ends without its ending; others may still use the engine."""
     MOVED = "the engine serves another model by now"
 
 
@@ -69,29 +77,28 @@ class AttemptFailed(Exception):
 
 
 class Inference:
-    """One request. model: as its client calls it.
+    """One request. model: as its client calls it. body: as engines get it.
 
-    body: as engines get it, empty where nothing is left to ask for. failures: of engines that had it in vain, by
-    replica, the last one's reason. answer_begun: the client has a byte of an answer; continues: another engine
-    continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
-    """
+    failures: the last reason of each replica that had it in vain, in `failed` attempts. waiting_since_s: since when no
+    engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
+    continues its stream. stream_ended: all of it was there; an HTTP message that ends without its stream's own ending
+    is a truncation that no client would notice. has_error: the engine reported an error in it."""
 
-    def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked) -> None:
+    def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
-        self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
+        self.state, self.controller, self.exchange, self.checked = state, controller, exchange, checked
         self.model, self.path = checked.model, route.engine_path.decode()
         # Separates its owner's entries in an engine's cache of prefixes from those of others.
         salt = checked.data.get("cache_salt", "")
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
         self.salt = {"cache_salt": salt} if salt else {}
         asks_usage = checked.data.get("stream_options", {}).get("include_usage") is True
-        hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
-        more = {"stream_options": {"include_usage": True}} if hides_usage else {}
+        self.hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
+        more = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
-        self.stream = Stream(exchange, checked, hides_usage=hides_usage, most_bytes=state.limits.stored_response_bytes)
-        self.work = exchange.work = Work(
+        exchange.work = self.work = Work(
             caller.owner,
             checked.tokens,
             checked.prompt_tokens,
@@ -99,19 +106,20 @@ class Inference:
             beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        self.failures: list[tuple[str, EngineFailure]] = []
-        self.answer_begun = self.continues = False
-        self.waiting_since_s = 0.0
+        self.failures: dict[str, EngineFailure] = {}
+        self.failed, self.waiting_since_s = 0, 0.0
+        self.answer_begun = self.continues = self.stream_ended = self.has_error = False
         if not self.work.batch:
-            state.metrics.loads[self.model].arrived(checked.prompt_tokens, exchange.received_s)
+            state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
-        while self.body:
+        exchange = self.exchange
+        while True:
             choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
-                failed = self.stream.has_error
+                failed = self.has_error
                 return
             except HttpError:
                 failed = True
@@ -121,14 +129,16 @@ class Inference:
                 self._prepare_retry(failure, choice)
             finally:
                 if failed is not None:
-                    self._compare(choice, failed)
-                self.exchange.choice = None
+                    first_s = exchange.first_byte_s - exchange.sent_s
+                    self.state.comparison.add(
+                        self.model,
+                        choice.replica.version,
+                        failed=failed,
+                        first_byte_s=first_s if first_s >= 0 else None,
+                        duration_s=time.monotonic() - exchange.sent_s,
+                    )
+                exchange.choice = None
                 self.state.ended(choice)
-        # All tokens of a stream were sent before its engine died: only its ending is missing.
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
-        self._keep_copy()
-        await self.exchange.finish(ending)
 
     # -- a place
 
@@ -140,7 +150,7 @@ class Inference:
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         if work.batch or not work.sequences or state.holds.next(host) is None:
-            choice = state.router.choose(names, work, time.monotonic(), self._avoided())
+            choice = state.router.choose(names, work, time.monotonic(), self.failures)
         if choice is None and work.batch:
             raise errors.engine_failed() if self._deaths() else errors.batch_gives_way()
         if choice is None and self.continues and exchange.routed_model != self.model:
@@ -162,28 +172,40 @@ class Inference:
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
-    def _avoided(self) -> set[str]:
-        return {replica for replica, _ in self.failures}
-
     def _deaths(self) -> int:
         """Engines that broke off while they had it."""
-        return len({replica for replica, reason in self.failures if reason is EngineFailure.DIED})
+        return sum(reason is EngineFailure.DIED for reason in self.failures.values())
 
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
-        state, exchange, now_s = self.state, self.exchange, time.monotonic()
-        self.waiting_since_s = self.waiting_since_s or now_s
+        state, exchange = self.state, self.exchange
+        self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
-        place = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self._avoided(), place)
+        place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(self.model, host, names, self.work, self.failures, place)
+        is_first = state.holds.next(host) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
+        state.metrics.events["held"] += 1
+        state.on_change(is_first)  # a sleeping model wakes on it
+        pause_s = state.config.holds.sse_grace_s
         try:
-            state.held(self.model)
+            state.place_held()
             with self._span("hold"):
-                return await self._place_before_deadline(place)
+                while (left_s := self._wait_left_s()) > 0:
+                    await asyncio.wait((place,), timeout=min(left_s, pause_s))
+                    if place.done():
+                        return place.result()
+                    if self.checked.stream and pause_s < left_s:
+                        # Comments, so that proxies keep the connection.
+                        if not exchange.head_sent:
+                            await exchange.begin_stream(None)
+                        if not exchange.connection.flow.write_paused:
+                            await exchange.write(b": held\n\n")
+                        pause_s = state.config.holds.sse_interval_s
+                raise state.not_ready(self.model, TOO_LATE)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
                 state.ended(place.result())  # it got a place and left in the same turn
@@ -191,28 +213,11 @@ class Inference:
         finally:
             exchange.ticket = None
             state.on_change(False)
-            state.metrics.times["held"][()].add(time.monotonic() - now_s)
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
         tracing = self.state.tracing
         return nullcontext(self.exchange.trace) if tracing is None else tracing.part(name, **attributes)
-
-    async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
-        """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
-        exchange, holds = self.exchange, self.state.config.holds
-        pause_s = holds.sse_grace_s
-        while (left_s := self._wait_left_s()) > 0:
-            await asyncio.wait((place,), timeout=min(left_s, pause_s))
-            if place.done():
-                return place.result()
-            if self.checked.stream and pause_s < left_s:
-                if not exchange.head_sent:
-                    await exchange.begin_stream(None)
-                if not exchange.connection.flow.write_paused:
-                    await exchange.write(b": held\n\n")
-                pause_s = holds.sse_interval_s
-        raise self.state.not_ready(self.model, TOO_LATE)
 
     def _wait_left_s(self) -> float:
         return self.waiting_since_s + self.state.config.holds.hold_s - time.monotonic()
@@ -222,28 +227,32 @@ class Inference:
     async def _attempt(self, choice: Choice) -> None:
         """Send the request to an engine and relay its answer. Raises AttemptFailed, also where the answer breaks off,
         and HttpError 504. Leaving early closes the engine's connection, by which vLLM aborts the request."""
-        state, exchange = self.state, self.exchange
+        state, exchange, replica = self.state, self.exchange, choice.replica
+        model = state.router.models.get(choice.model)
+        # The name by which the engine knows the model.
+        name = choice.model if model is None else model.adapter or model.pins or choice.model
+        body = self.body if name == self.model else with_fields(self.body, model=name)
+        if exchange.route.task == "embed":  # for which vLLM reads no header
+            body = with_fields(body, priority=choice.priority)
         headers = {
             "content-type": "application/json",
             # Not the client's id but a new one for each attempt: an engine must never see one twice.
             "x-request-id": state.new_request_id().decode(),
             "x-vllm-priority": str(choice.priority),
         }
-        body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
         # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        silence_s = None if self._in_training() else state.limits.upstream_silence_s
+        silence_s = None if policy_of(self.model) is not None else state.limits.upstream_silence_s
         timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
-        replica, version, model = choice.replica.id, choice.replica.version, state.router.models.get(choice.model)
-        pinned = model is not None and choice.model == f"{model.pins}@{version}"
-        with self._span("attempt", replica=replica, version=version, attempt=len(self.failures) + 1) as trace:
+            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
+        with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
+            session = state.engines.of(replica.socket)
             try:
                 async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
-                    await self._relay(response, choice, session, pinned)
+                    await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
             except aiohttp.SocketTimeoutError as error:
@@ -253,71 +262,87 @@ class Inference:
             except (aiohttp.ClientError, OSError) as error:
                 raise AttemptFailed(EngineFailure.DIED) from error
 
-    def _body_for(self, choice: Choice) -> bytes:
-        """The body with the name by which the chosen engine knows the model."""
-        body, model = self.body, self.state.router.models.get(choice.model)
-        name = choice.model if model is None else model.adapter or model.pins or choice.model
-        if name != self.model:
-            body = with_fields(body, model=name)
-        if self.exchange.route.task == "embed":  # for which vLLM reads no header
-            body = with_fields(body, priority=choice.priority)
-        return body
-
-    async def _relay(
-        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, pinned: bool
-    ) -> None:
-        """pinned: the request names the version that is to answer."""
-        exchange = self.exchange
+    async def _relay(self, response: aiohttp.ClientResponse, choice: Choice, model: Model | None) -> None:
+        """model: by whose row it was placed."""
+        state, exchange, replica, status = self.state, self.exchange, choice.replica, response.status
         # The engine knows the version of its first token; the table may lag behind a swap.
         named = response.headers.get("x-appliance-model-version")
-        if pinned and named not in (None, choice.replica.version):
+        pinned = model is not None and choice.model == f"{model.pins}@{replica.version}"
+        if pinned and named not in (None, replica.version):
             raise self._moved(f"`{choice.model}` is served no more.")
         if named is not None and not self._may_be_adapter():
             exchange.model_version = named
-        if response.status >= 400:
-            raise await self._refusal(response, session)
+        if status >= 400:  # nothing of it is relayed
+            body = await read_up_to(response.content, _ERROR_BYTES)
+            error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
+            if status == 404:
+                raise self._moved(error.message)
+            if status >= 500 and not await state.engines.is_alive(replica.socket):
+                raise AttemptFailed(EngineFailure.DIED)
+            raise error
         if response.content_type == "text/event-stream":
-            await self._relay_stream(response, choice, session)
+            await self._relay_stream(response, choice)
         else:
             await self._relay_whole(response, choice)
 
-    async def _relay_stream(
-        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
-    ) -> None:
-        exchange, stream, began = self.exchange, self.stream, False
-        stream.begin()
+    async def _relay_stream(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
+        state, exchange, continuation = self.state, self.exchange, self.checked.continuation
+        began, partial = False, b""
         async for piece in response.content.iter_any():
             relayed: list[bytes] = []
-            for event in stream.events(piece):
+            *events, partial = (partial + piece).split(b"\n\n")
+            for event in events:
                 # An engine's last event reports its own death, which must not reach a client whose stream continues.
-                hides_death = not self.answer_begun or self.checked.continuation is not None
-                if hides_death and event.startswith(errors.ERROR_EVENT):
+                if event.startswith(errors.ERROR_EVENT) and (not self.answer_begun or continuation is not None):
                     error = errors.from_event(event)
-                    if error is not None and error.status >= 500 and not await is_alive(session):
+                    fails = error is not None and error.status >= 500
+                    if fails and not await state.engines.is_alive(choice.replica.socket):
                         await exchange.write(b"".join(relayed))
                         raise AttemptFailed(EngineFailure.DIED)
                 if not began:
                     began = True
-                    await self._begin(choice)
-                relayed.append(stream.rewrite(event))
+                    self._begun(choice)
+                    state.router.started(choice)
+                    version = exchange.model_version.encode("latin-1")
+                    if exchange.head_sent:  # it was held, or is continued
+                        await exchange.write(b": version %b\n\n" % version)
+                    else:
+                        await exchange.begin_stream(version)
+                relayed.append(self._rewrite(event))
             self._keep_copy()  # the client may leave once it has the last event
             await exchange.write(b"".join(relayed))
-        if not began:
-            raise AttemptFailed(EngineFailure.DIED)
-        if not stream.ended:
-            self.state.metrics.events["stream_unfinished"] += 1
-            raise AttemptFailed(EngineFailure.BROKEN if self.checked.continuation is None else EngineFailure.DIED)
+        if not self.stream_ended:
+            dead = not began or continuation is not None
+            raise AttemptFailed(EngineFailure.DIED if dead else EngineFailure.BROKEN)
         await exchange.finish()
 
-    async def _begin(self, choice: Choice) -> None:
-        """The head of a stream, or a comment where the client has it: it was held, or is continued."""
-        self._first_bytes(choice)
-        self.state.router.started(choice)
-        version = self.exchange.model_version.encode("latin-1")
-        if not self.exchange.head_sent:
-            await self.exchange.begin_stream(version)
-        else:
-            await self.exchange.write(b": version %b\n\n" % version)
+    def _rewrite(self, event: bytes) -> bytes:
+        """An engine's event as the client gets it; empty for none.
+
+        A stored answer's are noted, the usage is read and taken out where the client did not ask for it, errors get the
+        API's shape; all others pass unchanged."""
+        exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
+        if continuation is not None:
+            event = continuation.event(event)
+        if not event:
+            return b""
+        if transcript is not None:
+            if max(len(event), transcript.held) > self.state.limits.stored_response_bytes:
+                transcript.stores = False
+            event = transcript.event(event)
+        self._read_usage(event)
+        if self.hides_usage and _FINISHED in event:
+            # An engine writes it into the event with the usage if it is asked for usage, else into these.
+            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(exchange.model_version))
+        elif self.hides_usage and _NO_CHOICES in event:
+            return b""
+        self.stream_ended |= event.startswith(_LAST)
+        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
+        exchange.stream_events += _EVENT in event
+        if errors.ERROR_EVENT in event and (error := errors.from_event(event)) is not None:
+            self.stream_ended = self.has_error = True
+            return error_event(error, exchange, exchange.stream_events - 1)
+        return event + b"\n\n"
 
     async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
@@ -327,62 +352,61 @@ class Inference:
         most = limits.stored_response_bytes if stores else limits.buffered_response_bytes
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
-        self._first_bytes(choice)
-        kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
-        if is_whole and transcript is not None:
-            body = token_count(body) if counts else transcript.whole(body)
-            self._keep_copy()
-        elif stores:
-            self.state.metrics.events["responses_not_stored"] += 1
-        self.stream.read_whole(body)
+        self._begun(choice)
         if exchange.head_sent:
             raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
-        if is_whole:
+        kind = response.headers.get("content-type", "application/json").encode("latin-1")
+        headers = [(VERSION, exchange.model_version.encode("latin-1"))]
+        if len(body) <= most:
+            if transcript is not None:
+                body = token_count(body) if counts else transcript.whole(body)
+                self._keep_copy()
+            self._read_usage(body)
             await exchange.whole(response.status, kind, body, headers)
             return
+        if stores:
+            self.state.metrics.events["responses_not_stored"] += 1
         if response.content_length is not None:
             headers.append((b"content-length", b"%d" % response.content_length))
         await exchange.begin(200, [(b"content-type", kind), *headers])
-        await exchange.write(body)
-        async for piece in response.content.iter_any():
-            self.stream.read_whole(piece)
-            await exchange.write(piece)
+        seen = b""
+        while body:
+            seen = seen[-_USAGE_BYTES:] + body  # wherever it was cut
+            self._read_usage(seen)
+            await exchange.write(body)
+            body = await response.content.readany()
         await exchange.finish()
 
-    def _first_bytes(self, choice: Choice) -> None:
+    def _read_usage(self, body: bytes) -> None:
+        """Answers of /v1/responses repeat the request, whose tools may have any text: their transcript has it."""
+        if self.exchange.route.name in (RESPONSES, INPUT_TOKENS):
+            body = b"" if self.checked.transcript is None else self.checked.transcript.usage
+        if USAGE in body:
+            self.exchange.tokens.read(body)
+
+    def _begun(self, choice: Choice) -> None:
+        """The first bytes of an engine's answer are here."""
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
-        self.answer_begun = True
-        self.state.router.succeed(choice)
+        self.answer_begun, choice.load.failures = True, 0
         if self.continues:
             return
         exchange.first_byte_s = now_s
         if self.work.batch:
             return
-        metrics.first_byte(exchange, now_s)
+        metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream:
             metrics.loads[choice.model].first_token(now_s - exchange.received_s)
             if choice.load.inflight == 1:
-                metrics.loads[choice.model].prefilled(self.checked.prompt_tokens, now_s - exchange.sent_s)
+                metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
-            self.copies.add(transcript.copy(self.exchange.caller.id))
+            self.controller.keep(transcript.copy(self.exchange.caller.id))
             transcript.final = b""  # once
 
-    # -- refusals and failures
-
-    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> Exception:
-        """What an error answer of the engine means; nothing of it is relayed."""
-        body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
-        error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.exchange.route.name, "input"))
-        if status == 404:
-            return self._moved(error.message)
-        if status >= 500 and not await is_alive(session):
-            return AttemptFailed(EngineFailure.DIED)
-        return error
+    # -- failures
 
     def _moved(self, message: str) -> AttemptFailed:
         """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
@@ -403,56 +427,30 @@ class Inference:
                 raise state.not_ready(self.model, TOO_LATE)
             return
         self.waiting_since_s = 0.0
-        self.failures.append((choice.replica.id, reason))
+        self.failed += 1
+        self.failures[choice.replica.id] = reason
         if self._deaths() >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            log.warning("two engines died of this request: it is not sent again", extra=exchange.ids)
             message = (
                 "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
                 "it, or ask whoever runs the box what the engines' logs say."
             )
             raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
-        if len(self.failures) >= MAX_FAILURES:
+        if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
             return
         # The rest of its stream is asked for, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
-        if continuation is None or model is None or not continuation.can_resume(model.max_model_len):
+        rest = continuation.resume_body(model.max_model_len) if continuation and model else None
+        if rest is None:
             raise failure.error
         state.metrics.events["continued"] += 1
-        log.info("the stream is continued on another engine", extra=exchange.ids)
-        rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
-        self.body = b"" if rest is None else with_fields(rest, **self.salt)
-
-    def _compare(self, choice: Choice, failed: bool) -> None:
-        """Count the attempt for its version while the model has a canary."""
-        sent_s, first_s = self.exchange.sent_s, self.exchange.first_byte_s
-        self.state.comparison.add(
-            self.model,
-            choice.replica.version,
-            failed=failed,
-            first_byte_s=first_s - sent_s if first_s >= sent_s else None,
-            duration_s=time.monotonic() - sent_s,
-        )
+        self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
-        return model is None or bool(model.adapter) or self._in_training()
-
-    def _in_training(self) -> bool:
-        return policy_of(self.model) is not None
-
-
-async def is_alive(session: aiohttp.ClientSession) -> bool:
-    """Whether the engine's core lives, by vLLM's own check; one that is too busy to say so does."""
-    try:
-        async with session.get("/health", timeout=_HEALTH_TIMEOUT) as response:
-            return response.status == 200
-    except TimeoutError:
-        return True
-    except (aiohttp.ClientError, OSError):
-        return False
+        return model is None or bool(model.adapter) or policy_of(self.model) is not None

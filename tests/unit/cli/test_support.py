@@ -7,8 +7,7 @@ import os
 import tarfile
 from pathlib import Path
 
-from appliance.cli.box import machine as support
-from appliance.cli.locate import BoxFile
+from appliance.cli.commands import machine as support
 from tests.unit.cli.conftest import ControlledBox, run
 
 SECRET = "Zq7Canary93xW"
@@ -22,6 +21,7 @@ def unpacked(path: Path) -> dict[str, str]:
 def test_bundle_of_a_stopped_box_has_logs_and_configuration_without_secrets(tmp_path: Path):
     logs = tmp_path / "box" / "logs"
     (logs / "ray").mkdir(parents=True)
+    (tmp_path / "box" / "box.json").write_text("{}")
     (logs / "controller.log").write_text(f"hub_token={SECRET}\nall is well\n")
     (logs / "ray" / "raylet.out").write_text(f"https://who:{SECRET}@hub.example/x\n")
     (logs / "old.log").write_text("old\n")
@@ -32,7 +32,7 @@ def test_bundle_of_a_stopped_box_has_logs_and_configuration_without_secrets(tmp_
     assert found.exit_code == 0, found.output
     packed = unpacked(target)
     assert list(packed) == json.loads(found.stdout)["files"]
-    assert {"config.json", "versions.json", "doctor.json", "box.json", "machine/df.txt"} <= packed.keys()
+    assert {"doctor.json", "status.json", "box.json", "df.txt", "pip.txt"} <= packed.keys()
     assert packed["logs/controller.log"] == "hub_token=<secret>\nall is well\n"
     assert packed["logs/ray/raylet.out"] == "https://<secret>hub.example/x\n"
     assert "logs/old.log" not in packed and SECRET not in str(packed)
@@ -40,16 +40,10 @@ def test_bundle_of_a_stopped_box_has_logs_and_configuration_without_secrets(tmp_
     assert run(*arguments).exit_code == 2  # the file exists
 
 
-def test_bundle_asks_a_running_box_for_every_answer(box: ControlledBox):
-    answers = dict(support._answers(BoxFile.read(box.data_dir)))
-    assert len(answers) == len(support.ASKED) and "box/status.json" in answers
-    assert all(json.loads(text) for text in answers.values())
-
-
-def test_without_graders_keeps_the_rest_of_a_job():
-    job = {"id": "ftjob-1", "method": {"reinforcement": {"grader": {"input": SECRET}, "hyperparameters": {}}}}
-    kept = {"id": "ftjob-1", "method": {"reinforcement": {"grader": {}, "hyperparameters": {}}}}
-    assert support.without_graders({"data": [job]}) == {"data": [kept]}
+def test_bundle_asks_a_running_box(box: ControlledBox, tmp_path: Path):
+    assert box.run("support", "bundle", "--to", str(tmp_path / "bundle.tar.gz")).exit_code == 0
+    packed = unpacked(tmp_path / "bundle.tar.gz")
+    assert json.loads(packed["gpu-list.json"])["data"] and json.loads(packed["status.json"])["box"]
 
 
 def test_without_secrets_redacts_values_of_named_fields():

@@ -1,0 +1,244 @@
+"""`appliance init|doctor`, `support bundle`, `backup make|list`, `restore`: what runs on the box's own machine, whether
+the box runs or not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import tarfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.cli import formats, output
+from appliance.cli.command import Session, command
+from appliance.cli.errors import BadUsage, CommandFailed, Said
+from appliance.cli.locate import BoxFile, python, resolved
+from appliance.cli.options import CONFIG, flag, number, opt
+from appliance.paths import BoxPaths
+
+if TYPE_CHECKING:
+    from appliance.backup import Manifest
+    from appliance.config import BoxConfig
+    from weights.tiers.objects import Objects
+
+
+@command(
+    "init",
+    opt("--template", "4 devices, 8, or 32 on four machines.", choices=("light", "box", "enterprise"), required=True),
+    needs="",
+)
+def init(session: Session, args: Namespace) -> None:
+    """Print a configuration to begin from, with a reason next to every line.
+
+    `appliance up` reads appliance.toml in the data directory by itself.
+
+    Examples:
+      appliance init --template light > ~/.local/share/appliance/appliance.toml     4 devices, one team
+      appliance init --template box > /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
+    """
+    print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
+
+
+@command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
+def doctor(session: Session, args: Namespace) -> None:
+    """Check whether this machine is fit for the box, and whether the box is well.
+
+    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something
+    fails, 2 something is to be looked at.
+
+    Examples:
+      appliance doctor --all                     every check, with what was measured
+      appliance doctor -o json                   for scripts
+    """
+    settings = resolved(args.config, data_dir=args.data_dir)
+    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
+    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *runs)
+    done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
+    answer = json.loads(done.stdout)
+    shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
+    columns = "state check found wanted do=remedy"
+    session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
+    raise Said(answer["exit_code"])
+
+
+_LOG_BYTES = 2_000_000  # the end of each log
+_ASKED = ("doctor", "status", "gpu list", "mode history", "model list")
+_TOOLS = ("df -h", "free -m", "nvidia-smi -q", "dmesg --ctime --level emerg,alert,crit,err")
+_FIELD = re.compile(
+    r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
+    \\?["']?\s{0,4}[=:]\s{0,4})(?!(?:null|none|true|false|\d{1,6})\b)
+    (\\?["'])?(?(2)[^"'\\\n]+|[^\s"',;&]+)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SECRET = re.compile(r"\bsk-[\w-]{6,}|\bjoin-[\w-]{8,}|\bBearer\s+[\w.~+/=-]{6,}|(?<=://)[^\s/@\"']{1,1000}@")
+
+
+@command(
+    "support bundle",
+    opt("--to FILE", "A new file. Default: appliance-support-<time>.tar.gz here.", type=Path),
+    opt("--hours N", "Logs written within this many hours.", type=number(float, 0.1), default=24.0),
+    needs="here",
+)
+def bundle(session: Session, args: Namespace) -> None:
+    """Pack logs, configuration, versions and findings into one file, without secrets.
+
+    Nothing is sent. Values of fields called a token, secret, password or key are replaced; look at the file before
+    you send it. Prompts, answers, data and weights are not in it.
+
+    Examples:
+      appliance support bundle --hours 2 --to box.tar.gz
+    """
+    target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    try:
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise BadUsage(f"--to is {str(target)!r}: {error.strerror}; expected a new file") from error
+    names = []
+    with output.progress("packing"), os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as pack:
+        for name, text in _collected(BoxFile.read(args.data_dir).data_dir, args.hours):
+            data = without_secrets(text).encode()
+            entry = tarfile.TarInfo(f"appliance-support/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            pack.addfile(entry, io.BytesIO(data))
+            names.append(name)
+    text = f"{target} ({len(names)} files): look at it before you send it, `tar -xzf {target}`"
+    session.show({"file": str(target), "files": names}, lambda _: text)
+
+
+def without_secrets(text: str) -> str:
+    return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
+
+
+def _collected(data_dir: Path, hours: float) -> Iterator[tuple[str, str]]:
+    """Names and texts of a support bundle: what commands print, and files."""
+    from runtime.log_files import end_of, logs_in
+
+    asked = ("-o", "json", "--data-dir", str(data_dir))
+    run = {f"{words}.json": python("appliance.cli.main", *words.split(), *asked) for words in _ASKED}
+    run |= {f"{words.split()[0]}.txt": words.split() for words in _TOOLS} | {"pip.txt": python("pip", "list")}
+    for name, line in run.items():
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=60)
+            yield name.replace(" ", "-"), done.stdout or done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield name.replace(" ", "-"), str(error)
+    logs = [log for log in logs_in(data_dir / "logs") if not log.is_packed]
+    recent = [f"logs/{log.name}" for log in logs if log.changed_s > time.time() - hours * 3600]
+    for name in ("config.json", "box.json", *recent):
+        if (data_dir / name).exists():
+            text, before = end_of(data_dir / name, _LOG_BYTES)
+            # The first line may be cut in the midst of a secret.
+            yield name, text.partition("\n")[2] if before else text
+
+
+_WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
+
+
+@command(
+    "backup make",
+    _WHERE,
+    opt("--keep N", "How many backups stay there. Default: keep in [backup], 14.", type=number(int, 1)),
+    CONFIG,
+    needs="here",
+)
+def make(session: Session, args: Namespace) -> None:
+    """Take a backup of the box on this machine.
+
+    The box may run. Only what is new since the last backup is written: what backups share is there once.
+    A backup has the database, files, models and the jobs' snapshots, not encrypted, and no private keys.
+
+    Examples:
+      appliance backup make /mnt/nas/box-1
+      appliance backup make s3://backups/box-1 --keep 30
+      appliance backup make                      to the url in [backup]: for a timer
+    """
+    with _place(args) as (settings, objects), output.progress("backup make") as meter:
+        from appliance.backup import take
+
+        os.nice(10)
+        keep = settings.backup.keep if args.keep is None else args.keep
+        paths = BoxPaths.of(Path(settings.box.data_dir))
+        made = take(paths, objects, keep=keep, report=lambda done, of: meter(None, done, of))
+    _show_backup(session, made, objects.where, "taken", f"{formats.size(made.new_bytes)} of it new")
+
+
+@command("backup list", _WHERE, CONFIG, needs="here")
+def list_backups(session: Session, args: Namespace) -> None:
+    """List the backups at a place, the oldest first.
+
+    Examples:
+      appliance backup list /mnt/nas/box-1
+    """
+    with _place(args) as (_, objects):
+        from appliance.backup import names, read
+
+        found = [_backup_fields(read(objects, name)) for name in names(objects)]
+    columns, empty = "name >files >size=bytes >new_then=new_bytes", f"no backups at {objects.where}"
+    session.show({"data": found, "where": objects.where}, lambda _: output.listing(columns, found, empty=empty))
+
+
+@command("restore", _WHERE, opt("--name NAME", "As `backup list` shows it. Default: the newest."), CONFIG, needs="here")
+def restore(session: Session, args: Namespace) -> None:
+    """Bring a backup back, on this machine or another one.
+
+    The directory is empty or not there, and appears whole. Other nodes have to join again.
+
+    Examples:
+      appliance restore /mnt/nas/box-1 --data-dir /srv/box
+      appliance restore s3://backups/box-1 --name 2026-11-25T03-00-00Z --data-dir /srv/box
+      appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were
+    """
+    with _place(args) as (settings, objects), output.progress("restore") as meter:
+        from appliance.backup import restore
+
+        target = BoxPaths.of(Path(settings.box.data_dir)).data_dir
+        found = restore(objects, args.name, target, report=lambda done, of: meter(None, done, of))
+    _show_backup(session, found, objects.where, "restored", "`appliance up` with this --data-dir starts the box")
+    output.say(
+        f"note: keys that were revoked or rotated, and people who were forgotten, after "
+        f"{formats.moment(found.made_s)} are back as they were then: see `appliance key list`"
+    )
+
+
+@contextmanager
+def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
+    """The configuration, and the place of backups; their errors in the block become CommandFailed."""
+    settings = resolved(args.config, data_dir=args.data_dir)
+    from appliance.backup import BackupError
+    from weights.format.errors import WeightsError
+    from weights.tiers.objects import objects_at
+
+    place = args.place or settings.backup.url
+    if place is None:
+        raise CommandFailed("no place for backups: name one, or set url in [backup]")
+    if not place.startswith("s3://"):
+        place = str(Path(place).expanduser().resolve())
+        if not Path(place).is_dir():
+            raise CommandFailed(
+                f"{place} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
+            )
+    try:
+        yield settings, objects_at(settings.backup.model_copy(update={"url": place}))
+    except (BackupError, WeightsError, OSError) as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _backup_fields(found: Manifest) -> dict[str, Any]:
+    return {**asdict(found), "files": len(found.files), "bytes": found.bytes}
+
+
+def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
+    size = f"{len(found.files):,} files, {formats.size(found.bytes)}"
+    text = f"{found.name} at {where} is {done}: {size}; {more}"
+    session.show({**_backup_fields(found), "where": where}, lambda _: text)
