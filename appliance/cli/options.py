@@ -30,6 +30,12 @@ class Option:
         return not self.flags[0].startswith("-")
 
     @property
+    def shown(self) -> str:
+        """In a line of usage."""
+        name = self.settings.get("metavar") or self.flags[0]
+        return name if self.is_positional else f"{self.flags[0]} {name}"
+
+    @property
     def dest(self) -> str:
         return self.settings.get("dest") or self.flags[-1].lstrip("-").replace("-", "_")
 

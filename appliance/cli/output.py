@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 # Rich is imported inside the functions that draw, because it would double the time of `--help`.
-
-_UNBOUNDED_COLUMNS = 10_000
 LINE_EVERY_S = 30.0
 """Off a terminal: of work that takes less, nothing is said."""
-
-
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
 """`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
@@ -102,7 +98,8 @@ def view(answer: Mapping[str, Any], label: Callable[[str], str] = formats.label)
             parts.append(stack(f"{label(name)}:", view(value, formats.label_of_parts(name)), gap=False))
         else:
             pairs.append((label(name), formats.by_name(name, value)))
-    return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
+    told = "\n".join(f"! {one}" for one in remarks) or None
+    return stack(table(("", ""), pairs) if pairs else None, *parts, told)
 
 
 def _rows(value: Any) -> list[Any]:
@@ -128,11 +125,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     return drawn if drawn.row_count else Text(empty)
 
 
-def fields(*pairs: tuple[str, object]) -> RenderableType:
-    """One thing, with a name and a value per line."""
-    return table(("", ""), pairs)
-
-
 def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
     """Parts below each other; None is left out. gap: with a blank line in between."""
     from rich.console import Group
@@ -146,11 +138,6 @@ def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
     return Group(*shown)
 
 
-def notes(sentences: Iterable[str]) -> str | None:
-    """Remarks for a person, a line each; None if there are none."""
-    return "\n".join(f"! {sentence}" for sentence in sentences) or None
-
-
 def draw(renderable: RenderableType) -> None:
     if isinstance(renderable, str):
         renderable = formats.printable(renderable)
@@ -158,7 +145,7 @@ def draw(renderable: RenderableType) -> None:
         _console().print(renderable)
         return
     # In a pipe there is no width to fold to, and no padding trails.
-    console = _console(width=_UNBOUNDED_COLUMNS)
+    console = _console(width=10_000)
     with console.capture() as captured:
         console.print(renderable)
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)

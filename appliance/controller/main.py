@@ -53,9 +53,8 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
-from appliance.controller.grading.sampling import RolloutSampling
+from appliance.controller.grading.grading import Grading
+from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
@@ -167,7 +166,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
+    asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
     bus.on_table.append(asking.table_changed)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
@@ -179,12 +178,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # Jobs: their events, and what is answered to their ranks.
     events = JobEvents(db, paths.files, config.controller.organization)
-    graders, answers, saying = GraderHosts(), ModelAnswers(db, asking), Saying(db, asking)
-    judges = {
-        "grade": RolloutGrading(db, graders, answers, saying).grade,
-        "teach": Teaching(db, answers, saying).teach,
-    }
-    rollouts = RolloutSampling(db, routing, answers, saying, judges)
+    graders = GraderHosts()
+    rollouts = Rollouts(db, routing, asking, Grading(db, graders, asking))
     questions = {"judge": rollouts.judge, "sample": rollouts.sample}
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
 

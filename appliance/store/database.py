@@ -22,7 +22,7 @@ import orjson
 from appliance.store.errors import DatabaseUnusable, OpenedByParent, OtherSchema, UnknownCursor
 
 Row = TypeVar("Row")
-SCHEMA = 147
+SCHEMA = 148
 """Version of schema.sql: raise it with every change."""
 BUSY_TIMEOUT_MS = 5000
 """For other processes that read, such as a backup."""

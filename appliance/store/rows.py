@@ -509,16 +509,17 @@ class EvalRunRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalItemRow:
-    """One item of a run. status: queued, then pass, fail or error. results: one for each criterion."""
+    """One judged item of a run. place: in the data. sample: as the API shows it. results: one for each criterion, or
+    none where there is no sample."""
 
     id: str
     run_id: str
     place: int
     created_s: float
-    status: str = "queued"
-    item: dict[str, Any] = json_column(default_factory=dict)
-    sample: dict[str, Any] | None = json_column(default=None)
-    results: list[dict[str, Any]] | None = json_column(default=None)
+    status: Literal["pass", "fail", "error"]
+    item: dict[str, Any] = json_column()
+    sample: dict[str, Any] = json_column()
+    results: list[dict[str, Any]] = json_column()
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,6 @@ CREATE INDEX responses_made ON responses (created_s, bytes);
 CREATE INDEX responses_of_key ON responses (key_id);
 CREATE INDEX responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
 CREATE INDEX responses_held ON responses (owner, seq, status, bytes, key_id);
-CREATE INDEX responses_chain ON responses (id, owner, previous_id, bytes);
 CREATE INDEX completions_of_owner ON responses (owner, seq, model, metadata) WHERE kind = 'chat.completion';
 CREATE INDEX completions_of_all ON responses (seq, model, metadata) WHERE kind = 'chat.completion';
 
@@ -293,10 +292,9 @@ CREATE INDEX eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id) WHERE s
 CREATE TABLE eval_items (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
     run_id TEXT NOT NULL REFERENCES eval_runs (id) ON DELETE CASCADE, place INTEGER NOT NULL, created_s REAL NOT NULL,
-    status TEXT NOT NULL DEFAULT 'queued', item TEXT NOT NULL, sample TEXT, results TEXT
+    status TEXT NOT NULL, item TEXT NOT NULL, sample TEXT NOT NULL, results TEXT NOT NULL
 );
-CREATE INDEX eval_items_of ON eval_items (run_id, status, seq);
-CREATE INDEX eval_items_in_order ON eval_items (run_id, seq, status);
+CREATE UNIQUE INDEX eval_items_of ON eval_items (run_id, place);
 
 -- judge: {"grader"} or {"teacher"}, up to megabytes, so not in the job's row. taught_by: versions of the teacher, in
 -- order.

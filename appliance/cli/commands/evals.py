@@ -55,15 +55,12 @@ def create(session: Session, args: Namespace) -> None:
     path = f"/v1/batches/{segment(batch['id'])}"
     batch = until(lambda: session.client.get(path), _batch_ended, _batch_doing, args.timeout, batch["id"])
     session.show(batch)
-    errors = (batch.get("errors") or {}).get("data") or []
-    if batch["status"] != "completed":
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        reason = f": {errors[0]['message']}{more}" if errors else ""
-        raise CommandFailed(f"{batch['id']} is {batch['status']}{reason}")
-    if failed := batch["request_counts"]["failed"]:
-        raise CommandFailed(
-            f"{formats.many(failed, 'line')} failed; `appliance file get {batch['error_file_id']} --save -` shows why"
+    failed = batch["request_counts"]["failed"]
+    if batch["status"] != "completed" or failed:
+        lines = (
+            f", {formats.many(failed, 'line')} failed; `appliance file get {batch['error_file_id']} --save -` shows why"
         )
+        raise CommandFailed(f"{batch['id']} is {batch['status']}{lines if failed else ''}")
 
 
 def _batch_ended(batch: dict[str, Any]) -> bool:
@@ -150,11 +147,12 @@ def run(session: Session, args: Namespace) -> None:
     runs = _runs(session, eval_id)
     session.show({"id": eval_id, "runs": runs}, _side_by_side)
     for one in runs if args.wait else ():
-        if one["status"] != "completed":
-            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {one['error']['message']}")
-        if errored := one["result_counts"]["errored"]:
-            items = formats.many(errored, "item")
-            raise CommandFailed(f"{items} of {one['id']} of {one['model']} could not be judged")
+        errored = one["result_counts"]["errored"]
+        if one["status"] != "completed" or errored:
+            reason = (
+                f"could not judge {formats.many(errored, 'item')}" if errored else (one["error"] or {}).get("message")
+            )
+            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {reason}")
 
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:

@@ -284,21 +284,7 @@ class Bus:
             gateway.wake.set()
 
     def _encode(self) -> None:
-        """Many names have the owners of one model, which are in the line once: `owners` is an index of `audiences`."""
-        places: dict[tuple[str, ...], int] = {}
-        rows = {
-            name: row
-            if row.get("owners") is None
-            else row | {"owners": places.setdefault(tuple(row["owners"]), len(places))}
-            for name, row in self.models.items()
-        }
-        table = {
-            "type": "table",
-            "generation": self.generation,
-            "audiences": list(places),
-            "models": rows,
-            "keys": self.keys,
-        }
+        table = {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys}
         self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:

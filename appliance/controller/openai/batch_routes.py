@@ -11,7 +11,7 @@ from pydantic import StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.work import BATCHES as KIND
-from appliance.controller.batches.work import Batches
+from appliance.controller.batches.work import waiting_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
@@ -45,8 +45,8 @@ class BatchCreate(StrictBody):
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(context: ControllerContext, runner: Batches) -> APIRouter:
-    db, view = context.db, partial(_view, runner)
+def routes(context: ControllerContext) -> APIRouter:
+    db, view = context.db, partial(_view, context)
     router = BATCHES.serve(context, view, batches.page, part(20, most=100, order=None))
 
     @router.post("")
@@ -104,7 +104,7 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     return router
 
 
-def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
+def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
@@ -116,6 +116,6 @@ def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
-        "waiting_for": runner.waiting_for(row),
+        "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,
     }

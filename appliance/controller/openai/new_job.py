@@ -10,8 +10,7 @@ from appliance.controller.access import naming
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.access.naming import Resolved, resolve, root_base
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
-from appliance.controller.grading.teachers import teacher_of
+from appliance.controller.grading.given import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,

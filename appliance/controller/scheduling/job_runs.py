@@ -16,7 +16,7 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading.questions import Answering
+from appliance.controller.grading.rollouts import Answering
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal

@@ -72,8 +72,7 @@ class GatewayConfig:
     `name` identifies this gateway on the bus; worker i of several appends "-i". /health answers with `boot`, so that
     the starter can tell this gateway from another program on the same port. `private_socket` is where it listens to the
     box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
-    `token_path` holds the token that proves to it that a gateway wrote a head.
-    """
+    `token_path` holds the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str
     bus_socket: str

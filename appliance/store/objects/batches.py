@@ -14,11 +14,6 @@ _TABLE = Table("batches", BatchRow)
 insert, find, update, page = _TABLE.insert, _TABLE.find_visible, _TABLE.update, _TABLE.page_visible
 
 
-def list_unfinished(db: Database) -> list[BatchRow]:
-    """Oldest first."""
-    return db.all(BatchRow, f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) ORDER BY seq")
-
-
 def using_file(db: Database, file_id: str) -> BatchRow | None:
     """An unfinished batch that reads this file."""
     return db.one(
