@@ -1,5 +1,4 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal,
-else a line now and then."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, on a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 # Rich is imported inside the functions that draw, because it would double the time of `--help`.
-LINE_EVERY_S = 30.0
-"""Off a terminal: of work that takes less, nothing is said."""
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
 """`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
@@ -169,30 +166,12 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
             time.sleep(every_s)
 
 
-Meter = Callable[..., None]
-"""Shows how far a piece of work is, by `message`, `done` and `total`, as far as they are given."""
-
-
-def _lines(message: str) -> Meter:
-    """For logs and pipes: a line at most every LINE_EVERY_S."""
-    began_s = said_s = time.monotonic()
-
-    def update(now: str | None = None, done: float | None = None, total: float | None = None) -> None:
-        nonlocal message, said_s
-        message = now or message
-        if time.monotonic() - said_s >= LINE_EVERY_S:
-            said_s = time.monotonic()
-            share = f", {100 * (done or 0) / total:.0f} %" if total else ""
-            say(f"{message}{share}, after {formats.duration(said_s - began_s)}")
-
-    return update
-
-
 @contextmanager
-def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; on a terminal a bar in place."""
+def progress(message: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr that lives while the work does, only on a terminal. What it yields is called with the message,
+    how much is done, and of how much, as far as they are known."""
     if not sys.stderr.isatty():
-        yield _lines(message)
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

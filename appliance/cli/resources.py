@@ -73,7 +73,7 @@ class Row:
             path = path.format(id=segment(id))
             if method == "GET":
                 return session.client.listed(path, most, **fields)
-            body = fields if method == "POST" else None
+            body = None if method == "DELETE" else fields
             return session.client.send(method, path, body=body, timeout_s=self.timeout_s)
 
         def answer() -> Any:
@@ -188,9 +188,9 @@ _SAMPLES = {
     "FILE_ID": "file-abc123",
 }
 """Values of arguments, for examples."""
-MODEL = opt("id MODEL", names="model")
-JOB = opt("id JOB_ID", names="job")
-_MANY_JOBS = (opt("ids JOB_ID", names="job", nargs="+"),)
+MODEL = opt("id MODEL")
+JOB = opt("id JOB_ID")
+_MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
 _WINDOW = opt("id WINDOW", "As `mode schedule list` names it.")
 _BATCH = opt("id BATCH_ID")
 JOBS = "/v1/fine_tuning/jobs"

@@ -29,7 +29,8 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance import invitation, last_backup
+from appliance import invitation
+from appliance.backup import read_last
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.access.disk import Disk
@@ -64,8 +65,7 @@ from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
-from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
+from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
@@ -172,7 +172,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
     versions = VersionProvider(db, weights, tiers, config, home[0], sizes)
-    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     library = ModelLibrary(paths.models, hub_settings=hub)
 
@@ -194,8 +194,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         on_enough=partial(inbox.retry, "memory"),
         save=tiers.nudge,
     )
-    reserve = config.box.memory_reserve_bytes
-    memory = BoxMemory(db, HostMemory(db, stored_here(weights), reserve, means), nodes, reserve, means)
+    memory = BoxMemory(db, weights, nodes, config.box.memory_reserve_bytes, means)
     states = SqliteStateStore(
         db,
         events,
@@ -252,7 +251,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
         main_troubles=partial(read_troubles, paths.state_file),
-        last_backup=partial(last_backup.read, paths.last_backup),
+        last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)

@@ -35,7 +35,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid, HttpError
 from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ROTATION, SESSIONS
-from appliance.gateway.core.table import Degraded, Table, read_message
+from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App, write_snapshot
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
@@ -154,7 +154,7 @@ class Gateway:
         more, start held requests."""
         state = self.state
         callers = table.keys.values()
-        state.keys = table.keys
+        state.keys, state.box_troubles = table.keys, table.degraded
         state.sessions = {token: (login, key) for key in callers for token, login in key.sessions.items()}
         state.spending.apply(callers)
         state.router.apply(table.models.values())
@@ -249,14 +249,9 @@ class Gateway:
                 continue
             try:
                 # In a thread, because a table may have thousands of models; until it is read the last one is in force.
-                message = await asyncio.to_thread(read_message, line)
+                self.apply(await asyncio.to_thread(read_table, line))
             except msgspec.ValidationError as error:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
-                continue
-            if isinstance(message, Degraded):
-                self.state.box_troubles = message.names
-            else:
-                self.apply(message)
 
     def _changed(self, urgent: bool) -> None:
         """A report is due: now if urgent, else within the report interval."""

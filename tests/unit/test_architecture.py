@@ -364,7 +364,6 @@ def test_the_command_line_is_a_thin_client():
     before = {
         "locate": (
             "appliance.DEFAULT_DATA_DIR",
-            *("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
             *(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         ),
         "commands/machine": (
@@ -552,6 +551,7 @@ TASKS = {
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
+    "appliance/tiers/flow.py TierFlow.run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/controller/engines/versions.py VersionProvider.in_memory": AWAITED,

@@ -22,7 +22,7 @@ _TIMEOUT_S = 900.0
 
 @command(
     "chat",
-    opt("model MODEL", names="model"),
+    opt("model MODEL"),
     opt("prompt PROMPT", nargs="?"),
     opt("--system TEXT", "A system message to begin with."),
     opt("--max-tokens N", "The longest answer, in tokens.", type=number(int, 1), default=512),

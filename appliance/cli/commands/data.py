@@ -148,7 +148,6 @@ _READING = (
     opt(
         "--model DIR|NAME",
         "Count tokens as this model does: a directory, or, for a file of the box, a model of the box.",
-        names="model",
     ),
     opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
     opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),

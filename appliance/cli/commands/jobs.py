@@ -12,7 +12,7 @@ from argparse import Namespace
 from typing import Any
 
 from appliance.cli import formats, output
-from appliance.cli.command import WORK_TIMEOUT_S, Session, command
+from appliance.cli.command import COMMANDS, WORK_TIMEOUT_S, Session, command
 from appliance.cli.commands.data import file_path, kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
@@ -30,7 +30,7 @@ from appliance.cli.options import (
     part,
     picked,
 )
-from appliance.cli.resources import JOB, JOBS, segment
+from appliance.cli.resources import JOB, JOBS, Row, segment
 from appliance.cli.waiting import POLL_S, TIMEOUT, Doing, Patience, until
 from train.methods.methods import DEFAULT, METHODS
 
@@ -117,13 +117,13 @@ def job_path(job_id: str) -> str:
 
 @command(
     "job submit",
-    opt("--model MODEL", "The model to begin from.", required=True, names="model"),
+    opt("--model MODEL", "The model to begin from.", required=True),
     opt("--file PATH|FILE_ID", "Training data.", required=True),
     opt("--validation-file PATH|FILE_ID", "Data to measure the loss on."),
     *options(),
     opt("--grader PATH", "What gives answers their reward, JSON (docs/graders.md).", type=json_file),
     opt("--response-format PATH", "The form that answers are held to, JSON (docs/reinforcement.md).", type=json_file),
-    opt("--teacher MODEL[@VERSION]", "The model to come nearer to (docs/distillation.md).", names="model"),
+    opt("--teacher MODEL[@VERSION]", "The model to come nearer to (docs/distillation.md)."),
     opt("--suffix TEXT", "Part of the new model's name."),
     opt("--publish-as NAME", "Make a version of this model, new or one of yours."),
     *either("--activate", "--no-activate", "Does the version answer at once? Default: yes."),
@@ -181,17 +181,17 @@ def submit(session: Session, args: Namespace) -> None:
         _print_logs(session, job["id"], follow=True)
 
 
-@command("job update", JOB, *_DEVICES)
-def update(session: Session, args: Namespace) -> None:
+COMMANDS["job update"] = Row(
+    "job update",
+    "PATCH /admin/v1/jobs/{id}",
     """Change how an unfinished job may use the devices. It takes effect at once.
 
     Examples:
       appliance job update ftjob-abc123 --priority 10 --deadline 2026-11-22T06:00 --max-devices 4
-      appliance job update ftjob-abc123 --deadline none --sizes none     takes both away
-    """
-    changes = picked(args, _DEVICES)
-    answer = session.client.send("PATCH", f"/admin/v1/jobs/{segment(args.id)}", body=changes)
-    session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(changes))}")
+      appliance job update ftjob-abc123 --deadline none --sizes none     takes both away""",
+    "{id} is changed",
+    (JOB, *_DEVICES),
+).command()
 
 
 @command("job logs", JOB, flag("-f --follow", "Until the job ends."))
@@ -348,7 +348,7 @@ _PLAN = "/admin/v1/plan"
 
 @command(
     "plan serve",
-    opt("model MODEL", "A model of the box.", names="model"),
+    opt("model MODEL", "A model of the box."),
     opt("--replicas N", "Engines of it.", type=number(int, 1), default=1),
     opt("--tensor-parallel N", "Devices that share one replica.", type=number(int, 1), default=1),
 )
@@ -367,7 +367,7 @@ def plan_serve(session: Session, args: Namespace) -> None:
 
 @command(
     "plan job",
-    opt("--model MODEL", "The model to begin from.", names="model", required=True),
+    opt("--model MODEL", "The model to begin from.", required=True),
     opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
     *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),

@@ -31,23 +31,14 @@ def _expires(text: str) -> float:
 _COUNT = or_null(number(int, 1))
 _LIMITS = (
     opt(
-        "--model MODEL",
-        "Models that it may use besides those of its owner's jobs; repeatable. Default: all.",
-        dest="models",
-        type=or_null(str),
-        action="append",
+        "--model MODEL", "That it may use; repeatable. Default: all.", dest="models", type=or_null(str), action="append"
     ),
     opt("--requests-per-minute N", "At least 1.", type=_COUNT),
     opt("--tokens-per-minute N", "Prompts and completions together.", type=_COUNT),
     opt("--tokens-per-day N", "Days of UTC.", type=_COUNT),
     opt("--tokens-per-month N", "Months of UTC.", type=_COUNT),
     opt("--max-priority N", "Of its jobs; above 0 also deadlines and --no-preemptible. Default: 0.", type=or_null(int)),
-    opt(
-        "--expires TIME",
-        "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day.",
-        dest="expires_s",
-        type=or_null(_expires),
-    ),
+    opt("--expires TIME", "30d from now, or a date, which is its last day.", dest="expires_s", type=or_null(_expires)),
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
@@ -72,18 +63,15 @@ def _limits(args: Namespace) -> dict[str, Any]:
 @command(
     "key create",
     opt("--name NAME", "Whose key it is; shown in lists and in the audit log.", required=True),
-    opt(
-        "--scope SCOPE",
-        "inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two; with --model the "
-        "first alone.",
-        dest="scopes",
-        action="append",
-    ),
+    opt("--scope SCOPE", "inference, fine_tuning, read, metrics or admin; repeatable.", dest="scopes", action="append"),
     opt("--owner NAME", "Who owns what the key makes, and whose share of the devices it uses. Default: NAME."),
     *_LIMITS,
 )
 def create(session: Session, args: Namespace) -> None:
     """Make a key and show it once: the box keeps only its SHA-256.
+
+    Scopes are inference and fine_tuning unless --scope names others; with --model inference alone. Models that its
+    owner's jobs make are its to use in any case.
 
     Examples:
       appliance key create --name ops --scope admin

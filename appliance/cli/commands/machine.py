@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.cli import formats, output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CommandFailed, Said
-from appliance.cli.locate import BoxFile, output_of, python, resolved
+from appliance.cli.locate import BoxFile, python, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
 
@@ -61,8 +61,11 @@ def doctor(session: Session, args: Namespace) -> None:
     """
     settings = resolved(args.config, data_dir=args.data_dir)
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    config = settings.model_dump_json()
-    answer = json.loads(output_of("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=config))
+    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *runs)
+    done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
+    answer = json.loads(done.stdout)
     shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
     columns = "state check found wanted do=remedy"
     session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
@@ -236,6 +239,6 @@ def _backup_fields(found: Manifest) -> dict[str, Any]:
 
 
 def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
-    size = f"{formats.many(len(found.files), 'file')}, {formats.size(found.bytes)}"
+    size = f"{len(found.files):,} files, {formats.size(found.bytes)}"
     text = f"{found.name} at {where} is {done}: {size}; {more}"
     session.show({**_backup_fields(found), "where": where}, lambda _: text)

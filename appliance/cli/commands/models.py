@@ -76,7 +76,7 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
     if model is None:
         yield {"source": source, "name": name}
         return
-    kind, _, where = model["origin"].partition(" ")
+    kind, _, where = str(model["origin"]).partition(" ")
     if kind == "hub":
         yield {"source": where, "name": name or source}
         return

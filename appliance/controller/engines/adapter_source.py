@@ -10,8 +10,7 @@ from pathlib import Path
 
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.tiers.facts import name_of
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import Tiers, name_of
 from serve.core.adapter_source import AdapterServer
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore

@@ -17,7 +17,7 @@ from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import Metadata, StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
@@ -39,7 +39,7 @@ BATCHES = Resource(
 
 class BatchCreate(StrictBody):
     completion_window: Literal["24h"]
-    endpoint: Annotated[str, StringConstraints(max_length=128)]
+    endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -51,12 +51,6 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        if body.endpoint not in ENDPOINTS:
-            raise InvalidValue(
-                f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
-                f"{', '.join(ENDPOINTS)}.",
-                "endpoint",
-            )
         attempt = BATCHES.attempt(request, caller, body.model_dump())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)

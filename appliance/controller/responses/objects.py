@@ -20,23 +20,15 @@ from appliance.store.rows import ResponseRow
 
 Object = dict[str, Any]
 _ASKED = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": None,
-    "model": None,
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model")),
+    **dict.fromkeys(("previous_response_id", "reasoning", "text", "top_logprobs", "user")),
     "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": None,
     "service_tier": "auto",
     "temperature": 1.0,
-    "text": None,
     "tool_choice": "auto",
     "tools": [],
-    "top_logprobs": None,
     "top_p": 1.0,
     "truncation": "disabled",
-    "user": None,
 }
 _ENDS = {"completed": "completed", "failed": "failed"}
 _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")

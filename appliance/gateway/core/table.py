@@ -1,4 +1,4 @@
-"""The messages that the controller sends over the bus, as types: the routing table and the box's troubles."""
+"""The message that the controller sends over the bus, as a type: the routing table."""
 
 from __future__ import annotations
 
@@ -111,31 +111,26 @@ THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # asks what no key
 
 
 class Table(Struct, tag_field="type", tag="table"):
-    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex."""
+    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; degraded: parts of
+    the box that fail and are tried again."""
 
     generation: int
     models: dict[str, Model] = {}
     keys: dict[str, Caller] = {}
+    degraded: list[str] = []
 
 
-class Degraded(Struct, tag_field="type", tag="degraded"):
-    """Parts of the box that fail and are tried again."""
-
-    names: list[str]
+_TABLE: Final = msgspec.json.Decoder(Table)
 
 
-_MESSAGES: Final = msgspec.json.Decoder(Table | Degraded)
-
-
-def read_message(line: bytes) -> Table | Degraded:
-    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not one of these messages."""
-    message = _MESSAGES.decode(line)
-    if isinstance(message, Table):
-        for name, model in message.models.items():
-            message.models[name] = replace(model, name=name)
-        for digest, key in message.keys.items():
-            message.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
-    return message
+def read_table(line: bytes) -> Table:
+    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not a table."""
+    table = _TABLE.decode(line)
+    for name, model in table.models.items():
+        table.models[name] = replace(model, name=name)
+    for digest, key in table.keys.items():
+        table.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
+    return table
 
 
 @lru_cache(1024)

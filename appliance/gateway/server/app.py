@@ -32,7 +32,6 @@ from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
-from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
 from runtime.replace_file import replace_file
 from weights.format.names import policy_of
@@ -160,7 +159,7 @@ class App:
             failing = {*state.background.names(), *state.box_troubles} | (
                 {"controller"} if state.controller_away else set()
             )
-            body = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": sorted(failing)}
+            body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
     async def _body(self, exchange: Exchange, limit: int) -> bytes:
@@ -173,15 +172,8 @@ class App:
         return b"".join(kept)
 
     async def _page(self, exchange: Exchange) -> None:
-        page = TO_THE_PAGE
-        if (file := site().get(exchange.path)) is not None:
-            tag, coding = exchange.headers.get(b"if-none-match"), exchange.headers.get(b"accept-encoding")
-            page = answer_file(file, if_none_match=tag, accept_encoding=coding)
-        if page.status == 304:
-            await exchange.begin(304, page.headers)
-            await exchange.finish()
-        else:
-            await exchange.whole(page.status, page.content_type, page.body, page.headers)
+        file = site().get(exchange.path, TO_THE_PAGE)
+        await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
