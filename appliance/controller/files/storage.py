@@ -48,7 +48,7 @@ FILES = Resource(
     id_name="file_id",
     missing="No such File object: {}",
     param="id",
-    fields=("filename", "purpose", "bytes", "made", "dropped", "masked"),
+    fields=("filename", "purpose", "bytes"),
 )
 
 
