@@ -285,8 +285,6 @@ CREATE INDEX eval_runs_ended ON eval_runs (ended_s);
 CREATE INDEX eval_runs_held ON eval_runs (key_id, status, bytes);
 CREATE INDEX eval_runs_in_order ON eval_runs (eval_id, seq, status);
 CREATE INDEX eval_runs_kept ON eval_runs (owner, seq, status);
-CREATE INDEX eval_runs_sampled ON eval_runs (eval_id, seq)
-    WHERE data_source ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id';
 CREATE INDEX eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id) WHERE status IN ('queued', 'in_progress');
 
 CREATE TABLE eval_items (
