@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
@@ -21,9 +21,10 @@ from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
+from appliance.controller.http.routers import needs
 from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
+from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller, Principal
 from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.last_backup import LastBackup
 from appliance.store.database import Part
@@ -46,6 +47,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
         collector = ControllerCollector(context, now, await engine_meters.read(context.routing.open_engines()))
@@ -69,7 +71,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
         return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
 
-    @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/audit")
+    @needs(ADMIN)
     def list_audit(part: Annotated[Part, RECENT]) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, **part)

@@ -26,11 +26,11 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
-from appliance.controller.http.audited import unaudited
 from appliance.controller.http.resource import Resource
+from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal, check_stands
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
@@ -44,7 +44,6 @@ UPLOADS = Resource(
     "/v1/uploads",
     (FINE_TUNING,),
     upload_rows.find,
-    id_name="upload_id",
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -127,7 +126,6 @@ async def _add_part(context: ControllerContext, row: UploadRow, request: Request
     incoming = folder / f"{form.INCOMING_PREFIX}{part_id}"
     try:
         part = await form.receive(request, incoming, context.config.upload_part_bytes, "data")
-        check_stands(context.db, caller)
         _pending(context, row.id, caller)  # it may have ended while its bytes arrived
         sizes = _sizes(folder)
         if len(sizes) >= MAX_PARTS:
@@ -181,7 +179,6 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
         made = replace(made, key_id=row.key_id, owner=row.owner)
         with db.transaction():
             _pending(context, row.id, caller)  # still
-            check_stands(db, caller)
             files.keep(context, made, incoming)
             upload_rows.update(db, row.id, status="completed", file_id=file_id)
 

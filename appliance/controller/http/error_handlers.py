@@ -71,7 +71,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     where = f"{request.method} {shown(request.url.path)}"
     headers = dict(error.headers) if error.headers else None
     if error.status_code == 404:
-        return _answer(404, f"Unknown request URL: {where}.", "invalid_request_error", None, "unknown_url")
+        hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
+        return _answer(404, f"Unknown request URL: {where}. {hint}", "invalid_request_error", None, "unknown_url")
     if error.status_code == 405:
         allowed = (headers or {}).get("allow") or (headers or {}).get("Allow", "")
         return _answer(

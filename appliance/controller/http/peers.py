@@ -21,7 +21,7 @@ from appliance.controller.interfaces.principal import BOX, Identity
 from runtime.logs import REQUEST_ID
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
-SESSION, SECRET = b"x-appliance-session", b"x-appliance-secret"
+SESSION = b"x-appliance-session"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 
@@ -82,15 +82,13 @@ class FromGateways:
 
 
 def _identity(scope: Scope) -> Identity | None:
-    """The identity from exactly one header of each kind, of session and secret at most one; None for anything else."""
-    key_ids, scopes, by = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION, SECRET)
-    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(by) > 1:
+    """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
+    key_ids, scopes, sessions = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION)
+    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
         return None
-    sessions, secrets = _given(scope, SESSION), _given(scope, SECRET)
     granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
     session = sessions[0].decode("latin-1").strip() if sessions else None
-    secret = secrets[0].decode("latin-1").strip() if secrets else None
-    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name), session, secret)
+    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name), session)
 
 
 def _given(scope: Scope, *names: bytes) -> list[bytes]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
+from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.work import BATCHES as KIND
 from appliance.controller.batches.work import Batches
@@ -23,7 +24,6 @@ from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
-from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 WINDOW_S = 24 * 3600.0
 _MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -32,8 +32,6 @@ BATCHES = Resource(
     "/v1/batches",
     (INFERENCE,),
     batches.find,
-    id_name="batch_id",
-    missing="No batch found with id {}.",
     fields=("endpoint", "input_file_id", "status"),
 )
 

@@ -18,11 +18,10 @@ from fastapi.responses import StreamingResponse
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.batches.background_responses import RESPONSES, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.audited import unaudited
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import part, sliced
 from appliance.controller.http.reading import answer
-from appliance.controller.http.routers import make_router
+from appliance.controller.http.routers import make_router, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Forbidden
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
@@ -119,7 +118,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
     """For gateways; none of them forwards a client's request here."""
-    router = make_router("/internal/responses")
+    router = make_router("/internal/responses", GATEWAY)
 
     @router.post("", include_in_schema=False)
     @unaudited  # copies of answers to requests of inference
@@ -130,6 +129,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
         return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
 
     @router.get("/context", include_in_schema=False)
+    @needs(INFERENCE)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
         ids = await stored.before(id, caller.viewer)

@@ -127,6 +127,8 @@ class Controller:
         async with self._answer(exchange, headers, data) as response:
             if response.status >= 400:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
+                error.allow = response.headers.get("allow")
+                error.should_retry = False if response.headers.get("x-should-retry") == "false" else None
                 after = response.headers.get("retry-after", "")
                 if after.isdigit() and len(after) < 10:
                     error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
@@ -216,7 +218,7 @@ def identity(request: Request, token: bytes) -> dict[str, str]:
     if caller is NOBODY:
         assert request.route.kind is Kind.LOGIN, "all others name a key"
         return own_identity(request.request_id, token)
-    by = {"x-appliance-session": request.session} if request.session else {"x-appliance-secret": caller.secret}
+    by = {"x-appliance-session": request.session} if request.session else {}
     return by | own_identity(request.request_id, token, caller.id, ",".join(sorted(caller.scopes)))
 
 

@@ -9,12 +9,10 @@ from typing import Any, Unpack
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
-from appliance.store.table import Table
+from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
 
 _LIVE = sql_list(UNFINISHED_PHASES)
-_TABLE = Table("jobs", JobRow)
-insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
+insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
 
 
 def get(db: Database, job_id: str) -> JobRow:
@@ -147,7 +145,7 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"
-    _TABLE.update(db, job_id, **changes)
+    JOBS.update(db, job_id, **changes)
 
 
 def add_energy(db: Database, job_id: str, joules: float, metered_s: float) -> None:
@@ -196,7 +194,7 @@ def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> Non
             implied |= {"devices": [], "eta_s": None, "tokens_per_s": None}
         if phase in FINISHED_PHASES and row.finished_s is None:
             implied["finished_s"] = now_s
-        _TABLE.update(db, job_id, **implied | changes)
+        JOBS.update(db, job_id, **implied | changes)
 
 
 def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
@@ -208,5 +206,5 @@ def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
         if row.wanted == "cancel" and wanted != "cancel":
             raise IllegalTransition("jobs", job_id, "cancelled", wanted)
         if not row.finished:
-            _TABLE.update(db, job_id, wanted=wanted)
+            JOBS.update(db, job_id, wanted=wanted)
         return get(db, job_id)

@@ -7,8 +7,7 @@ from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import ModelRow, VersionRow
-from appliance.store.table import Table
+from appliance.store.rows import MODELS, VERSIONS, ModelRow, VersionRow
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -18,15 +17,14 @@ _VISIBLE = (
 EVERYBODY = "*"
 VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
-_TABLE, _VERSIONS = Table("models", ModelRow), Table("versions", VersionRow, "model", "version")
-find, update = _TABLE.find, _TABLE.update
-insert_version, find_version, update_version = _VERSIONS.insert, _VERSIONS.find, _VERSIONS.update
+find, update = MODELS.find, MODELS.update
+insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
 
 
 def insert(db: Database, row: ModelRow) -> None:
     """An imported model is for everybody, and one that a job made is its owner's alone, until somebody changes that."""
     with db.transaction():
-        _TABLE.insert(db, row)
+        MODELS.insert(db, row)
         if row.kind == "base":
             share(db, row.id, EVERYBODY)
 

@@ -11,16 +11,13 @@ from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
-from appliance.store.rows import KeyRow
-from appliance.store.table import Table
+from appliance.store.rows import KEYS, KeyRow
 from runtime.moments import minute
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
-_OF_ENDS = "revoked_s, expires_s, sha256"
-_TABLE = Table("keys", KeyRow, called="name")
-insert, update, list_all = _TABLE.insert, _TABLE.update, _TABLE.list_all
+insert, update, list_all = KEYS.insert, KEYS.update, KEYS.list_all
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -51,7 +48,7 @@ def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
         page_sessions.end_of_key(db, key_id)
-    row = _TABLE.find(db, key_id)
+    row = KEYS.find(db, key_id)
     assert row is not None
     return row, key
 
@@ -69,7 +66,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     """The key with this id, else the live key of this name, else the last revoked one."""
     # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
-    return _TABLE.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
+    return KEYS.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
 def of_subject(db: Database, subject: str) -> KeyRow | None:
@@ -79,7 +76,7 @@ def of_subject(db: Database, subject: str) -> KeyRow | None:
 
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
-    return db.value("SELECT owner FROM keys WHERE id = ?", [key_id]) or key_id
+    return standing(db, key_id)[0]
 
 
 def without_key(db: Database, owners: list[str]) -> list[str]:
@@ -88,10 +85,16 @@ def without_key(db: Database, owners: list[str]) -> list[str]:
     return [owner for owner in owners if db.value(live, [owner]) is None]
 
 
-def standing(db: Database, key_id: str, secret: str | None) -> tuple[str, str]:
-    """(owner as of `owner_of`, `how_ended` of the key, or of this secret of it as a SHA-256)."""
-    row = db.execute(f"SELECT owner, {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
-    return (key_id, "") if row is None else (row["owner"] or key_id, _how_ended(row, secret))
+def standing(db: Database, key_id: str | None) -> tuple[str, str]:
+    """(owner as of `owner_of`, how the key has ended, for "The API key of this job …"; empty: it has not)."""
+    row = db.execute("SELECT id, owner, revoked_s, expires_s FROM keys WHERE id = ?", [key_id]).fetchone()
+    if row is None:
+        return key_id or "", ""
+    ended, expires_s = "", row["expires_s"]
+    if row["revoked_s"] is not None:
+        expired = expires_s is not None and row["revoked_s"] >= expires_s
+        ended = f"expired at {minute(expires_s)}" if expired else "was revoked"
+    return row["owner"] or row["id"], ended
 
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
@@ -99,19 +102,9 @@ def is_revoked(db: Database, key_id: str | None) -> bool:
     return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
 
 
-def how_ended(db: Database, key_id: str | None, secret: str | None = None) -> str:
-    """How a key has ended, or this secret of it as a SHA-256, for "The API key of this job …"; empty: it has not."""
-    row = db.execute(f"SELECT {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
-    return "" if row is None else _how_ended(row, secret)
-
-
-def _how_ended(row: Any, secret: str | None) -> str:
-    revoked_s, expires_s = row["revoked_s"], row["expires_s"]
-    if revoked_s is None:
-        return "" if secret in (None, row["sha256"]) else "was revoked"
-    if expires_s is None or revoked_s < expires_s:
-        return "was revoked"
-    return f"expired at {minute(expires_s)}"
+def how_ended(db: Database, key_id: str | None) -> str:
+    """As of `standing`."""
+    return standing(db, key_id)[1]
 
 
 def owner_has_left(db: Database, key_id: str) -> bool:

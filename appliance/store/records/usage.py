@@ -75,7 +75,11 @@ def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
         if row is not None:
             db.execute("UPDATE device_time SET to_s = ? WHERE seq = ?", [now_s, row["seq"]])
         if devices:
-            db.execute("INSERT INTO device_time (job_id, devices, from_s) VALUES (?, ?, ?)", [job_id, devices, now_s])
+            db.execute(
+                "INSERT INTO device_time (job_id, devices, from_s, key_id, owner, model)"
+                " SELECT ?1, ?2, ?3, key_id, owner, model FROM (SELECT 1) LEFT JOIN jobs ON jobs.id = ?1",
+                [job_id, devices, now_s],
+            )
 
 
 def device_s(db: Database, job_ids: list[str], now_s: float) -> float:
@@ -108,15 +112,11 @@ _GROUPED: dict[By, str] = {
     "version": "model, version",
     "hour": "hour_s",
 }
-# A job's devices count for the key and the owner that made it, and for the model that it tunes; once the job is deleted
-# the record itself says which.
-_HELD = "SELECT device_time.devices, from_s, to_s, " + ", ".join(
-    f"iif(jobs.id IS NULL, device_time.{name}, jobs.{name}) AS {name}" for name in ("key_id", "owner", "model")
-)
+# A job's devices count for the key and the owner that made it, and for the model that it tunes.
 _JOB_NAME_OF: dict[By, str] = {
-    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = held.key_id), held.key_id, '{BOX_ITSELF}')",
-    "owner": f"CASE held.owner WHEN '' THEN '{BOX_ITSELF}' ELSE held.owner END",
-    "model": "held.model",
+    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = device_time.key_id), key_id, '{BOX_ITSELF}')",
+    "owner": f"CASE owner WHEN '' THEN '{BOX_ITSELF}' ELSE owner END",
+    "model": "model",
 }
 _MOST_HOURS = 2400
 
@@ -141,8 +141,7 @@ def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None
         for job in db.execute(
             f"SELECT {_JOB_NAME_OF[by]} AS name, sum(devices"
             " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-            f" FROM ({_HELD} FROM device_time LEFT JOIN jobs ON jobs.id = device_time.job_id) AS held"
-            " WHERE coalesce(to_s, ?1) > ?2 AND held.owner IS NOT NULL AND (?3 IS NULL OR held.owner = ?3)"
+            " FROM device_time WHERE coalesce(to_s, ?1) > ?2 AND owner IS NOT NULL AND (?3 IS NULL OR owner = ?3)"
             " GROUP BY 1",
             [now_s, since_s, owner],
         ):

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import Field, create_model
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
@@ -17,18 +17,18 @@ from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, part
+from appliance.controller.http.routers import needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import (
     ADMIN,
+    ANY,
     FINE_TUNING,
     INFERENCE,
     READ,
     Caller,
     Principal,
-    check_stands,
-    needs,
 )
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.requests import Priority
@@ -99,6 +99,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.get("/me")
+    @needs(*ANY)
     def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
@@ -106,7 +107,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
         return views.key(row)
 
-    @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/keys")
+    @needs(ADMIN)
     def list_keys(part: Annotated[Part, part(1000, most=1000, order="asc")]) -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
@@ -136,7 +138,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        check_stands(db, caller)
         row = _live(context, id_or_name)
         if row.subject:
             raise BadRequest(
@@ -168,6 +169,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         )
 
     @router.get("/usage")
+    @needs(READ, INFERENCE, FINE_TUNING)
     def report(
         caller: Caller,
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
