@@ -58,11 +58,10 @@ _SAMPLES = {
     "DEVICE": "n0/3",
     "NODE": "n1",
     "WINDOW": "win_4fG7kQ2x",
-    "BATCH_ID": "batch_abc123",
     "NAME_OR_ID": "alice",
     "FILE_ID": "file-abc123",
 }
-"""Values of arguments, for examples."""
+"""Values of arguments, for examples; of another KIND_ID it is `kind_abc123`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,8 @@ class Resource:
         name = f"{self.name} {verb.name}".strip()
         text = inspect.cleandoc(verb.help)
         if "Examples:\n" not in text:
-            values = [_SAMPLES[one.settings["metavar"]] for one in options if one.flags[0][0] != "-"]
+            names = [one.settings["metavar"] for one in options if one.flags[0][0] != "-"]
+            values = [_SAMPLES.get(one, one.lower().removesuffix("_id") + "_abc123") for one in names]
             words = " ".join([name, *values])
             text += f"\n\nExamples:\n  appliance {words}" + (f"\n  appliance {words} --watch" if verb.watch else "")
             text += f"\n  appliance {words} -o json"

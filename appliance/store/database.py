@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -278,21 +277,24 @@ class Column(NamedTuple):
     is_json: bool
 
 
-@cache
-def columns_of(kind: type[Any]) -> dict[str, Column]:
+_COLUMNS: dict[Any, dict[str, Column]] = {}
+
+
+def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    hints, columns = get_type_hints(kind), dict[str, Column]()
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        optional = isinstance(hint, UnionType)
-        inner = next(one for one in get_args(hint) if one is not NoneType) if optional else hint
-        words = get_args(inner) if get_origin(inner) is Literal else ()
-        sql = _SQL.get(str if words else inner, "TEXT")
-        sql += "" if optional else " NOT NULL"
-        sql += f" CHECK ({field.name} IN ({sql_list(words)}))" if words else ""
-        columns[field.name] = Column(f"{field.name} {sql}", inner not in _SQL and not words)
-    return columns
+    if kind not in _COLUMNS:
+        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
+    return _COLUMNS[kind]
+
+
+def _column(name: str, hint: Any) -> Column:
+    optional = isinstance(hint, UnionType)
+    inner = next(one for one in get_args(hint) if one is not NoneType) if optional else hint
+    words = get_args(inner) if get_origin(inner) is Literal else ()
+    sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
+    sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
+    return Column(sql, inner not in _SQL and not words)
 
 
 def encode(value: Any, column: Column) -> Any:
@@ -305,16 +307,10 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    names, json_at = _places(kind)
-    values = list(row) if row.keys() == names else [row[name] for name in names]  # by name takes twice as long
-    for at in json_at:
-        if values[at] is not None:
-            values[at] = orjson.loads(values[at])
-    return kind(*values)
-
-
-@cache
-def _places(kind: type[Any]) -> tuple[list[str], list[int]]:
-    """Names of columns, and the places of those that are stored as JSON."""
-    columns = columns_of(kind)
-    return list(columns), [at for at, column in enumerate(columns.values()) if column.is_json]
+    found = dict(zip(row.keys(), row, strict=True))
+    return kind(
+        *(
+            orjson.loads(found[name]) if column.is_json and found[name] is not None else found[name]
+            for name, column in columns_of(kind).items()
+        )
+    )

@@ -27,7 +27,7 @@ from appliance.controller.files import form
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
 from appliance.controller.http.resource import Resource
-from appliance.controller.http.routers import unaudited
+from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -96,6 +96,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, row)
 
     @router.post("/{upload_id}/parts")
+    @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
     @unaudited  # upload.create and upload.complete have it
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         part_id = await _add_part(context, _pending(context, upload_id, caller), request, caller)

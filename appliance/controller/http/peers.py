@@ -9,9 +9,9 @@ as a head was the administrator.)
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
+from hmac import compare_digest
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,33 +48,22 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class FromBox:
-    """The app behind `controller.sock`, mode 0600: no identity means the box itself; an identity is trusted."""
+class Listener:
+    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
+    box's users, where an identity is trusted, and none means the box itself."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            named = _identity(scope)
-            if named is None and _given(scope, KEY_ID, SCOPES):
-                await _refuse(scope, receive, send)
-                return
-            scope.setdefault("state", {})["identity"] = named or BOX
-        await self._app(scope, receive, send)
-
-
-class FromGateways:
-    """The app behind `gateway.sock`. token: known only to this box's gateways."""
-
-    def __init__(self, app: ASGIApp, token: str):
-        assert token, "without a token any head would do"
-        self._app, self._token = app, token.encode()
+    def __init__(self, app: ASGIApp, token: str | None = None):
+        assert token != "", "with an empty token any head would do"
+        self._app, self._token = app, None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             named, proofs = _identity(scope), _given(scope, TOKEN)
-            if named is None or len(proofs) != 1 or not hmac.compare_digest(proofs[0], self._token):
+            if self._token is None:
+                named = named if _given(scope, KEY_ID, SCOPES) else BOX
+            elif len(proofs) != 1 or not compare_digest(proofs[0], self._token):
+                named = None
+            if named is None:
                 await _refuse(scope, receive, send)
                 return
             scope.setdefault("state", {})["identity"] = named

@@ -24,13 +24,11 @@ from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.http.reading import DATABASE, of_one_moment
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
-from appliance.controller.interfaces.principal import allow, identity_of, read_principal
+from appliance.controller.interfaces.principal import Principal, allow, identity_of, read_principal
 from weights.format.foreign_json import is_deeper
 
 MAX_BYTES = 3 << 20
 """Of a JSON body: a grader has 2 MiB at most (train.graders), and more than this comes as a file."""
-MAX_COPIES_BYTES = 64 << 20
-"""Of a gateway's copies of answers."""
 FORM_BYTES = 64 << 10
 """Of a form that has a file, apart from the file."""
 MAX_DEPTH = 160
@@ -81,13 +79,14 @@ def unaudited(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-def max_bytes(path: str, config: ControllerConfig) -> int:
-    """Of a body. path: the route's, with its parameters' names."""
-    if path == "/v1/files":
-        return config.upload_bytes + FORM_BYTES
-    if path == "/v1/uploads/{upload_id}/parts":
-        return config.upload_part_bytes + FORM_BYTES
-    return MAX_COPIES_BYTES if path == "/internal/responses" else MAX_BYTES
+def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
+    """The most that a body of this route may have, in place of MAX_BYTES."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        endpoint.max_bytes = max_bytes  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
 
 
 class StrictRequest(Request):
@@ -142,6 +141,7 @@ class StrictRoute(APIRoute):
         self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", declared)
         if not self.scopes:
             raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
+        self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else of_one_moment(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -152,19 +152,19 @@ class StrictRoute(APIRoute):
             if not allow(identity_of(request).scopes, *self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             DATABASE.set(context.db)
-            strict = StrictRequest(request.scope, request.receive, max_bytes(self.path, context.config))
-            with audit.recording() as recorded:
-                response = await handle(strict)
+            strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
+            response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
                 # The next request, for a new key or a canary, may follow at once.
                 await context.bus.caught_up()
-                if not recorded and not hasattr(self.endpoint, "unaudited"):
-                    self._record(request, response)
+                caller: Principal = request.scope["state"]["principal"]
+                if not caller.recorded and not hasattr(self.endpoint, "unaudited"):
+                    self._record(request, caller, response)
             return response
 
         return answered
 
-    def _record(self, request: Request, response: Response) -> None:
+    def _record(self, request: Request, caller: Principal, response: Response) -> None:
         """ "noun.verb": the verb is the last part of the path, or follows from the method."""
         last = self.path.removeprefix(self.group.prefix).rpartition("/")[2]
         verb = "create" if not last else _VERBS[self.verb] if last.startswith("{") else last
@@ -175,7 +175,7 @@ class StrictRoute(APIRoute):
         target = "/".join(str(value) for value in request.path_params.values())
         audit.record(
             request.app.state.context,
-            request.scope["state"]["principal"],
+            caller,
             action,
             target or str(answer.get("id") or answer.get("name") or ""),
             **{name: answer[name] for name in self.group.fields if answer.get(name) is not None},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -40,7 +40,8 @@ def allow(scopes: Collection[str], *needed: str) -> bool:
 class Principal:
     """key_id None: a process of the box itself (its socket is 0600), which may do everything.
 
-    owner: owns what this request creates; empty for the box itself. session: as of `Identity`.
+    owner: owns what this request creates; empty for the box itself. session: as of `Identity`. recorded: actions of
+    this caller's that the audit log has, of this request.
     """
 
     key_id: str | None
@@ -48,6 +49,7 @@ class Principal:
     request_id: str
     owner: str
     session: str | None = None
+    recorded: list[str] = field(default_factory=list, compare=False)
 
     def may(self, *scopes: str) -> bool:
         return allow(self.scopes, *scopes)
@@ -64,11 +66,6 @@ class Principal:
     def seeing_all(self) -> Principal:
         """For objects of which every operator sees that they exist."""
         return replace(self, scopes=frozenset({ADMIN}))
-
-    @property
-    def is_gateway(self) -> bool:
-        """A gateway acting for itself, without a key: it sends copies of answers, and may do nothing else."""
-        return self.key_id == GATEWAY and self.scopes == {GATEWAY}
 
 
 def identity_of(request: Request) -> Identity:

@@ -21,8 +21,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import part, sliced
 from appliance.controller.http.reading import answer
-from appliance.controller.http.routers import make_router, needs, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Forbidden
+from appliance.controller.http.routers import make_router, needs, takes, unaudited
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed
@@ -30,6 +30,9 @@ from appliance.controller.responses.stored import StoredResponses, not_found
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.rows import ResponseRow
+
+MAX_COPIES_BYTES = 64 << 20
+"""Of a gateway's copies of answers."""
 
 
 def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
@@ -121,10 +124,9 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     router = make_router("/internal/responses", GATEWAY)
 
     @router.post("", include_in_schema=False)
+    @takes(lambda _: MAX_COPIES_BYTES)
     @unaudited  # copies of answers to requests of inference
-    async def take(request: Request, caller: Caller) -> dict[str, int]:
-        if not caller.is_gateway:
-            raise Forbidden(GATEWAY)
+    async def take(request: Request) -> dict[str, int]:
         copies = await request.json()
         return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
 

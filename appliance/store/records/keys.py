@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import Any, Unpack
+from typing import Any
 
-from appliance.store.database import Database, Page, Part
+from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
@@ -17,7 +17,7 @@ from runtime.moments import minute
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
-insert, update, list_all = KEYS.insert, KEYS.update, KEYS.list_all
+insert, update, list_all, page = KEYS.insert, KEYS.update, KEYS.list_all, KEYS.page
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -99,7 +99,7 @@ def standing(db: Database, key_id: str | None) -> tuple[str, str]:
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
     """None: the box itself, and what was made before there were keys."""
-    return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
+    return bool(how_ended(db, key_id))
 
 
 def how_ended(db: Database, key_id: str | None) -> str:
@@ -114,11 +114,6 @@ def owner_has_left(db: Database, key_id: str) -> bool:
         " AND NOT EXISTS (SELECT 1 FROM keys WHERE owner = gone.owner AND revoked_s IS NULL)"
     )
     return db.value(left, [key_id]) is not None
-
-
-def page(db: Database, **part: Unpack[Part]) -> Page[KeyRow]:
-    """Raises UnknownCursor."""
-    return db.page(KeyRow, "keys", **part)
 
 
 def list_live(db: Database) -> list[KeyRow]:

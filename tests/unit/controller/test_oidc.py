@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from appliance.controller.admin.owners import forget, oidc
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
@@ -107,7 +107,7 @@ async def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         context = simulated_context(tmp_path, db, oidc=SETTINGS)
         monkeypatch.setattr(oidc, "TRANSPORT", httpx2.MockTransport(provider.answer))
         app = create_app(context)
-        transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(Listener(app), raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as http,

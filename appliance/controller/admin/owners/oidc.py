@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -35,7 +35,7 @@ from appliance.controller.http.routers import make_router, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound
-from appliance.controller.interfaces.principal import GATEWAY, Principal
+from appliance.controller.interfaces.principal import GATEWAY, Caller
 from appliance.store.records import keys, page_sessions
 from appliance.store.rows import KeyRow
 
@@ -104,7 +104,7 @@ def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
         return {"url": begun["url"], "binder": binder}
 
     @router.post("/finish", status_code=201)
-    async def finish(body: OidcFinish, request: Request, response: Response) -> dict[str, Any]:
+    async def finish(body: OidcFinish, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """A login of the page, as `/admin/v1/sessions` begins one."""
         check_there_is_one()
         known = waiting.pop(body.state, None)  # once, whatever comes of it
@@ -115,7 +115,7 @@ def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
         claims = await provider.claims(body.code, known.nonce, known.verifier)
 
         def tell(key_id: str, outcome: Any, **detail: Any) -> None:
-            who = Principal(key_id or GATEWAY, frozenset(), request.scope["state"]["request_id"], "")
+            who = replace(caller, key_id=key_id or GATEWAY)
             record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
 
         try:
