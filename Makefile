@@ -5,13 +5,14 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check docs pictures hooks lock wheelhouse clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check docs pictures lock wheelhouse clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: ## virtual environment with the pinned packages for CPU or CUDA, as detected (instant when nothing changed)
 	@VENV="$(VENV)" images/install.sh
+	@[ ! -e .git ] || git config core.hooksPath .githooks
 
 demo: setup ## the whole loop with visible progress: fine-tune, publish, chat, switch modes under load
 	@$(PY) -m appliance.demo.main
@@ -68,9 +69,6 @@ docs: setup ## all pages as a site in build/site, with each command and setting;
 
 pictures: setup ## take the pictures of the page in docs/ anew, in Debian's chromium-headless-shell
 	@$(PY) -m tests.e2e.page_pictures docs
-
-hooks: ## let git run lint and the architecture test before each commit
-	@git config core.hooksPath .githooks && echo "git runs .githooks/pre-commit before each commit"
 
 lock: ## resolve images/requirements/*.in again into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
 	images/lock.sh

@@ -154,8 +154,16 @@ def disk_mb_s(folder: Path, mb: int) -> float:
     return mb / took_s
 
 
+class Found(dict[str, float]):
+    """Figures by name; prints each as it comes."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        print(f"{name:28} {value:10.1f}", flush=True)
+        super().__setitem__(name, value)
+
+
 def measured(control: Control, folder: Path, jobs: int, items: int, upload_mb: int) -> dict[str, float]:
-    found = {}
+    found = Found()
     control.http.post("chat/completions", json=QUESTION).raise_for_status()  # the engine is awake
     for _ in range(jobs):
         control.create()
@@ -178,9 +186,9 @@ def measured(control: Control, folder: Path, jobs: int, items: int, upload_mb: i
     found["gap_p99_ms"], found["gap_beside_upload_p99_ms"] = p99(quiet[0]), p99(beside[0])
     rows = folder / "long.jsonl"
     rows.write_text("\n".join(map(json.dumps, ROWS * 20)))
-    control.box.submit(MODEL, rows, "--full --epochs 50")
+    training = control.box.submit(MODEL, rows, "--full --epochs 50")
     control.box.run("mode", "set", "split", "--train", "2")
-    wait_for(lambda: any("step" in one for one in control.box.admin("jobs")["data"]), "a training job", timeout_s=300)
+    wait_for(lambda: control.box.job(training)["status"] == "running", "a training job", timeout_s=300)
     found["create_beside_training_ms"] = max(times_ms(control.create, 10))
     return found
 
@@ -201,8 +209,6 @@ def main() -> None:
             found = measured(Control(box), Path(folder), given.jobs, given.items, given.upload_mb)
         finally:
             box.run("down")
-    for name, value in found.items():
-        print(f"{name:28} {value:10.1f}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
     size = f"{given.jobs} jobs, {given.items} items, {given.upload_mb} MB"

@@ -1,6 +1,6 @@
-"""Swap, wake and start of an engine against what they replace, all in one run on one machine.
+"""Swap, wake and start of an engine against a copy of its weights, all in one run on one machine.
 
-    python benchmarks/engine_swap.py [--sizes 5M,50M,200M] [--rounds N] [--no-cold] [--dtype TYPE] [--json FILE]
+    python benchmarks/engine_swap.py [--sizes 5M,50M,200M] [--rounds N] [--dtype TYPE] [--json FILE]
 
 Per model size (random Llama), on the CPU engine with one thread (a load in place has one per core), in bfloat16 where
 the machine multiplies it and else in float32:
@@ -11,12 +11,10 @@ the machine multiplies it and else in float32:
                     and for comparison in the stream's chunks `before` the swap, which is the machine's noise. The
                     client also waits for its own tokens so far to be computed again with the new weights: `recompute`
                     is what a fresh prompt of that many tokens takes, less a usual step
-    vLLM reload     vLLM's own `reload_weights` of the same directory on tmpfs, in its documented server
     fork start      a new engine forked from the warm parent, to its first token
     wake            a sleeping engine to its first token, from shared memory
     sleepers        three engines: resident memory awake and asleep, and the time of a wake, one of
                     them with a version it meets for the first time
-    cold start      `python -m vllm.entrypoints.openai.api_server`, as documented, to its first token
 
 The machine is shared and noisy: read the ratios, not the seconds.
 """
@@ -40,8 +38,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks._claims import Claim, at_least, at_most, record, stated  # noqa: E402 - the path comes first
-from benchmarks._documented_server import documented_server  # noqa: E402
+from benchmarks._claims import Claim, at_most, record, stated  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
@@ -191,9 +188,8 @@ def table(results: dict) -> str:
     for size, row in results["sizes"].items():
         memcpy = row["memcpy_s"]
         lines.append(f"\n{size}: {row['bytes'] / 1e6:.0f} MB, memcpy {memcpy * 1e3:.1f} ms")
-        cold = row.get("cold_start_s")
         swap = row["swap"]
-        text = (
+        lines.append(
             f"  swap: client gap {swap['gap_s'] * 1e3:7.1f} ms "
             f"(before {swap['before_gap_s'] * 1e3:.1f}), "
             f"pause {swap['pause_s'] * 1e3:7.1f} ms "
@@ -201,10 +197,6 @@ def table(results: dict) -> str:
             f"all {swap['seconds'] * 1e3:.1f} ms; step {swap['usual_s'] * 1e3:.1f} ms, "
             f"recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
         )
-        if cold:
-            text += f"; reload/pause {row['reload_s'] / swap['pause_s']:.1f}"
-            text += f", restart/gap {cold / swap['gap_s']:.0f}"
-        lines.append(text)
         lines.append(f"  fork start to first token {row['fork_start_s']:.2f} s, wake {row['wake_s'] * 1e3:.0f} ms")
         if "sleepers" in row:
             several = row["sleepers"]
@@ -218,11 +210,6 @@ def table(results: dict) -> str:
             f"  memory {asleep['rss_before_bytes'] / 1e6:.0f} -> {asleep['rss_after_bytes'] / 1e6:.0f} MB asleep, "
             f"in {asleep['seconds'] * 1e3:.0f} ms"
         )
-        if cold:
-            lines.append(
-                f"  documented cold start {cold:.1f} s = {cold / row['fork_start_s']:.0f} x fork start "
-                f"= {cold / row['wake_s']:.0f} x wake; vLLM reload {row['reload_s'] * 1e3:.0f} ms"
-            )
     return "\n".join(lines)
 
 
@@ -230,19 +217,12 @@ def claims(size: str, row: dict) -> list[Claim]:
     """This size's lines of the table that `make bench` ends with."""
     in_place, memcpy = row["swap"], row["memcpy_s"]
     asleep = row["asleep"]
-    found = [
+    return [
         at_most("swap: pause less 50 ms", size, (in_place["pause_s"] - 0.05) / memcpy, "x memcpy", 3),
+        stated("forked engine to its first token", size, row["fork_start_s"], "s"),
+        stated("sleeping engine to its first token", size, row["wake_s"], "s"),
         stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),
     ]
-    if "cold_start_s" in row:
-        cold_s = row["cold_start_s"]
-        found += [
-            at_least("in-place swap against vLLM's reload", size, row["reload_s"] / in_place["pause_s"], "x", 2.5),
-            at_least("in-place swap against a restart", size, cold_s / in_place["gap_s"], "x", 100),
-            at_least("wake to first token against a cold start", size, cold_s / row["wake_s"], "x", 50),
-            at_least("forked engine against a cold start", size, cold_s / row["fork_start_s"], "x", 20),
-        ]
-    return found
 
 
 def native_dtype() -> str:
@@ -288,7 +268,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="5M,50M,200M", help=f"comma list of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-cold", action="store_true", help="leave out vLLM's documented server (a minute each)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="what the engines compute in")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -320,9 +299,6 @@ def main() -> None:
             if number == 0:
                 progress(f"{size}: {SLEEPERS} engines asleep")
                 row["sleepers"] = asyncio.run(sleepers(box, size, versions, dtype))
-            if not options.no_cold:
-                progress(f"{size}: the documented server, cold\n{table({'sizes': {size: row}})}")
-                row |= documented_server(versions[0], options.rounds, dtype)
             results["sizes"][size] = row
             record(__file__, claims(size, row))
             for path in versions:

@@ -7,9 +7,8 @@ with everything on: key, checks, routing, holds, metrics, access log; both reach
 LiteLLM's proxy take part if their commands are given (each from an environment of its own: `python -m venv R &&
 R/bin/pip install vllm-router`, `'litellm[proxy]'`); they reach the upstream by TCP, all they can. The proxy under test
 has a core of its own; load generator and upstream share the rest. CPU per request is read from /proc, so it holds even
-where the load generator is the bottleneck; `rps/core` is its inverse. Load comes from wrk if it is installed, else
-from a small generator in this file. Streams: "burst" sends 64 events as fast as they go; "paced" sends one event
-every 10 ms on each of 64 streams, as engines do, and shows the cost of one relayed event.
+where the load generator is the bottleneck; `rps/core` is its inverse. Streams: "burst" sends 64 events as fast as they
+go; "paced" sends one event every 10 ms on each of 64 streams, as engines do, and shows the cost of one relayed event.
 """
 
 from __future__ import annotations
@@ -213,43 +212,6 @@ async def own_load(port: int, mode: str, concurrency: int, seconds: float) -> di
     }
 
 
-WRK_SCRIPT = """
-wrk.method = "POST"
-wrk.headers["Authorization"] = "Bearer %s"
-wrk.headers["Content-Type"] = "application/json"
-wrk.body = [[%s]]
-function done(summary, latency, requests)
-  local e = summary.errors
-  io.write(string.format('RESULT {"requests":%%d,"duration_us":%%d,"p50_us":%%d,"p99_us":%%d,"errors":%%d}\\n',
-    summary.requests, summary.duration, latency:percentile(50), latency:percentile(99),
-    e.connect + e.read + e.write + e.status + e.timeout))
-end
-"""
-
-
-async def wrk_load(port: int, mode: str, concurrency: int, seconds: float, folder: Path) -> dict[str, float]:
-    script = folder / f"{mode}.lua"
-    script.write_text(WRK_SCRIPT % (KEY, request_body(mode).decode()))
-    process = await asyncio.create_subprocess_exec(
-        "wrk",
-        "-t1",
-        f"-c{concurrency}",
-        f"-d{max(1, round(seconds))}s",
-        "--timeout",
-        "10s",
-        "-s",
-        str(script),
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        stdout=subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
-    data = json.loads(next(line for line in out.decode().splitlines() if line.startswith("RESULT "))[7:])
-    if data.pop("errors"):
-        raise RuntimeError(f"errors while loading port {port}: {out.decode()}")
-    data["rps"] = data["requests"] / data.pop("duration_us") * 1e6
-    return data
-
-
 # -- the proxies under test
 
 
@@ -382,7 +344,6 @@ async def measure(
     cores = sorted(os.sched_getaffinity(0))
     own_core, rest = {cores[0]}, set(cores[1:]) or {cores[0]}
     os.sched_setaffinity(0, rest)
-    generator = "wrk" if shutil.which("wrk") else "own"
     results: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="gwb-", dir="/tmp"))
     engine, bus = str(folder / "e.sock"), str(folder / "bus.sock")
@@ -443,7 +404,6 @@ async def measure(
                     raise
                 print(f"{error}: left out\n{(folder / f'{name}.log').read_text()[-2000:]}", file=sys.stderr)
                 del pids[name]
-        load = own_load if generator == "own" else lambda *args: wrk_load(*args, folder)
         cases = [(mode, c) for mode in ("plain", "burst") for c in concurrencies] + [("paced", 64)]
         for mode, concurrency in cases:
             direct: dict[str, Any] = {}
@@ -453,7 +413,7 @@ async def measure(
                     family = tree(pid)
                     before = cpu_s(family)
                     at_least_s = 3.0 if mode == "paced" or name == "litellm" else 0.0
-                    row: dict[str, Any] = await load(ports[name], mode, concurrency, max(seconds, at_least_s))
+                    row: dict[str, Any] = await own_load(ports[name], mode, concurrency, max(seconds, at_least_s))
                     row["cpu_us"] = (cpu_s(family) - before) / max(1, row["requests"]) * 1e6
                     rounds[name].append(row)
             for name, rows in rounds.items():
@@ -481,7 +441,6 @@ async def measure(
         "benchmark": "gateway_relay",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": len(cores), "cpu": _cpu_name(), "python": platform.python_version()},
-        "generator": generator,
         "seconds": seconds,
         "rounds": repeats,
         "results": results,

@@ -3,21 +3,19 @@
     python benchmarks/plan_scale.py [--json FILE]
 
 Three situations per size: "cold" (nothing runs yet, everything is placed), "steady" (everything runs, nothing
-changes) and "burst" (traffic takes a tenth of the devices back). The growth is fitted over the sizes: time ~ n^k
-with n = devices + jobs, by least squares on the logarithms, and time / (n log n) is printed beside it.
+changes) and "burst" (traffic takes a tenth of the devices back).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import platform
 import random
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -97,76 +95,41 @@ def timed(plan_input: PlanInput, box: Box, repeat: int) -> tuple[float, int]:
     return sorted(seconds)[len(seconds) // 2], count
 
 
-def growth(points: list[tuple[int, float]]) -> float:
-    """The exponent k of time ~ n^k."""
-    xs, ys = [math.log(n) for n, _ in points], [math.log(s) for _, s in points]
-    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
-
-
-def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
-    rows: list[dict[str, object]] = []
-    points: dict[str, list[tuple[int, float]]] = {"cold": [], "steady": [], "burst": []}
-    for devices, jobs in sizes:
+def measure() -> list[dict[str, Any]]:
+    rows = []
+    for devices, jobs in SIZES:
         first = cold(devices, jobs)
-        empty = Box({d.id: d for d in first.devices})
         running, box = after(first, plan(first, NOW_S, CONFIG))
-        repeat = 3 if devices > 2000 else 9
-        for name, plan_input, world in (
-            ("cold", first, empty),
-            ("steady", running, box),
-            ("burst", burst(running), box),
-        ):
-            seconds, count = timed(plan_input, world, repeat)
-            n = devices + jobs
-            points[name].append((n, seconds))
-            rows.append(
-                {
-                    "situation": name,
-                    "devices": devices,
-                    "jobs": jobs,
-                    "moves": count,
-                    "decision_ms": seconds * 1e3,
-                    "us_per_n_log_n": seconds * 1e6 / (n * math.log2(n)),
-                }
-            )
-    return {
-        "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
-        "rows": rows,
-        # The two largest decades only: at 8 devices the fixed cost of a call hides the growth.
-        "growth_exponent": {name: growth(found[-3:]) for name, found in points.items()},
-        "n_log_n_exponent": growth([(n, n * math.log2(n)) for n, _ in points["cold"][-3:]]),
-    }
+        worlds = {
+            "cold": (first, Box({d.id: d for d in first.devices})),
+            "steady": (running, box),
+            "burst": (burst(running), box),
+        }
+        for name, (plan_input, world) in worlds.items():
+            seconds, count = timed(plan_input, world, 3 if devices > 2000 else 9)
+            row = {"situation": name, "devices": devices, "jobs": jobs, "moves": count, "decision_ms": seconds * 1e3}
+            print(f"{name:10}{devices:9} devices{jobs:8} jobs{count:8} moves{seconds * 1e3:10.2f} ms", flush=True)
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    result = measure()
-    print(f"{'situation':10}{'devices':>9}{'jobs':>8}{'moves':>8}{'decision ms':>13}{'us / n log n':>14}")
-    for r in result["rows"]:
-        print(
-            f"{r['situation']:10}{r['devices']:9}{r['jobs']:8}{r['moves']:8}"
-            f"{r['decision_ms']:13.2f}{r['us_per_n_log_n']:14.3f}"
-        )
-    for name, k in result["growth_exponent"].items():
-        print(f"{name}: time ~ n^{k:.2f} (n log n over the same sizes: n^{result['n_log_n_exponent']:.2f})")
-    largest = f"{result['rows'][-1]['devices']} devices"
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    rows = measure()
     record(
         __file__,
         [
-            at_most(f"a decision at 1,024 devices, {r['situation']}", f"{r['jobs']} jobs", r["decision_ms"], "ms", 50)
-            for r in result["rows"]
-            if r["devices"] == 1024
-        ]
-        + [
-            at_most(f"growth of a decision, {name}", f"to {largest}", k, "of n^k", round(result["n_log_n_exponent"], 2))
-            for name, k in result["growth_exponent"].items()
+            at_most(
+                f"a decision at 1,024 devices, {row['situation']}", f"{row['jobs']} jobs", row["decision_ms"], "ms", 50
+            )
+            for row in rows
+            if row["devices"] == 1024
         ],
     )
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -123,15 +123,10 @@ class Bench:
         self.store.trim_pool()
         forget_mappings()
 
-    def _reserve(self):
-        self.count += 1
-        return self.store.reserve(self.layout, kind="version", model="bench", version=str(self.count))
-
     def _publish(self, *, checksums: bool = False) -> float:
         started_s = time.perf_counter()
-        return self._finish(self._reserve(), started_s, checksums=checksums)
-
-    def _finish(self, draft, started_s: float, *, checksums: bool = False) -> float:
+        self.count += 1
+        draft = self.store.reserve(self.layout, kind="version", model="bench", version=str(self.count))
         targets = {name: np.frombuffer(draft.view(name), np.uint8) for name in self.sources}
         copy_all(self.sources, targets, self.shares, self.pool)
         del targets

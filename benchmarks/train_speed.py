@@ -150,26 +150,8 @@ def _spawn(side: str, folder: str, options: argparse.Namespace) -> dict[str, Any
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(path),
     }
-    command = [
-        sys.executable,
-        __file__,
-        "--run-side",
-        side,
-        "--folder",
-        folder,
-        "--size",
-        options.size,
-        "--steps",
-        str(options.steps),
-        "--batch",
-        str(options.batch),
-        "--precision",
-        options.precision,
-        "--micro",
-        str(options.micro),
-        "--threads",
-        threads,
-    ]
+    own = ["--run-side", side, "--folder", folder, "--precision", options.precision]
+    command = [sys.executable, __file__, *sys.argv[1:], *own]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode == 3:
         print(f"{side}: TRL is not installed here (see --help); skipped", flush=True)

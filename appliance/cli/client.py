@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
+from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -32,12 +33,6 @@ def box_url(text: str) -> httpx.URL:
     return url.copy_with(path="/")
 
 
-def verification(url: httpx.URL, own: bool) -> ssl.SSLContext | bool:
-    """What checks the certificate of a box. own: of this machine; then, on loopback, the certificate, which names the
-    box, is not checked."""
-    return ssl.create_default_context() if url.scheme == "https" and not (own and url.host in LOOPBACK) else False
-
-
 class Client:
     """One box. Every method raises the errors of `appliance.cli.errors`, with the box's own message."""
 
@@ -47,7 +42,6 @@ class Client:
         api_key: str | None = None,
         *,
         socket_path: str | None = None,
-        own: bool = False,
         why_silent: Callable[[], str] = lambda: "",
     ):
         """socket_path: in place of the URL. why_silent: says what a box does that takes no connection, "" if that is
@@ -59,8 +53,11 @@ class Client:
         self._http = httpx.Client(
             base_url=known,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            # Proxies of the environment lead out of the network that the box is in.
-            transport=httpx.HTTPTransport(uds=socket_path, verify=verification(known, own), trust_env=False),
+            transport=httpx.HTTPTransport(
+                uds=socket_path,
+                verify=ssl.create_default_context() if known.scheme == "https" else False,
+                trust_env=False,  # proxies of the environment lead out of the network that the box is in
+            ),
         )
 
     def get(self, path: str, **query: Any) -> Any:
@@ -110,42 +107,26 @@ class Client:
             rest = b""
             for piece in response.iter_bytes():
                 *lines, rest = (rest + piece).split(b"\n")  # at no other ends of lines, which JSON may have inside
-                for line in lines:
-                    data = line[5:].strip()
-                    if not line.startswith(b"data:"):
-                        continue
+                for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
                     if data == b"[DONE]":
                         return
                     event = _json(data)
-                    if isinstance(event, dict) and event.get("error"):
-                        raise CommandFailed(_error_fields(event)[0] or "the box ended the answer with an error")
+                    if event.get("error"):
+                        raise CommandFailed(_error_fields(data)[0] or "the box ended the answer with an error")
                     yield event
         raise CommandFailed("the answer was cut off: the stream ended before it was complete")
 
-    def upload(self, path: Path, purpose: str, on_bytes: Callable[[int], None]) -> Any:
-        """Send a file to /v1/files without reading it into memory; `on_bytes` gets the size of each piece."""
+    def upload(self, path: Path, purpose: str) -> Any:
+        """Send a file to /v1/files without reading it into memory."""
         if not path.name.isprintable():
             raise BadUsage(f"the name of {path!s:.100} contains control characters; rename the file")
         try:
-            file = open(path, "rb")
+            opened = output.opened(path)
         except OSError as error:
             raise BadUsage(f"cannot read {path}: {error.strerror}") from error
-
-        class Counted:
-            """The file as httpx reads it."""
-
-            fileno, seek, tell = file.fileno, file.seek, file.tell
-
-            def read(self, count: int = -1) -> bytes:
-                piece = file.read(count)
-                on_bytes(len(piece))
-                return piece
-
-        with file:
-            part = (path.name, Counted(), "application/octet-stream")
-            return self.send(
-                "POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, data={"purpose": purpose}, files={"file": part}
-            )
+        with opened as file:
+            form = {"data": {"purpose": purpose}, "files": {"file": (path.name, file, "application/octet-stream")}}
+            return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
     def download(self, path: str, out: BinaryIO) -> int:
         """Copy the body of an answer to `out`; returns its bytes."""
@@ -157,7 +138,7 @@ class Client:
         try:
             with self._http.stream(method, path, timeout=timeout_s, **request) as response:
                 if response.status_code >= 400:
-                    message, code = _error_fields(_json_or_none(response.read()))
+                    message, code = _error_fields(response.read())
                     text = message or f"the box answered {response.status_code} {response.reason_phrase}"
                     raise of_answer(response.status_code, text, code)
                 yield response
@@ -166,25 +147,21 @@ class Client:
                 f"the box at {self.address} did not answer within {timeout_s:.0f} s: it is busy or hangs; `appliance "
                 "status` shows what it does, and what was asked may still be done"
             ) from error
-        except httpx.RemoteProtocolError as error:
-            if "peer closed connection without sending complete message body" in str(error):
-                raise CommandFailed(f"the answer was cut off ({error}); ask again") from error
-            raise self._unreachable(error) from error
         except httpx.TransportError as error:
-            raise self._unreachable(error) from error
-
-    def _unreachable(self, error: httpx.TransportError) -> AuthFailed | Unreachable:
-        reason = str(error) or type(error).__name__
-        if "Errno 13" in reason:
-            return AuthFailed(
-                f"{self.address} belongs to another user; reach the box with --url and an API key instead"
-            )
-        if "CERTIFICATE_VERIFY_FAILED" in reason:
-            return Unreachable(
-                f"the certificate of the box at {self.address} is not trusted: {reason}; SSL_CERT_FILE=FILE names the "
-                "certificate, or the authority, to trust"
-            )
-        return Unreachable(self._why_silent() or f"cannot reach the box at {self.address}: {reason}")
+            reason = str(error) or type(error).__name__
+            if "peer closed connection without sending complete message body" in reason:
+                raise CommandFailed(f"the answer was cut off ({reason}); ask again") from error
+            if "Errno 13" in reason:
+                raise AuthFailed(
+                    f"{self.address} belongs to another user; reach the box with --url and an API key instead"
+                ) from error
+            if "CERTIFICATE_VERIFY_FAILED" in reason:
+                raise Unreachable(
+                    f"the certificate of the box at {self.address} is not trusted: {reason}; SSL_CERT_FILE=FILE names "
+                    "the certificate, or the authority, to trust"
+                ) from error
+            why = self._why_silent() or f"cannot reach the box at {self.address}: {reason}"
+            raise Unreachable(why) from error
 
 
 def _json(content: bytes) -> Any:
@@ -194,17 +171,10 @@ def _json(content: bytes) -> Any:
         raise CommandFailed(f"this is not an appliance: it answered {content[:80]!r}, expected JSON") from error
 
 
-def _json_or_none(content: bytes) -> Any:
+def _error_fields(content: bytes) -> tuple[str | None, str | None]:
+    """Message and code of OpenAI's error object, None for what it lacks."""
     try:
-        return json.loads(content)
-    except ValueError:
-        return None
-
-
-def _error_fields(answer: Any) -> tuple[str | None, str | None]:
-    """Message and code of an error object."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict):
-        return (error if isinstance(error, str) else None), None
-    message, code = error.get("message"), error.get("code")
-    return (message if isinstance(message, str) else None), (code if isinstance(code, str) else None)
+        error = json.loads(content)["error"]
+        return error["message"], error.get("code")
+    except (ValueError, TypeError, KeyError):
+        return None, None

@@ -11,15 +11,20 @@ REASON_CHARACTERS = 160
 _KEYED_BY_NAMES = frozenset("bounds hyperparameters idle jobs metadata models standby waiting".split())
 
 
-def size(count_bytes: float | None) -> str:
-    """Decimal units, as disks and model files are sold: 1,234,567 bytes are "1.2 MB"."""
-    if count_bytes is None:
+def _scaled(value: float | None, unit: str) -> str:
+    """In decimal units, as disks and model files are sold: 1,234,567 "B" are "1.2 MB"."""
+    if value is None:
         return "-"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count_bytes) < 999.5 or unit == "TB":
+    prefix = ""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or prefix == "T":
             break
-        count_bytes /= 1000
-    return f"{count_bytes:.0f} {unit}" if unit == "B" or count_bytes >= 99.95 else f"{count_bytes:.1f} {unit}"
+        value /= 1000
+    return f"{value:.{0 if not prefix or value >= 99.95 else 1}f} {prefix}{unit}"
+
+
+def size(count_bytes: float | None) -> str:
+    return _scaled(count_bytes, "B")
 
 
 def count(number: float | None) -> str:
@@ -54,24 +59,9 @@ def seconds_of(text: str) -> float | None:
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(.)", text)) or None
 
 
-def moment(unix_s: float | None) -> str:
+def moment(unix_s: float) -> str:
     """Local date and time."""
-    return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-
-
-def clock(unix_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(unix_s))
-
-
-def loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def or_dash(value: object) -> str:
-    """Text for a cell; a dash for nothing and for an empty list."""
-    if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value) or "-"
-    return "-" if value is None or value == "" else str(value)
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def printable(text: object) -> str:
@@ -90,10 +80,6 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def rate(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{size(bytes_per_s)}/s"
-
-
 def by_name(name: str, value: Any) -> str:
     """A value in the unit that its name ends with; of a mapping or a list each in its own."""
     if isinstance(value, dict):
@@ -109,7 +95,7 @@ def by_name(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
-        return or_dash(value)
+        return value or "-"
     return next(shown for end, shown in UNITS if name.endswith(end))(value)
 
 
@@ -123,13 +109,6 @@ def label_of_parts(name: str) -> Callable[[str], str]:
     return str if name in _KEYED_BY_NAMES else label
 
 
-def joules(value: float) -> str:
-    for limit, unit in ((1e6, "MJ"), (1e3, "kJ")):
-        if value >= limit:
-            return f"{value / limit:,.3g} {unit}"
-    return f"{value:.3g} J"
-
-
 def _time(value: float) -> str:
     return moment(value) if value > 1e9 else duration(value or None)
 
@@ -140,14 +119,15 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"  # g has powers of ten from 10,000 on
 
 
-def percent(part: float) -> str:
+def _percent(part: float) -> str:
     return f"{100 * part:.1f} %"
 
 
 UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    *(("bytes_per_s", rate), ("bytes", size), ("bytes_read", size), ("per_s", number), ("_s", _time)),
-    *(("seconds", _time), ("_at", _time), ("created", _time), ("finish", _time), ("share", percent), ("busy", percent)),
-    *(("joules", joules), ("loss", loss), ("_w", lambda watts: f"{watts:.0f} W"), ("_c", lambda c: f"{c} °C")),
+    *(("bytes_per_s", lambda value: f"{size(value)}/s"), ("bytes", size), ("bytes_read", size), ("per_s", number)),
+    *((end, _time) for end in ("_s", "seconds", "_at", "created", "finish")),
+    *(("share", _percent), ("busy", _percent), ("joules", lambda value: _scaled(value, "J"))),
+    *(("loss", lambda value: f"{value:.4f}"), ("_w", lambda value: f"{value:.0f} W"), ("_c", lambda c: f"{c} °C")),
     *(("seed", str), ("", number)),
 )
 """How numbers are shown, by the ends of their names; the first that fits counts."""
@@ -155,7 +135,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "count": count,
     "names": lambda rows: ", ".join(one["name"] for one in rows),
     "short": short,
-    "size": size,
     "total": lambda rows: str(len(rows)),
     "yes": lambda value: "yes" if value else "-",
 }

@@ -1,16 +1,23 @@
-"""Finds the box of a data directory on this machine."""
+"""The box of a data directory on this machine: where it is, its configuration, and work of ours in processes of their
+own."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance import DEFAULT_DATA_DIR
-from appliance.cli.errors import Unreachable
+from appliance.cli.errors import BadUsage, CommandFailed, Unreachable
+
+if TYPE_CHECKING:
+    from appliance.config import BoxConfig
 
 
 @dataclass(frozen=True)
@@ -47,61 +54,79 @@ class BoxFile:
         """The main process's pid, None if it does not run. A pid from before a reboot may be another process's now. It
         may even be another box's main process: in a copy of the directory, or in containers, which count from 1."""
         pid = self.fields.get("pid")
-        return pid if isinstance(pid, int) and is_main_process(pid, self.data_dir) else None
-
-    @property
-    def url(self) -> str:
-        """The gateway's URL as this machine reaches it, without /v1."""
-        url = str(self.fields.get("url", "")).removesuffix("/v1").rstrip("/")
-        return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:").replace("//:::", "//[::1]:")
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            config = Path(os.fsdecode(arguments[arguments.index(b"--config") + 1]))
+        except (OSError, ValueError, IndexError):
+            return None
+        return pid if b"appliance.boot.main" in arguments and config.parent.resolve() == self.data_dir else None
 
     def controller_socket(self) -> str:
         """Raises Unreachable, saying what the box is doing instead, when no box runs there."""
         if self.pid is None:
-            raise Unreachable(self._why_not_running())
+            raise Unreachable(self.why_silent())
         socket_path = str(self.fields["controller_socket"])
-        if not os.path.exists(socket_path) and self.state in ("starting", "stopping"):
-            raise Unreachable(self._moving())
+        if not os.path.exists(socket_path) and (why := self.why_silent()):
+            raise Unreachable(why)
         return socket_path
 
-    def asking_socket(self) -> str:
-        """Where the gateway takes what the box itself asks. Raises Unreachable."""
-        return str(Path(self.controller_socket()).with_name("asking.sock"))
-
     def why_silent(self) -> str:
-        """Why a box that runs answers nothing at the moment, "" if it should answer."""
+        """Why the box answers nothing at the moment, "" if it should answer."""
         now = BoxFile.read(self.data_dir)
-        if now.pid is None:
-            return now._why_not_running()
-        return now._moving() if now.state in ("starting", "stopping") else ""
-
-    def _moving(self) -> str:
-        return f"the box on {self.data_dir} is {self.state}: {self.message or 'one moment'}"
-
-    def _why_not_running(self) -> str:
-        start = f"`appliance up{data_dir_option(self.data_dir)}` starts it"
-        if not self.fields:
+        box, start = f"the box on {self.data_dir}", f"`appliance up{data_dir_option(self.data_dir)}` starts it"
+        if now.pid is not None:
+            moves = now.state in ("starting", "stopping")
+            return f"{box} is {now.state}: {now.message or 'one moment'}" if moves else ""
+        if not now.fields:
             return f"no box on {self.data_dir}; {start}, --url or --data-dir name another"
-        if self.state == "failed":
-            return f"the box on {self.data_dir} did not start: {self.message}"
-        if self.state == "stopped":
-            why = f", not in order: {self.message}" if self.message else ""
-            return f"the box on {self.data_dir} is stopped{why}; {start}"
-        return f"the box on {self.data_dir} was killed while {self.state}; {start} and continues its work"
-
-
-def is_main_process(pid: int, data_dir: Path) -> bool:
-    """Whether this living process is the main process of the box on this data directory."""
-    try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"appliance.boot.main" not in arguments:
-            return False
-        return Path(os.fsdecode(arguments[arguments.index(b"--config") + 1])).parent.resolve() == data_dir
-    except (OSError, ValueError, IndexError):
-        return False
+        if now.state == "failed":
+            return f"{box} did not start: {now.message}"
+        if now.state == "stopped":
+            why = f", not in order: {now.message}" if now.message else ""
+            return f"{box} is stopped{why}; {start}"
+        return f"{box} was killed while {now.state}; {start} and continues its work"
 
 
 def data_dir_option(data_dir: Path) -> str:
     """What a command for the box on this directory has to be given; "" for the default one."""
     default = Path(DEFAULT_DATA_DIR).expanduser().resolve()
     return "" if data_dir == default else f" --data-dir {shlex.quote(str(data_dir))}"
+
+
+def resolved(config: Path | None, devices: str | None = None, **box: Any) -> BoxConfig:
+    """The configuration, with these [box] settings from the command line. devices: auto or a number. Raises
+    BadUsage."""
+    look_for_all()
+    from appliance.config import ConfigError, load_config  # late: pydantic doubles the time of `--help`
+
+    number = int(devices) if devices and devices.isascii() and devices.isdigit() else devices
+    try:
+        return load_config(config, {**box, "devices": number})
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of ours in a process of its own: importing it would take longer than all else."""
+    look_for_all()
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def output_of(module: str, *arguments: str, given: str = "") -> str:
+    """What a process of ours prints. given: on its stdin. Raises CommandFailed with the last line of its errors."""
+    done = subprocess.run(python(module, *arguments), input=given, capture_output=True, text=True)
+    if done.returncode != 0:
+        from runtime.processes.ended import how_it_ended
+
+        raise CommandFailed((done.stderr.strip() or f"its process {how_it_ended(done.returncode)}").splitlines()[-1])
+    return done.stdout
+
+
+def look_for_all() -> None:
+    """Raises BadUsage where the command alone is installed (the extra `client`)."""
+    if importlib.util.find_spec("ray") is None:
+        raise BadUsage(
+            "this command is for a box on this machine, and here is the client alone (appliance[client]); --url names "
+            "a box elsewhere, for the commands that take it"
+        )

@@ -9,23 +9,21 @@ import importlib.util
 import itertools
 import os
 import sys
-from pathlib import Path
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS
+from appliance.cli.command import COMMANDS, Parser, open_session
 from appliance.cli.errors import BadUsage, CliError, Said
 from appliance.cli.resources import GROUPS
 
-_OF_CLIENTS = ("chat", "data", "evals", "jobs", "keys", "mode", "models", "plan")
-for _module in (*(f"commands.{name}" for name in _OF_CLIENTS), "box.box", "box.machine", "box.nodes"):
-    importlib.import_module(f"appliance.cli.{_module}")
+for _module in ("box", "chat", "data", "evals", "jobs", "keys", "machine", "mode", "models", "nodes", "plan"):
+    importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 _OVERVIEW = """\
 One box that fine-tunes and serves. `appliance COMMAND --help` explains each command with examples.
 
 Usage: appliance [--url URL] [--api-key KEY] [--data-dir DIR] COMMAND ...
-       appliance --version | --install-completion | --show-completion
+       appliance --version
 
 Commands:
 {commands}
@@ -37,17 +35,6 @@ Examples:
   appliance chat smollm2-135m "Hello!"
   appliance mode set split --train 6       six devices train, the others serve
   appliance status --watch"""
-_SHELLS = {
-    "bash": (".bashrc", "complete -o default -C 'appliance --complete' appliance"),
-    "zsh": (
-        ".zshrc",
-        "autoload -U +X bashcompinit && bashcompinit; complete -o default -C 'appliance --complete' appliance",
-    ),
-    "fish": (
-        ".config/fish/completions/appliance.fish",
-        "complete -c appliance -f -a '(COMP_LINE=(commandline -cp) appliance --complete)'",
-    ),
-}
 
 
 def below(group: str) -> list[tuple[str, str]]:
@@ -103,28 +90,9 @@ def _version(_: list[str]) -> None:
     print(f"appliance {metadata.version('appliance')}")
 
 
-def _shell() -> tuple[Path, str]:
-    """The file that sets this shell up, and the line for it."""
-    shell = Path(os.environ.get("SHELL", "")).name
-    if shell not in _SHELLS:
-        raise BadUsage(f"SHELL is {shell!r}; completion is for {', '.join(_SHELLS)}")
-    file, line = _SHELLS[shell]
-    return Path.home() / file, line
-
-
-def _install_completion(_: list[str]) -> None:
-    file, line = _shell()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not file.exists() or line not in file.read_text():
-        with open(file, "a") as config:
-            config.write(f"\n{line}\n")
-    print(f"completion is in {file}; it begins with the next shell")
-
-
 def _complete(words: list[str]) -> None:
     """For the shell: what may stand where the cursor is in COMP_LINE, a word a line. words: bash names the command and
     the part of the word that it replaces, which begins behind a colon."""
-    begun = words[1] if len(words) > 1 else None
     line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "100000"))]
     *before, typed = line.split(" ")
     name, rest = split([word for word in before[1:] if word])
@@ -132,11 +100,11 @@ def _complete(words: list[str]) -> None:
         options = COMMANDS[name].all_options()
         found = [text for one in options for text in one.flags if text.startswith("--")]
         last = next((one for one in options if rest and rest[-1] in one.flags), None)
-        wanted = last.names if last else next((one.names for one in options if one.flags[0][0] != "-"), "")
+        wanted = last.names if last else next((one.names for one in options if one.is_positional), "")
         found += _names(wanted, rest) if wanted else []
     else:
         found = [word for word, _ in below(name)]
-    there = 0 if begun is None else len(typed) - len(begun)
+    there = len(typed) - len(words[1]) if len(words) > 1 else 0
     print("\n".join(word[there:] for word in found if word.startswith(typed)))
 
 
@@ -145,18 +113,13 @@ def _names(kind: str, rest: list[str]) -> list[str]:
     path, key = {"model": ("/admin/v1/models", "name"), "job": ("/v1/fine_tuning/jobs", "id")}[kind]
     given = [text for pair in itertools.pairwise(rest) if pair[0] in BOX_OPTIONS for text in pair]
     with contextlib.suppress(CliError, SystemExit):
-        session = COMMANDS["model list"].session(given)
+        session = open_session(Parser(COMMANDS["status"]).parse_args(given))
         answer = session.client.send("GET", path, query={"limit": 500}, timeout_s=2.0)
         return [row[key] for row in answer["data"]]
     return []
 
 
-_OPTIONS = {
-    "--version": _version,
-    "--show-completion": lambda _: print(_shell()[1]),
-    "--install-completion": _install_completion,
-    "--complete": _complete,
-}
+_OPTIONS = {"--version": _version, "--complete": _complete}
 
 
 def main(words: list[str]) -> int:

@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from appliance.cli import formats
 
@@ -96,9 +97,9 @@ def view(answer: Mapping[str, Any], label: Callable[[str], str] = formats.label)
         if name in ("notes", "warnings"):
             remarks += [f"{of}: {text}" for of, text in value.items()] if isinstance(value, dict) else value
         elif rows := _rows(value):
-            parts.append(above(f"{label(name)}:", listing("", rows)))
+            parts.append(stack(f"{label(name)}:", listing("", rows), gap=False))
         elif isinstance(value, dict) and len(formats.by_name(name, value)) > _ONE_LINE_CHARACTERS:
-            parts.append(above(f"{label(name)}:", view(value, formats.label_of_parts(name))))
+            parts.append(stack(f"{label(name)}:", view(value, formats.label_of_parts(name)), gap=False))
         else:
             pairs.append((label(name), formats.by_name(name, value)))
     return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
@@ -114,11 +115,11 @@ def _rows(value: Any) -> list[Any]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:
-    """A table. Columns whose name begins with ">" are aligned to the right."""
+    """A table. Columns whose name begins with ">" are aligned to the right; without names there is no header."""
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
     for name in columns:
         # Long cells are folded and never shortened: half an id is no id.
         drawn.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
@@ -129,36 +130,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
 
 def fields(*pairs: tuple[str, object]) -> RenderableType:
     """One thing, with a name and a value per line."""
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    drawn.add_column(style="bold", no_wrap=True)
-    drawn.add_column(overflow="fold")
-    for name, value in pairs:
-        drawn.add_row(Text(name), Text(formats.printable(value)))
-    return drawn
+    return table(("", ""), pairs)
 
 
-def stack(*parts: RenderableType | None) -> RenderableType:
-    """Parts below each other with a blank line in between; None is left out."""
+def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
+    """Parts below each other; None is left out. gap: with a blank line in between."""
     from rich.console import Group
     from rich.text import Text
 
     shown: list[RenderableType] = []
     for part in parts:
         if part is not None:
-            part = formats.printable(part) if isinstance(part, str) else part
-            shown += [Text(""), part] if shown else [part]
+            shown += [Text("")] if shown and gap else []
+            shown.append(Text(formats.printable(part)) if isinstance(part, str) else part)
     return Group(*shown)
-
-
-def above(title: str, part: RenderableType) -> RenderableType:
-    """A part under its title."""
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(Text(formats.printable(title)), part)
 
 
 def notes(sentences: Iterable[str]) -> str | None:
@@ -184,63 +169,59 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
 
     fetch: None while the box is away; what was shown last stays.
     """
-    if as_json or not sys.stdout.isatty():
-        while True:
-            if (answer := fetch()) is not None:
-                print(json_text(answer), flush=True) if as_json else draw(render(answer))
-            time.sleep(every_s)
     from rich.live import Live
 
-    with Live(console=_console(), screen=True, auto_refresh=False) as live:
+    in_place = not as_json and sys.stdout.isatty()
+    with Live(console=_console(), screen=True, auto_refresh=False) if in_place else nullcontext() as live:
         while True:
             if (answer := fetch()) is not None:
-                live.update(render(answer), refresh=True)
+                if live:
+                    live.update(render(answer), refresh=True)
+                else:
+                    print(json_text(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(every_s)
 
 
-class Meter:
-    """Shows how far a piece of work is: this one nothing."""
-
-    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
-        return
+Meter = Callable[..., None]
+"""Shows how far a piece of work is, by `message`, `done` and `total`, as far as they are given."""
 
 
-class Lines(Meter):
-    """For logs and pipes: how far the work is, at most every LINE_EVERY_S. now_s: of a clock."""
+def _lines(message: str) -> Meter:
+    """For logs and pipes: a line at most every LINE_EVERY_S."""
+    began_s = said_s = time.monotonic()
 
-    def __init__(self, message: str, now_s: Callable[[], float] = time.monotonic):
-        self._message, self._now_s = message, now_s
-        self._began_s = self._said_s = now_s()
+    def update(now: str | None = None, done: float | None = None, total: float | None = None) -> None:
+        nonlocal message, said_s
+        message = now or message
+        if time.monotonic() - said_s >= LINE_EVERY_S:
+            said_s = time.monotonic()
+            share = f", {100 * (done or 0) / total:.0f} %" if total else ""
+            say(f"{message}{share}, after {formats.duration(said_s - began_s)}")
 
-    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
-        self._message = message or self._message
-        now_s = self._now_s()
-        if now_s - self._said_s < LINE_EVERY_S:
-            return
-        self._said_s = now_s
-        share = f", {100 * (done or 0) / total:.0f} %" if total else ""
-        say(f"{self._message}{share}, after {formats.duration(now_s - self._began_s)}")
+    return update
 
 
 @contextmanager
 def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; `Lines` when stderr is not a terminal."""
+    """A line on stderr that lives while the work does; on a terminal a bar in place."""
     if not sys.stderr.isatty():
-        yield Lines(message)
+        yield _lines(message)
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     parts = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn())
     with Progress(*parts, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(message, total=None)
+        yield lambda now=None, done=None, total=None: bar.update(task, description=now, completed=done, total=total)
 
-        class Bar(Meter):
-            def update(
-                self, message: str | None = None, *, done: float | None = None, total: float | None = None
-            ) -> None:
-                bar.update(task, description=message, completed=done, total=total)
 
-        yield Bar()
+def opened(path: Path) -> AbstractContextManager[BinaryIO]:
+    """A file to be sent; on a terminal a bar shows how much of it was read. Raises OSError."""
+    from rich import progress
+
+    told = "sending the file, which the box then checks"
+    hidden, console = not sys.stderr.isatty(), _console(stderr=True)
+    return progress.open(path, "rb", description=told, console=console, transient=True, disable=hidden)
 
 
 def _console(width: int | None = None, *, stderr: bool = False) -> Console:

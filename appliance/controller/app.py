@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from appliance.controller import admin, data_checks, retention
 from appliance.controller.admin import owners
 from appliance.controller.admin.models import canaries as canary_routes
-from appliance.controller.admin.models import deployments, engine_settings, operation_routes
+from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import key_ends, keys, page_sessions
 from appliance.controller.batches.background_responses import BackgroundResponses
@@ -36,7 +36,6 @@ from appliance.controller.interfaces.principal import ADMIN, READ
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.canaries import Canaries
-from appliance.controller.models.operations import Operations
 from appliance.controller.openai import (
     batch_routes,
     completion_routes,
@@ -62,7 +61,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    Operations(context)
+    operations.Operations(context)
     checks, batches = data_checks.DataWork(context), Batches(context)
     canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
@@ -108,11 +107,9 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_router = make_router("/admin/v1", ADMIN, reads=(READ,))
     own = [module.routes(context, admin_router) for module in ADMIN_FILES if hasattr(module, "routes")]
     plan_route.routes(context, admin_router)
-    # Those of models, whose names may contain slashes, from the longest URL to the shortest.
-    for group in (deployments, engine_settings):
-        group.routes(context, admin_router)
+    engine_settings.routes(context, admin_router)
     canary_routes.routes(context, admin_router, canaries)
-    operation_routes.routes(context, admin_router)
+    operations.routes(context, admin_router)
     admin_models.routes(context, admin_router, canaries)
     for router in (
         *(router for router in own if router is not None),

@@ -22,7 +22,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files
-from appliance.store.rows import FileRow, TaskRow
+from appliance.store.rows import TaskRow
 from runtime.processes.ended import heard_out
 from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
 from train.methods.methods import METHODS
@@ -48,27 +48,27 @@ class DataWork:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         context.tasks.add(Kind(DATA_CHECKS, self.check_upload, self.fail, at_once=AT_ONCE, per_owner=1))
 
+    async def check_upload(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        try:
+            self._end(task, "done", await self._process(task.id, {}))
+        except CheckFailed as error:
+            raise TaskFailed("check_failed", str(error)) from error
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        self._end(task, "failed", {"error": str(error)})
+
+    def _end(self, task: TaskRow, status: str, report: dict[str, Any]) -> None:
+        row = files.find(self._context.db, task.id, viewer=None, now_s=0)
+        if row is not None and row.check_status == "waiting":  # else it was deleted, or checked by request
+            files.update(self._context.db, task.id, data_check=report, check_status=status)
+
     async def run(self, owner: str, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         """The report on a file; ends its process when it is cancelled. Raises BadOption, CheckFailed.
 
         options: the "check" of a request of train.data_checks.process."""
         async with self._turns.setdefault(owner, asyncio.Lock()):
             return await self._process(file_id, options)
-
-    async def check_upload(self, task: TaskRow) -> None:
-        """Raises TaskFailed."""
-        try:
-            self._end(task, {"data_check": await self._process(task.id, {}), "check_status": "done"})
-        except CheckFailed as error:
-            raise TaskFailed("check_failed", str(error)) from error
-
-    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
-        self._end(task, {"data_check": {"error": str(error)}, "check_status": "failed"})
-
-    def _end(self, task: TaskRow, found: dict[str, Any]) -> None:
-        row = files.find(self._context.db, task.id, viewer=None, now_s=0)
-        if row is not None and row.check_status == "waiting":  # else it was deleted, or checked by request
-            files.update(self._context.db, task.id, **found)
 
     async def _process(self, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         request = {"file": str(self._context.files_dir / file_id), "name": file_id, "check": options}
@@ -85,8 +85,13 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @router.post("/{file_id}/check")
     @unaudited  # reads a file; its report alone is kept
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
-        row = FILES.known(context.db, file_id, caller)
-        report = await _run(context, work, row, body, caller)
+        row = FILES.known(db, file_id, caller)
+        options = await _options(context, body, caller)
+        try:
+            report = await work.run(row.owner, row.id, options)
+        except (BadOption, CheckFailed) as error:
+            code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
+            raise BadRequest(f"{error}.", code=code) from error
         if files.find(db, row.id, viewer=None, now_s=0) is not None:
             files.update(db, row.id, data_check=report, check_status="done")
         return report
@@ -94,7 +99,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @router.get("/{file_id}/check")
     def checked(file_id: str, caller: Caller) -> dict[str, Any]:
         """The newest report: of the upload, or of the last requested check."""
-        row = FILES.known(context.db, file_id, caller)
+        row = FILES.known(db, file_id, caller)
         if row.data_check is None:
             waits = "is being checked; ask again" if row.check_status else "has not been checked"
             raise Conflict(f"The file {row.id} {waits}.", param="id", code="no_check")
@@ -103,9 +108,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     return router
 
 
-async def _run(
-    context: ControllerContext, work: DataWork, row: FileRow, body: CheckRequest, caller: Principal
-) -> dict[str, Any]:
+async def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
     """Raises BadRequest, NotFound."""
     options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
     if body.model is not None:
@@ -121,9 +124,4 @@ async def _run(
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:
         options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)
-    try:
-        return await work.run(row.owner, row.id, options)
-    except BadOption as error:
-        raise BadRequest(f"{error}.", code="invalid_value") from error
-    except CheckFailed as error:
-        raise BadRequest(f"{error}.", code="invalid_training_file") from error
+    return options

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.jobs import data
+from appliance.controller.jobs.validation import remove_copies
 from appliance.store.database import Database, sql_list
 from appliance.store.objects import evals, files, jobs
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
@@ -73,7 +73,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         if file is not None and db.value(f"SELECT 1 FROM files WHERE id = ? AND {_FILE_NEEDED}", [file_id]) is None:
             storage.remove(context, file)
     for job_id in _with_folders(db, context.jobs_dir, now_s):
-        data.remove(context, job_id)
+        remove_copies(context, job_id)
     for job_id in _with_folders(db, context.jobs_dir, before_s("job_data_days")):
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
 

@@ -33,6 +33,9 @@ from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
 
+_ACCEPTED_AT_ONCE = 8
+"""Clients accepted per turn of the loop, which takes one from each socket that listens (libuv 1.45 and later): of 512
+that came at once a quarter had an answer within two seconds."""
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
 SNAPSHOT_EVERY_S = 5.0
@@ -51,8 +54,6 @@ class Gateway:
         self.state = State(config)
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
-        self._next_snapshot_s = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
 
@@ -82,10 +83,15 @@ class Gateway:
         connection = partial(Connection, served, state.server, state)
         server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
         self._servers.append(server)
+        for listener in server.sockets:
+            for _ in range(_ACCEPTED_AT_ONCE - 1):
+                self._servers.append(await loop.create_server(connection, sock=listener.dup(), **tls))
         if private is not None:
             self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
-        keep = state.background.keep
-        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
+        state.background.keep("copies", self.controller.send_copies)
+        state.background.keep_every("sweep", self.sweep, config.sweep_s)
+        if config.workers > 1:
+            state.background.keep_every("metrics", partial(write_snapshot, state), SNAPSHOT_EVERY_S)
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
@@ -102,10 +108,9 @@ class Gateway:
         await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
             connection.abort()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if lost := self.controller.copies.count:
+        state.on_change(True)
+        await state.background.stop()
+        if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.keep(())
         state.access_log.close()
@@ -117,7 +122,7 @@ class Gateway:
         state, until_s = self.state, time.monotonic() + longest_s
         while time.monotonic() < until_s and (
             state.exchanges
-            or self.controller.copies.delivering
+            or self.controller.delivering
             or any(connection.transport.get_write_buffer_size() for connection in state.connections)
         ):
             await asyncio.sleep(0.02)
@@ -128,17 +133,16 @@ class Gateway:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
         state = self.state
-        sessions = {token: (login, key) for key in table.keys.values() for token, login in key.sessions.items()}
-        changed_keys = state.keys != table.keys or state.sessions != sessions
-        state.keys, state.sessions = table.keys, sessions
-        state.spending.apply(table.keys.values())
+        callers = table.keys.values()
+        state.keys = table.keys
+        state.sessions = {token: (login, key) for key in callers for token, login in key.sessions.items()}
+        state.spending.apply(callers)
         state.router.apply(table.models.values())
         state.comparison.apply(table.models.values())
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        logins = {login.id for login, _ in sessions.values()}
         for exchange in list(state.exchanges):
-            if changed_keys and (refusal := self._revoked(exchange, logins)) is not None:
+            if (refusal := self._revoked(exchange)) is not None:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
@@ -155,61 +159,55 @@ class Gateway:
         state.place_held()
         state.on_change(True)
 
-    def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
+    def _revoked(self, exchange: Exchange) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
-        if not exchange.caller.id:
+        before, session = exchange.caller, exchange.session
+        if not before.id:
             return None
-        caller = self.state.spending.callers.get(exchange.caller.id)
+        caller = self.state.spending.callers.get(before.id)
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
-        by_key = not exchange.session and not exchange.connection.private  # work of the box itself outlives a rotation
-        if caller is None or (by_key and caller.secret != exchange.caller.secret):
+        by_key = not session and not exchange.connection.private  # work of the box itself outlives a rotation
+        if caller is None or (by_key and caller.secret != before.secret):
             # A request for a new secret is answered: the asker's own may be the old one.
             rotates = exchange.route is ROTATION and exchange.body_complete
-            return None if rotates else errors.key_ended(exchange.caller.expires_s)
-        if exchange.session and exchange.session not in logins and exchange.route is not SESSIONS:
+            return None if rotates else errors.key_ended(before.expires_s)
+        if session and exchange.route is not SESSIONS and session not in {one.id for one in caller.sessions.values()}:
             return errors.session_ended()
         exchange.caller = caller
         return None
 
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.sweep_s)
-            await self.sweep(time.monotonic())
-
-    async def sweep(self, now_s: float) -> None:
-        """Replicas that may be tried again, sockets that are gone, the certificate, the snapshot."""
-        state = self.state
+    async def sweep(self) -> None:
+        """Replicas that may be tried again, heads that are late, sockets that are gone, the certificate."""
+        state, now_s = self.state, time.monotonic()
         state.place_held()
+        for connection in list(state.connections):
+            connection.end_if_late(now_s)
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None:
             state.certificate.reload_changed()
-        if self.config.workers > 1 and now_s >= self._next_snapshot_s:
-            self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
-            await write_snapshot(state)
 
 
 class BusClient:
     """Keeps one connection to the controller for as long as `run` runs."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self._gateway, self._state = gateway, gateway.state
         self._writer: asyncio.StreamWriter | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._due, self._sent_s = False, 0.0
         # Rows that the controller has not counted yet, and whether this connection has them.
         self._usage: list[dict[str, Any]] = []
         self._usage_sent = False
-        gateway.state.on_change = self.changed
+        self._state.on_change = self.changed
 
     async def run(self) -> None:
         """Connect, read, reconnect; returns only when cancelled."""
-        state = self._gateway.state
+        state = self._state
         while True:
             try:
-                path = self._gateway.config.bus_socket
-                reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
+                reader, self._writer = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, state.controller_away = False, False
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -223,13 +221,15 @@ class BusClient:
             await asyncio.sleep(RECONNECT_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Apply tables until the connection ends. Raises ValueError on a line that is too long or not JSON."""
+        """Apply tables, and send reports that are due, until the connection ends. Raises ValueError on a line that is
+        too long or not JSON."""
         while True:
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(self._state.config.report_s):
                     line = await reader.readline()
             except TimeoutError:
-                self.send()
+                if self._due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
+                    self.send()
                 continue
             if not line:
                 return
@@ -243,25 +243,22 @@ class BusClient:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
                 continue
             if isinstance(message, Degraded):
-                self._gateway.state.box_troubles = message.names
+                self._state.box_troubles = message.names
             else:
                 self._gateway.apply(message)
 
     def changed(self, urgent: bool) -> None:
-        """Schedule a report: now if urgent, else within the report interval."""
+        """A report is due: now if urgent, else within the report interval."""
+        self._due = True
         if urgent:
             self.send()
-        elif self._timer is None and self._writer is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._gateway.config.report_s, self.send)
 
     def send(self) -> None:
         """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        writer, state = self._writer, self._gateway.state
+        writer, state = self._writer, self._state
         if writer is None or writer.is_closing():
             return
+        self._due, self._sent_s = False, time.monotonic()
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
             writer.transport.abort()  # the controller does not read
             return
@@ -269,6 +266,6 @@ class BusClient:
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
-            message = {"type": "usage", "gateway": self._gateway.config.name, "rows": self._usage}
+            message = {"type": "usage", "gateway": state.config.name, "rows": self._usage}
             writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
             self._usage_sent = True

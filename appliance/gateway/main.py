@@ -32,8 +32,6 @@ from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
 
-EXIT_USAGE = 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
@@ -45,52 +43,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
     dies_as(DiesAs.GATEWAY)
+    data = orjson.loads(arguments.config.read_bytes())
     try:
-        config = GatewayConfig.from_json(arguments.config.read_text())
+        config = GatewayConfig.from_mapping(data)
         site()  # compressing its files takes 20 ms, which no stream shall wait for
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
-        private = _private_listener(config)
+        private = None
+        if config.private_socket is not None:
+            # For all workers: those that the kernel does not wake find it empty.
+            Path(config.private_socket).unlink(missing_ok=True)
+            private = private_socket(config.private_socket)
+            private.listen(2048)
+            private.setblocking(False)
         if config.workers == 1:
             return _run(config, private)
         check_free(config.host, config.port)
         return keep_workers(config.workers, partial(_run, config, private, Siblings(config.workers)))
     except ConfigInvalid as error:
         log.error("%s", error)
-        return EXIT_USAGE
+        return 2
     except OSError as error:
-        return _cannot_listen(config, error)
-
-
-def _private_listener(config: GatewayConfig) -> socket.socket | None:
-    """For all workers: those that the kernel does not wake find it empty. Raises OSError."""
-    if config.private_socket is None:
-        return None
-    Path(config.private_socket).unlink(missing_ok=True)
-    listener = private_socket(config.private_socket)
-    listener.listen(2048)
-    listener.setblocking(False)
-    return listener
+        log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror or error)
+        return 1
 
 
 def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
+    """One worker. siblings: it is the one of this number of several."""
     if siblings is not None:
         log_path = None if config.log_path is None else f"{config.log_path}.{index}"
         config = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
-    try:
-        uvloop.run(_serve(config, private, siblings, index))
-        return 0
-    except OSError as error:
-        return _cannot_listen(config, error)
-
-
-def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
-    log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror or error)
-    return 1
+    uvloop.run(_serve(config, private, siblings, index))
+    return 0
 
 
 async def _serve(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None, index: int) -> None:
-    """One worker, from first listen to last response. siblings: it is the one of this number of several."""
+    """From first listen to last response."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -99,8 +87,7 @@ async def _serve(config: GatewayConfig, private: socket.socket | None, siblings:
     if siblings is not None:
         spending.report_spent = partial(siblings.send, index)
         siblings.listen(index, spending.spent_elsewhere)
-    bus = BusClient(gateway)
-    reading = gateway.state.background.keep("bus", bus.run)
+    gateway.state.background.keep("bus", BusClient(gateway).run)
     garbage.settle()
     port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
@@ -109,9 +96,6 @@ async def _serve(config: GatewayConfig, private: socket.socket | None, siblings:
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
-    bus.send()
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
 
 
 # -- several workers, processes on one port
@@ -127,25 +111,28 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
     Returns:
         The exit status: 0 if they ended as asked.
     """
-    signals, parent, pids = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}, os.getpid(), set[int]()
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    parent, pids, codes = os.getpid(), set[int](), list[int]()
     for index in range(count):
         pid = os.fork()
         if not pid:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             die_with_parent(parent)
             os._exit(work(index))
         pids.add(pid)
-    while (number := signal.sigwait(signals)) == signal.SIGCHLD:
-        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            break  # else it was only stopped
-    asked = number != signal.SIGCHLD
-    if not asked:
-        log.error("a worker has ended, ending the others")
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return int(not asked or any(codes))
+
+    def stop(*_: object) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while pids:
+        pid, status = os.wait()
+        pids.discard(pid)
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1]:
+            log.error("a worker has ended with status %d, ending the others", codes[-1])
+        stop()
+    return int(any(codes))
 
 
 class Siblings:

@@ -564,7 +564,7 @@ class BatchRow:
 @dataclass(frozen=True, slots=True)
 class UploadRow:
     """A file that arrives in parts. bytes: announced size of the whole. file_keep_s: seconds the file is kept once it
-    is complete, None: for ever."""
+    is complete, None: for ever. parts, part_bytes: that have arrived."""
 
     id: str
     filename: str
@@ -578,6 +578,8 @@ class UploadRow:
     key_id: str | None = None
     owner: str = ""
     file_id: str | None = None
+    parts: int = 0
+    part_bytes: int = 0
 
 
 AnswerKind = Literal["response", "chat.completion"]

@@ -90,11 +90,3 @@ class SchedulerConfig(BaseModel):
     # --- looking
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""
-
-    def bounds(self) -> dict[str, float]:
-        """Dwell times (s)."""
-        return {
-            "give_back_after_s": self.give_back_after_s,
-            "job_dwell_s": self.job_dwell_s,
-            "turn_s": self.turn_s,
-        }

@@ -20,7 +20,6 @@ from scheduler.core.errors import Blame, EffectFailed
 from serve.core.errors import (
     EngineOutOfMemory,
     EngineRefused,
-    NotReloadable,
     ReloadFailed,
     ServeError,
     VersionBroken,
@@ -186,7 +185,7 @@ def blame_of(error: BaseException) -> Blame:
         return "input"
     if isinstance(error, ReloadFailed):
         return "reload"
-    if isinstance(error, NotReloadable | VersionMismatch):
+    if isinstance(error, VersionMismatch):
         return "version"
     if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
         return "outside"

@@ -1,22 +1,4 @@
-"""Errors of the serving side.
-
-ServeError
-├── EngineStartFailed       the engine process ended, or did not become healthy in time
-│   ├── EngineOutOfMemory   because memory ran out
-│   └── CoreDied            its core or one of its workers ended without an error of its own
-│       └── CoreKilled      somebody killed it
-├── EngineFailed            the engine is unusable; kill it and start a new one
-│   ├── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
-│   └── VersionBroken       the version's weights compute no numbers: no engine takes it
-├── WrongState              the engine's present state does not allow the operation
-├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
-│   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
-│   ├── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
-│   ├── NotReloadable       no version can be loaded into a running engine of this kind of weights
-│   └── WithoutNumbers      training found that the version computes no numbers: no engine takes it
-└── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
-    └── NotFinite           they answer it with what is no number
-"""
+"""Errors of the serving side."""
 
 from __future__ import annotations
 
@@ -39,11 +21,7 @@ class EngineOutOfMemory(EngineStartFailed):
     """The engine did not start because host or device memory ran out; a retry may succeed when memory is free."""
 
 
-class CoreDied(EngineStartFailed):
-    """A process of the engine crashed or exited; the message has its signal or exit code."""
-
-
-class CoreKilled(CoreDied):
+class CoreKilled(EngineStartFailed):
     """A process of the engine was killed from outside, which says nothing of what it was started with."""
 
 
@@ -73,11 +51,8 @@ class VersionUnreadable(VersionError):
 
 
 class VersionMismatch(VersionError):
-    """The version is readable but belongs to a different model than the engine's."""
-
-
-class NotReloadable(VersionError):
-    """A running engine of such weights takes no other version. A new engine does."""
+    """A new engine takes the version, and this one does not: it was built for another model, or its kind of weights
+    cannot be replaced."""
 
 
 class WithoutNumbers(VersionError):
@@ -86,10 +61,6 @@ class WithoutNumbers(VersionError):
 
 class FingerprintMismatch(ServeError):
     """The answer to the fingerprint prompt differs from the record of this version."""
-
-
-class NotFinite(FingerprintMismatch):
-    """The answer to the fingerprint prompt is not all finite numbers."""
 
 
 def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:

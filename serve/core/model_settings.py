@@ -21,30 +21,14 @@ MAX_ARGUMENT_CHARACTERS = 2000
 # vLLM 0.32's names, whose values are numbers, words or plain JSON about the computation alone.
 ENGINE_ARGUMENTS = frozenset(
     (
-        "async-scheduling",
-        "attention-backend",
-        "block-size",
-        "chat-template-content-format",
-        "disable-cascade-attn",
-        "disable-chunked-mm-input",
-        "disable-custom-all-reduce",
-        "disable-sliding-window",
-        "enable-dbo",
-        "enable-expert-parallel",
-        "enable-prefix-caching",
-        "enforce-eager",
-        "kv-sharing-fast-prefill",
-        "limit-mm-per-prompt",
-        "long-prefill-token-threshold",
-        "mamba-cache-dtype",
-        "mamba-ssm-cache-dtype",
-        "max-cudagraph-capture-size",
-        "max-num-batched-tokens",
-        "optimization-level",
-        "quantization",
-        "stream-interval",
-    )
-)
+        "async-scheduling attention-backend block-size chat-template-content-format disable-cascade-attn "
+        "disable-chunked-mm-input disable-custom-all-reduce disable-sliding-window enable-dbo "
+        "enable-expert-parallel enable-prefix-caching enforce-eager kv-sharing-fast-prefill limit-mm-per-prompt "
+        "long-prefill-token-threshold mamba-cache-dtype mamba-ssm-cache-dtype max-num-batched-tokens "
+        "optimization-level quantization stream-interval"
+    ).split()
+) | {"max-cudagraph-capture-size"}
+_FEWER_BITS = ("--quantization", "--kv-cache-dtype", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype")
 # What has a setting of its own, or is the box's affair.
 ELSEWHERE = {
     "max-model-len": "--max-model-len",
@@ -68,10 +52,10 @@ ELSEWHERE = {
 }
 
 
-def may_round_otherwise(engine_arguments: Iterable[str]) -> bool:
-    """Whether a person has set an argument of the computation, after which a version may answer with other numbers."""
-    names = (argument.removeprefix("--").removeprefix("no-").partition("=")[0] for argument in engine_arguments)
-    return any(name in ENGINE_ARGUMENTS or name == "kv-cache-dtype" for name in names)
+def in_fewer_bits(engine_arguments: Iterable[str]) -> bool:
+    """Whether weights, keys and values or states are kept in fewer bits than in training. Kernels' own rounding is
+    within the tolerance of a version's token."""
+    return any(argument.partition("=")[0] in _FEWER_BITS for argument in engine_arguments)
 
 
 class Sampling(BaseModel):
@@ -168,10 +152,6 @@ class ModelSettings(BaseModel):
         args = []
         if self.kv_cache_dtype is not None:
             args.append(f"--kv-cache-dtype={self.kv_cache_dtype}")
-        if self.tool_parser not in (None, "none"):
-            args += ["--enable-auto-tool-choice", "--tool-call-parser", str(self.tool_parser)]
-        if self.reasoning_parser not in (None, "none"):
-            args.append(f"--reasoning-parser={self.reasoning_parser}")
         sampling = self.sampling.model_dump(exclude_none=True)
         if sampling:
             if "max_tokens" in sampling:
@@ -189,8 +169,8 @@ class ModelSettings(BaseModel):
             "extra_args": tuple(args),
             "chat_template": self.chat_template or "",
             "system_prompt": self.system_prompt or "",
-            "own_tool_parser": self.tool_parser is None,
-            "own_reasoning_parser": self.reasoning_parser is None,
+            "tool_parser": self.tool_parser or "",
+            "reasoning_parser": self.reasoning_parser or "",
         }
 
 

@@ -1,7 +1,5 @@
 """Estimates what an engine takes of its devices and how long its context is, from sizes of the model and the device.
-
-One estimate for the engine's command line, plans, device assignment and the guard of the host's memory. vLLM gets
-explicit numbers, because its own fraction of a device ignores other engines and training there.
+vLLM gets explicit numbers, because its own fraction of a device ignores other engines and training there.
 
 With b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP that a token
 passes:
@@ -26,6 +24,7 @@ from typing import Any
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
 from weights.format.foreign_json import size, text_part
 
 CPU_KV_BYTES = 256 * 2**20
@@ -148,8 +147,8 @@ class EngineSize:
 
     max_model_len: its context in tokens, None where the model does not say. kv_tokens: tokens that the KV cache holds,
     None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's
-    own context. room_bytes: what it may take of each device. adapters: fields of the spec about them, empty if it takes
-    none. shortened: why the context is shorter than set or the model's own, "" if it is not. problem: why it cannot be
+    own context. room_bytes: what it may take of each device. adapter_slots, adapter_max_rank: 0 if it takes none.
+    shortened: why the context is shorter than set or the model's own, "" if it is not. problem: why it cannot be
     started, "" if it can.
     """
 
@@ -160,22 +159,20 @@ class EngineSize:
     max_num_seqs: int
     gpu_memory_fraction: float
     room_bytes: int
-    adapters: dict[str, int]
-    shortened: str = ""
-    problem: str = ""
+    adapter_slots: int
+    adapter_max_rank: int
+    adapters_resident: int
+    shortened: str
+    problem: str
 
     def spec_fields(self) -> dict[str, Any]:
         """Fields of a ReplicaSpec. Raises NotServable."""
         if self.problem:
             raise NotServable(self.problem)
-        return {
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "kv_cache_bytes": self.memory.kv_cache_bytes,
-            "gpu_memory_fraction": self.gpu_memory_fraction,
-            **self.adapters,
-        }
+        names = (
+            "dtype max_model_len max_num_seqs gpu_memory_fraction adapter_slots adapter_max_rank adapters_resident"
+        ).split()
+        return {name: getattr(self, name) for name in names} | {"kv_cache_bytes": self.memory.kv_cache_bytes}
 
 
 def lora_rank_bound(rank: int) -> int:
@@ -210,44 +207,32 @@ def engine_size(
     device_memory_bytes: int,
     asleep_per_device: int,
     device_name: str = "",
-    dtype: str | None = None,
-    kv_cache_dtype: str | None = None,
-    batched_tokens: int | None = None,
-    draft_tokens: int | None = None,
+    settings: ModelSettings | None = None,
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices. All bytes are per device.
 
-    Args:
-        device_memory_bytes: of each device.
-        asleep_per_device: engines that may sleep on a device beside this one.
-        dtype: None takes the one that the device computes in.
-        kv_cache_dtype: None keeps keys and values in `dtype`.
-        batched_tokens: tokens in a batch; None takes vLLM's default.
-        draft_tokens: guessed from the text and checked together.
+    config: the box's. settings: the model's own. asleep_per_device: engines that may sleep on a device beside this one.
     """
+    settings = settings or ModelSettings()
+    config, kv_dtype = settings.config(config), settings.kv_cache_dtype
     kind, shards = kind_of(device_kind), tensor_parallel
-    dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
+    dtype = settings.dtype or ("bfloat16" if kind.computes_bf16() else "float32")
     element = ELEMENT_BYTES[dtype]
     seqs, tokens = default_batch(device_memory_bytes, device_name, on_host=kind.on_host)
-    seqs, tokens = config.max_num_seqs or seqs, batched_tokens or tokens
+    seqs, tokens = config.max_num_seqs or seqs, settings.batched_tokens or tokens
     context = min(filter(None, (config.max_model_len, shape.context)), default=None)
     # On a CPU vLLM finds no place for an adapter of a layer whose quantised weight is packed away.
     packed = kind.on_host and shape.quantized
     rank = 0 if packed else adapter_rank_limit(config, task=task, arch=arch)
 
     weights, activations, engine = _parts(kind, shape, shards, element, tokens, seqs if task == "generate" else 0)
-    if draft_tokens and task == "generate" and not kind.on_host:
+    if settings.draft_tokens and task == "generate" and not kind.on_host:
         # Logits of each guess, and the tokens of every request, in which guesses are looked up
         # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, states.py).
-        activations += 4 * (min(seqs * draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
+        activations += 4 * (min(seqs * settings.draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
     # Without fully_sharded_loras a worker keeps the hidden side of each layer whole, which is less than half of all.
     sides = shape.lora_sides * (shards + 1) // (2 * shards)
-    adapter_bytes = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
-    adapters = {
-        "adapter_slots": config.adapter_slots,
-        "adapter_max_rank": rank,
-        "adapters_resident": max(config.adapters_resident, config.adapter_slots),
-    }
+    adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
 
     # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
     # Rounded down, so that what the command line shows is never more.
@@ -256,28 +241,27 @@ def engine_size(
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, share))
     room = device_memory_bytes if kind.on_host else min(int(device_memory_bytes * config.gpu_memory_fraction), free)
 
-    kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else element
-    block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(shards) * kv_element
+    block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(shards) * (1 if "fp8" in (kv_dtype or "") else element)
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-context // BLOCK_TOKENS) + 1) * block_bytes if context else 0
-    too_little = ""
+    problem = _not_computed(kind, shape, dtype, kv_dtype, rank)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
     elif kind.on_host:
         kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
     else:
-        others = adapter_bytes + activations + engine
+        others = adapters + activations + engine
         left = room - weights - others
         kv = max(left, LEAST_KV_BYTES)
         if left < kv:
-            too_little = (
+            problem = problem or (
                 f"{weights} bytes of weights per device, {others} for adapters, activations and the engine itself, and "
                 f"{device_memory_bytes - room} for other engines that sleep there leave {left} bytes of "
                 f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: raise the deployment's "
-                "tensor_parallel, or lower [scheduler] max_asleep_per_device"
+                "tensor_parallel, or lower [serve] max_asleep_per_device"
             )
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
-    length, shortened, too_short = context, "", ""
+    length, shortened = context, ""
     if context and kv_tokens is not None and kv_tokens < context:
         length = kv_tokens
         shortened = (
@@ -285,49 +269,46 @@ def engine_size(
             f"{whole / 1e6:,.0f} MB would hold all"
         )
         if kv_tokens < BLOCK_TOKENS:
-            length, too_short = None, f"{shortened}: raise kv_cache_bytes or the number of devices"
-    problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank) or too_little or too_short
+            length, problem = None, problem or f"{shortened}: raise kv_cache_bytes or the number of devices"
     return EngineSize(
-        EngineMemory(weights, adapter_bytes, kv, activations, engine),
+        EngineMemory(weights, adapters, kv, activations, engine),
         dtype,
         length,
         kv_tokens,
         seqs,
         fraction,
         room,
-        adapters if rank else {},
+        config.adapter_slots if rank else 0,
+        rank,
+        max(config.adapters_resident, config.adapter_slots),
         shortened,
         problem,
     )
 
 
-def _not_computed(
-    kind: DeviceKind, shape: ServedShape, dtype: str, kv_cache_dtype: str | None, adapter_rank: int
-) -> str:
+def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: str | None, adapter_rank: int) -> str:
     """Why engines on such devices do not compute the model, whatever memory they have; "" if they do."""
-    where = f"engines on a {kind.title}"
+    where, on_gpu = f"engines on a {kind.title}", not kind.on_host
     if shape.quantized and (lacking := kind.lacks_for_quantised()):
         return (
             f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
             f"one does not have; {INSTEAD_OF_QUANTISED}"
         )
-    if not kind.on_host and adapter_rank and dtype == "float32":
+    if on_gpu and adapter_rank and dtype == "float32":
         return (
             f"it is set to float32, in which {where} compute no adapters: set bfloat16 or float16, or [serve] "
             "adapter_slots to 0"
         )
-    if not kind.on_host and kv_cache_dtype in ELEMENT_BYTES and kv_cache_dtype != dtype:
+    if on_gpu and kv_dtype in ELEMENT_BYTES and kv_dtype != dtype:
         return (
-            f"its keys and values are set to {kv_cache_dtype} and it is computed in {dtype}, which {where} do not mix: "
+            f"its keys and values are set to {kv_dtype} and it is computed in {dtype}, which {where} do not mix: "
             "set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
-    if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:
-        return ""  # latent attention has a kernel of its own
-    return (
-        f"its attention heads have {shape.head_dim} elements, and {where} compute heads of "
-        f"{', '.join(map(str, sorted(sizes)))}"
-    )
+    if sizes and shape.head_dim and shape.head_dim not in sizes and not shape.latent:  # which has its own kernel
+        known = ", ".join(map(str, sorted(sizes)))
+        return f"its attention heads have {shape.head_dim} elements, and {where} compute heads of {known}"
+    return ""
 
 
 def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:

@@ -32,7 +32,7 @@ class ReplicaSpec:
     `adapter_source` ("": they do not). otlp_endpoint: base URL of an OTLP/HTTP collector of spans ("": no spans).
 
     settings: names the model's own settings ("": none). chat_template, system_prompt: texts ("": the checkpoint's, and
-    none). own_tool_parser, own_reasoning_parser: whether the parsers of the model's family are used.
+    none). tool_parser, reasoning_parser: vLLM's names ("": that of the model's family; "none").
     """
 
     replica_id: str
@@ -64,8 +64,8 @@ class ReplicaSpec:
     settings: str = ""
     chat_template: str = ""
     system_prompt: str = ""
-    own_tool_parser: bool = True
-    own_reasoning_parser: bool = True
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> ReplicaSpec:
@@ -83,18 +83,13 @@ class ReplicaSpec:
         """Private directory of the running engine, for vLLM's inner sockets and rendezvous files."""
         return str(Path(self.socket_path).with_suffix(".d"))
 
-    @property
-    def segment_prefix(self) -> str:
-        """Name prefix of all segments that the engine creates in /dev/shm."""
-        return segment_prefix_of(self.socket_path)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
 
 
 def segment_prefix_of(socket_path: str | Path) -> str:
-    """Return the name prefix of all segments of the engine that listens on this socket."""
+    """Return the name prefix of all segments in /dev/shm of the engine that listens on this socket."""
     path = Path(socket_path)
     return f"appliance-{_digest(str(path.parent), 8)}.{_digest(path.name, 6)}."
 

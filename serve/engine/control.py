@@ -8,7 +8,7 @@ A swap, in order:
     load      every worker loads its part (serve.load.loader)
     name      answers carry the new version from the next step on
     resume    requests that were running are computed again with the new weights, and go on
-    check     one token against the version's record (serve.core.fingerprint), in the first step
+    check     one token against the version's record (serve.load.version_check), in the first step
 
 Rules
 - A version that is refused before the pause leaves the engine as it was. After a failed load or check its weights are
@@ -33,23 +33,21 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
-from serve.api import answers
-from serve.core import fingerprint
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
     FingerprintMismatch,
-    NotFinite,
     ReloadFailed,
     ServeError,
     VersionBroken,
     WrongState,
 )
-from serve.core.model_settings import may_round_otherwise
+from serve.core.model_settings import in_fewer_bits
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
-from serve.load.version_check import ModelIdentity, check_same_model
+from serve.load.version_check import Token, check_same_model, check_token, identity, recorded_token
+from serve.vllm import answers
 from serve.vllm.adapters import EngineAdapters
 from weights.memory.locks import DirectoryLock
 
@@ -73,16 +71,12 @@ class EngineControl:
         self.model, self.version, self.path = spec.model, spec.version, spec.version_path
         self.state = "ready"
         self._app_state, self._limits, self._group = app_state, limits, group
-        self._identity = ModelIdentity.read(spec.version_path)
+        self._identity = identity(spec.version_path)
         # Held while the engine serves the version: the store writes new bytes into the files of evicted versions.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
-        self._adapters: EngineAdapters | None = None
-        if spec.adapter_slots:
-            self._adapters = EngineAdapters(
-                llm, app_state.openai_serving_models, spec, limits["adapter_fetch_timeout_s"]
-            )
-        self._serve_adapters()
+        self.adapters = EngineAdapters(llm, app_state.openai_serving_models, spec, limits)
+        self.adapters.serve_on(self.path)
 
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
@@ -107,15 +101,6 @@ class EngineControl:
         """Returns once the core has answered, which it does between two steps, asleep too."""
         await self.llm.is_paused()
 
-    async def unload_adapter(self, name: str) -> bool:
-        """Unload the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
-        if self._adapters is None:
-            return False
-        try:
-            return await self._adapters.unload(name, self._limits["adapter_drain_timeout_s"])
-        except TimeoutError as error:
-            raise WrongState(f"the adapter {name} still has requests") from error
-
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
@@ -127,11 +112,12 @@ class EngineControl:
             self._require("ready", "swap")
             began_s = time.perf_counter()
             held, nbytes = await self._check(version_path)
-            await self._close_adapters(version_path)
+            if version_path != self.path:
+                await self.adapters.close()
             try:
                 await self._stage(version_path)
             except BaseException:
-                self._serve_adapters()
+                self.adapters.serve_on(self.path)
                 raise
             try:
                 await self._pause()
@@ -157,7 +143,7 @@ class EngineControl:
             await self._drained()
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
-            await self._close_adapters(None)
+            await self.adapters.close()
             refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
             try:
                 # "keep": vLLM computes a request that arrived since the check after the wake instead of aborting it.
@@ -212,24 +198,11 @@ class EngineControl:
                 raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
             await asyncio.sleep(0.01)
 
-    async def _close_adapters(self, version_path: str | None) -> None:
-        """Unload all adapters before a load of other weights (None: before the weights are freed)."""
-        if self._adapters is None or version_path == self.path:
-            return
-        try:
-            await self._adapters.close(self._limits["adapter_drain_timeout_s"])
-        except TimeoutError as error:
-            raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
-
-    def _serve_adapters(self) -> None:
-        if self._adapters is not None:
-            self._adapters.serve_on(self.path)
-
     async def _check(self, path: str) -> tuple[DirectoryLock, int]:
         """Lease a version that the engine can load; returns its bytes too. Raises VersionError."""
         await asyncio.to_thread(check_same_model, self._identity, path)
         held = lease(path)
-        await asyncio.to_thread(fingerprint.record_of, path)
+        await asyncio.to_thread(recorded_token, path)
         answers = await self.llm.collective_rpc("shm_check", args=(path,))
         for answer in answers:
             if "refused" in answer:
@@ -273,7 +246,7 @@ class EngineControl:
         out, the version itself is broken or a token differs once."""
         self.state = "failed"
         what = f"{path} failed to load: {error}"
-        if isinstance(error, NotFinite):
+        if isinstance(error, VersionBroken):
             return VersionBroken(what)
         by_chance = isinstance(error, EngineDeadError | FingerprintMismatch) or out_of_memory(str(error))
         return EngineFailed(what) if by_chance else ReloadFailed(what)
@@ -281,9 +254,7 @@ class EngineControl:
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
         """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
         # Quantised when it is loaded, a version answers as another model does.
-        record = (
-            None if may_round_otherwise(self.spec.extra_args) else await asyncio.to_thread(fingerprint.record_of, path)
-        )
+        record = None if in_fewer_bits(self.spec.extra_args) else await asyncio.to_thread(recorded_token, path)
         params: SamplingParams | PoolingParams
         if self.spec.task == "embed":
             params, record = PoolingParams(task="embed"), None
@@ -293,15 +264,13 @@ class EngineControl:
         output = await self.llm.add_request(f"fingerprint-{uuid.uuid4().hex}", prompt, params, priority=FIRST)
         return self._checked(path, record, output)
 
-    async def _checked(
-        self, path: str, record: fingerprint.Record | None, output: RequestOutputCollector
-    ) -> dict[str, Any]:
+    async def _checked(self, path: str, record: Token | None, output: RequestOutputCollector) -> dict[str, Any]:
         ended: Any = await output.get()
         if self.spec.task == "embed":
             answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
         else:
             answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
-        return fingerprint.check(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], what=path)
+        return check_token(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], what=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""
@@ -310,4 +279,4 @@ class EngineControl:
             if getattr(handler, "system_fingerprint", None) is not None:
                 handler.system_fingerprint = version
         self.model, self.version, self.path, self._lease = model, version, path, held
-        self._serve_adapters()
+        self.adapters.serve_on(path)

@@ -3,7 +3,8 @@
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
 application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves.
 Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's routes for them would not lease, check and
-name a version, so they stay disabled.
+name a version, so they stay disabled. `check_settings` is the entry of a process that says what vLLM refuses: it builds
+everything of an engine that needs no weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -18,16 +20,19 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import uvicorn
 import uvloop
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -37,19 +42,19 @@ from runtime.logs import configure_logging
 from runtime.network.mutual_tls import serve_machines
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
-from serve.api import answer_shapes
-from serve.api.answers import Answers
-from serve.core.errors import EngineFailed, ServeError, WrongState
+from runtime.pydantic_words import words_of_check
+from serve.core.errors import EngineFailed, ServeError, VersionBroken, WrongState
 from serve.core.parsers import PARSER_TOKENS
-from serve.core.spec import ReplicaSpec
+from serve.core.spec import ReplicaSpec, segment_prefix_of
 from serve.engine.control import EngineControl
 from serve.load.version_check import read_chat_template, read_config
-from serve.vllm import deaths, patches, plugin
+from serve.vllm import answers, deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.frontend import Frontend, Metrics, end_turns_of
 from serve.vllm.worker import ShmWorker
 from weights.checkpoint.folder import may_open
 from weights.checkpoint.vocabulary import tokens_of
+from weights.format.errors import WeightsError
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
@@ -59,23 +64,76 @@ DEAD_ENGINE_POLL_S = 0.2
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Serve until `stop` or until the engine dies. `args`: `{"spec": ReplicaSpec as JSON, "limits": {...}}`."""
     started_s = time.perf_counter()
-    spec = ReplicaSpec(**args["spec"])
-    limits = args["limits"]
+    spec, limits = ReplicaSpec(**args["spec"]), args["limits"]
     configure_logging("engine", replica=spec.replica_id)
-    os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
-    Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
+    _enter(spec, int(limits["max_sequences_per_request"]))
     torch.set_num_threads(spec.threads_per_worker)
     may_open(spec.version_path, spec.model)
-    template = read_chat_template(spec.version_path)
-    tokens = tokens_of(Path(spec.version_path), PARSER_TOKENS)
-    options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template, tokens))
-    validate_parsed_serve_args(options)
-    patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix)
-    ShmWorker.numa_nodes, ShmWorker.segment_prefix = spec.numa_nodes, spec.segment_prefix
+    options = _options(spec)
+    ShmWorker.numa_nodes, ShmWorker.segment_prefix = spec.numa_nodes, segment_prefix_of(spec.socket_path)
+    patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=ShmWorker.segment_prefix)
     deaths.watch()
     plugin.register()
     return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
+
+
+def check_settings(lifeline: Lifeline, args: dict[str, Any]) -> int:
+    """Tell why vLLM would not start an engine. `args`: as of `main`. Event "checked": {"refused": text, or ""}."""
+    spec = ReplicaSpec(**args["spec"])
+    configure_logging("settings check", replica=spec.replica_id)
+    _enter(spec, 1)
+    try:
+        refusal = _refusal(spec)
+    finally:
+        shutil.rmtree(spec.scratch_path)
+    lifeline.emit("checked", refused=refusal)
+    return 0
+
+
+def _enter(spec: ReplicaSpec, max_sequences_per_request: int) -> None:
+    """Prepare this process for vLLM."""
+    os.environ.update(engine_environment(spec, max_sequences_per_request))
+    Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
+    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
+
+
+def _options(spec: ReplicaSpec) -> Namespace:
+    tokens = tokens_of(Path(spec.version_path), PARSER_TOKENS)
+    config, template = read_config(spec.version_path), read_chat_template(spec.version_path)
+    options = PARSER.parse_args(engine_arguments(spec, config, template, tokens))
+    validate_parsed_serve_args(options)
+    return options
+
+
+def _refusal(spec: ReplicaSpec) -> str:
+    def raise_instead(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    PARSER.error = raise_instead
+    plugin.register()
+    try:
+        may_open(spec.version_path, spec.model)
+        options = _options(spec)
+        for kind, name, parsers in (
+            ("tool", options.tool_call_parser, ToolParserManager),
+            ("reasoning", options.reasoning_parser, ReasoningParserManager),
+        ):
+            if name and name not in (known := parsers.list_registered()):
+                raise ValueError(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known))}")
+        AsyncEngineArgs.from_cli_args(options).create_engine_config()
+        return ""
+    except ValidationError as error:
+        return in_words(error)
+    except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, RuntimeError, WeightsError) as error:
+        return str(error).strip() or type(error).__name__
+
+
+def in_words(error: ValidationError) -> str:
+    """What is wrong, without the names of vLLM's classes, all of its arguments and an address of pydantic's."""
+    told = error.errors(include_url=False, include_context=False, include_input=False)
+    names = (".".join(map(str, one["loc"])).replace("_", "-") for one in told)
+    messages = (words_of_check(one["msg"]) for one in told)
+    return "; ".join(": ".join(filter(None, pair)) for pair in zip(names, messages, strict=True))
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +157,7 @@ async def _engine(arguments: AsyncEngineArgs) -> AsyncIterator[Frontend]:
         llm.shutdown(timeout=config.shutdown_timeout)
 
 
-async def while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None], name: str) -> Any:
+async def _while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None], name: str) -> Any:
     """Return the result of `doing`. Raises EngineFailed if `dead` is done first: a dead core never answers a call."""
     task = asyncio.ensure_future(doing)
     try:
@@ -109,15 +167,6 @@ async def while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None
         raise EngineFailed(f"{name}: the engine's core died")
     finally:
         task.cancel()
-
-
-async def until_started(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:
-    """Return once the server listens. Raises what stopped its task, or EngineFailed if that ended in silence."""
-    while not server.started:
-        if serving.done():
-            serving.result()
-            raise EngineFailed("the engine's HTTP server did not start; the engine's log says why")
-        await asyncio.sleep(0.001)
 
 
 def _cause(llm: Frontend) -> ServeError:
@@ -133,16 +182,18 @@ async def _serve(
         tasks = await llm.get_supported_tasks()
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)
-        answer_shapes.set_up(app)
+        answers.set_up(app)
         control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
         dead = asyncio.create_task(_until_dead(llm))
         try:
-            fingerprint = await while_alive(control.started(), dead, "start")
+            fingerprint = await _while_alive(control.started(), dead, "start")
+        except VersionBroken:
+            raise
         except (EngineFailed, EngineDeadError) as error:
             raise _cause(llm) from error
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            Answers(app, lambda: control.version),
+            answers.Answers(app, lambda: control.version),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -155,7 +206,10 @@ async def _serve(
         # gateway took for a fault of the request and did not retry.
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until_started(server, serving)
+        while not server.started:
+            if serving.done():
+                raise EngineFailed("the engine's HTTP server did not start") from serving.exception()
+            await asyncio.sleep(0.001)
         address = await serve_machines(server, spec.host) if spec.host else spec.socket_path
         dead.add_done_callback(lambda _: setattr(server, "should_exit", True))
         lifeline.serve(_handlers(control, server, dead))
@@ -184,22 +238,14 @@ def _handlers(
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
         alone = method.__name__ in ("status", "pulse", "stop")  # they detect a dead core themselves
         return lambda **args: asyncio.run_coroutine_threadsafe(
-            method(**args) if alone else while_alive(method(**args), dead, method.__name__), loop
+            method(**args) if alone else _while_alive(method(**args), dead, method.__name__), loop
         )
 
     async def stop() -> None:
         server.should_exit = True
 
-    calls = (
-        control.status,
-        control.pulse,
-        control.swap,
-        control.sleep,
-        control.wake,
-        control.unload_adapter,
-        stop,
-    )
-    return {call.__name__: on_loop(call) for call in calls}
+    calls = (control.status, control.pulse, control.swap, control.sleep, control.wake, stop)
+    return {call.__name__: on_loop(call) for call in calls} | {"unload_adapter": on_loop(control.adapters.unload)}
 
 
 async def _until_dead(llm: Frontend) -> None:

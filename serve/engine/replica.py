@@ -120,22 +120,18 @@ class Replica:
 
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version; requests in flight are kept. See serve.engine.control for phases and errors."""
-        return await self._call(
-            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
-        )
+        return await self._call("swap", model=model, version=version, version_path=version_path)
 
     async def sleep(self) -> dict[str, Any]:
         """Free weights and KV memory but keep the process. The caller must have drained the engine."""
-        answer = await self._call("sleep", self._config.swap_timeout_s)
+        answer = await self._call("sleep")
         self._state = "asleep"
         group_dies_as(DiesAs.ASLEEP, self._child.pid)
         return answer
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Load a version into a sleeping engine and serve it once its fingerprint matches."""
-        answer = await self._call(
-            "wake", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
-        )
+        answer = await self._call("wake", model=model, version=version, version_path=version_path)
         self._state = "ready"
         group_dies_as(DiesAs.ENGINE, self._child.pid)
         return answer
@@ -144,39 +140,30 @@ class Replica:
         """Unload the LoRA adapter `NAME@VERSION` after its requests ended; False if this engine does not know it."""
         if self._child is None or not self._child.alive or self._state != "ready":
             return False
-        return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
+        return await self._call("unload_adapter", name=name)
 
     async def status(self) -> dict[str, Any]:
         """Return EngineControl.status plus `pid`, `devices`, `node`, `address` (path of its Unix socket, or
         https://HOST:PORT on another machine), and whether it is `silent`, in which case the rest is its last report;
         the state of a dead engine is "dead", of one that does not serve yet "starting"."""
         spec, child = self._spec, self._child
+        alive = child is not None and child.alive
         own = {
-            "pid": None,
+            "pid": child.pid if child is not None and alive else None,
             "devices": list(spec.devices) if spec else [],
             "node": spec.node if spec else "",
             "address": self._address,
             "settings": spec.settings if spec else "",
             "silent": False,
         }
-        idle = {
-            "model": spec and spec.model,
-            "version": spec and spec.version,
-            "rss_bytes": 0,
-            "running": 0,
-            "waiting": 0,
-        }
-        if child is None or not child.alive:
-            return {"state": "dead", **idle, **own}
-        own["pid"] = child.pid
-        if self._state == "starting":
-            # It answers nothing before it serves. A look at the box waited for it, with all other decisions, through a
-            # first start's minute of compiling (seen on an H100).
-            return {"state": "starting", **idle, **own}
+        if not alive or self._state == "starting":  # an engine that starts answers nothing, for a minute or more
+            of = {"model": spec and spec.model, "version": spec and spec.version}
+            state = "starting" if alive else "dead"
+            return {"state": state, **of, "rss_bytes": 0, "running": 0, "waiting": 0, **own}
         silent = not self._operations and time.monotonic() - self._pulsed_s >= SILENT_S
         if self._last is not None and silent:
             return {**self._last, "silent": True}
-        self._last = {**await self._call("status", self._config.swap_timeout_s), **own}
+        self._last = {**await self._call("status"), **own}
         return self._last
 
     async def _end_if_hung(self, child: Child) -> None:
@@ -232,13 +219,13 @@ class Replica:
             "load_failed": self._load_failed,
         }
 
-    async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
+    async def _call(self, method: str, **args: Any) -> dict[str, Any]:
         if self._child is None:
             raise WrongState(f"{method}: no engine was started")
         operation = method != "status"
         self._operations += operation
         try:
-            return await self._child.call(method, timeout_s=timeout_s, **args)
+            return await self._child.call(method, timeout_s=self._config.swap_timeout_s, **args)
         except ChildError as error:
             kind = BY_NAME.get(error.type, ServeError)
             if issubclass(kind, EngineFailed) and self._child.alive and method in _LOADS:

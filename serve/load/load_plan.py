@@ -1,12 +1,9 @@
 """Records which bytes of a version go where in the model by watching one load.
 
-Every vLLM model has a `load_weights` of its own that knows how checkpoint names map to its fused, sliced and
-padded parameters. Instead of repeating that knowledge, the first load runs under a dispatch mode that notes each
-`copy_` from the mapped files into a parameter. The notes are the plan: later versions of the same model are
-loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
-
-A plan covers only what the recorder saw. It lists a parameter written from anything but mapped bytes or zero as
-`unplanned` (`unwritten` if it saw nothing fill it), and vLLM's own reload loads models with such parameters.
+Every vLLM model has a `load_weights` that knows how checkpoint names map to its fused, sliced and padded parameters.
+The first load runs under a dispatch mode that notes each `copy_` from the mapped files into a parameter. Later versions
+are loaded by replaying these notes, which under tensor parallelism name exactly the slices that this worker reads. A
+parameter written from anything but mapped bytes or zero is `unplanned` (`unwritten` if nothing was seen to fill it).
 """
 
 from __future__ import annotations
@@ -156,11 +153,8 @@ class LoadPlan:
         return not self.unplanned
 
     def check(self, source: VersionSource) -> None:
-        """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors.
-
-        vLLM only warns of missing tensors, which leaves a mixture of two models, and a wrong shape makes every later
-        update fail; this check finds both before the first byte is written.
-        """
+        """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors. vLLM
+        only warns of missing ones, which leaves a mixture of two models."""
         problems = []
         for name in sorted(self.read):
             given, expected = source.described.get(name), self.expected[name]

@@ -7,7 +7,7 @@ Two ways, by what the model is made of (`how`):
     layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
                 attention on GPUs, whose kernels keep weights in a layout of their own
 
-`refusal` says why only a new engine takes another version. A load that fails leaves mixed weights: the engine ends.
+A load that fails leaves mixed weights: the engine ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from runtime.devices.kinds import of_torch
-from serve.core.errors import NotReloadable, WrongState
+from serve.core.errors import VersionMismatch, WrongState
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
@@ -70,7 +70,6 @@ class VersionLoader:
     def how(self) -> str:
         return "layerwise" if self._own_layout else "in-place"
 
-    @property
     def refusal(self) -> str:
         """Why only a new engine takes another version, "" if this one does; known once the model has run."""
         if self._model_config.quantization is not None:
@@ -89,8 +88,8 @@ class VersionLoader:
 
     def check(self, path: str) -> dict[str, Any]:
         """Compare a version with the model; changes nothing. Raises a VersionError."""
-        if self.refusal:
-            raise NotReloadable(f"a running engine cannot load another version: {self.refusal}")
+        if refusal := self.refusal():
+            raise VersionMismatch(f"a running engine cannot load another version: {refusal}")
         source = VersionSource(path)
         try:
             self.plan.check(source)

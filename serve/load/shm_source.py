@@ -1,10 +1,9 @@
 """Maps a version's files as torch tensors over one private mapping per file, without copies.
 
-The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
-tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a
-GPU the mapping is shared, and the copied parts are page-locked, so that copies run at the link's rate. Locking costs
-time per page: a worker faults in and locks only what it reads itself. While a driver locks or unlocks pages, the
-engine's own calls of it wait, so both go in pieces of LOCK_BYTES, and no copy may cross from one piece into the next.
+The mappings are private and writable on the host: vLLM's loaders and torch assume they may write to a tensor, and a
+store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a GPU the
+mapping is shared, and what this worker copies is page-locked, so that copies run at the link's rate. While a driver
+locks or unlocks pages, the engine's own calls of it wait, so both go in pieces of LOCK_BYTES, which no copy may cross.
 """
 
 from __future__ import annotations

@@ -1,20 +1,28 @@
-"""Checks whether a running engine may load a version, by its files. It only reads them.
+"""Checks whether a running engine may load a version, by its files, and whether it did, by one token.
 
 Shapes alone are not enough. With a different rope base or head count of equal shapes the engine would silently give
 wrong answers, and the running frontend would ignore a different tokenizer or chat template.
+
+The manifest of a trained version holds a token that training computed, in its `meta`: `{"fingerprint": {"prompt":
+[token ids], "token": id, "logprob": nats}}`, or None where the weights computed no numbers. Of a version without a
+record, such as an imported one, only that its numbers are finite can be said.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.core.errors import VersionMismatch, VersionUnreadable
-from weights.format.names import TOKENIZER_FILES
+from serve.core.errors import FingerprintMismatch, VersionBroken, VersionMismatch, VersionUnreadable, WithoutNumbers
+from weights.format.manifest import Manifest
+from weights.format.names import MANIFEST_FILE, TOKENIZER_FILES
 
+META_KEY = "fingerprint"
 # Keys of config.json that describe how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
     (
@@ -40,44 +48,30 @@ def read_chat_template(path: str | Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-@dataclass(frozen=True)
-class ModelIdentity:
-    """The files other than weights from which a running engine was built; kept in memory, because the store may evict
-    their directory while the engine sleeps."""
-
-    config: dict[str, Any]
-    generation: dict[str, Any]
-    tokenizer: dict[str, Any]
-    tokenizer_files: dict[str, str | None]
-
-    @classmethod
-    def read(cls, path: str | Path) -> ModelIdentity:
-        """Raises VersionUnreadable."""
-        directory = Path(path)
-        tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
-        return cls(
-            read_config(directory),
-            _read_json(directory / "generation_config.json", required=False),
-            {key: tokenizer.get(key) for key in TOKENIZER_KEYS},
-            {name: _digest(directory / name) for name in TOKENIZER_FILES},
-        )
+def identity(path: str | Path) -> dict[str, dict[str, Any]]:
+    """All beside weights that an engine is built from, by file and key. It is kept in memory, because the store may
+    evict the directory while the engine sleeps. Raises VersionUnreadable."""
+    directory = Path(path)
+    tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
+    config = read_config(directory)
+    return {
+        "config.json": {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS},
+        "generation_config.json": _read_json(directory / "generation_config.json", required=False),
+        "tokenizer_config.json": {key: tokenizer.get(key) for key in TOKENIZER_KEYS},
+        "tokenizer": {name: _digest(directory / name) for name in TOKENIZER_FILES},
+    }
 
 
-def check_same_model(serving: ModelIdentity, offered: str | Path) -> None:
-    """Raises VersionMismatch if `offered` needs a new engine, VersionUnreadable if it is not a checkpoint."""
-    new = ModelIdentity.read(offered)
-    differences = []
-    for file, old_values, new_values in (
-        ("config.json", serving.config, new.config),
-        ("generation_config.json", serving.generation, new.generation),
-        ("tokenizer_config.json", serving.tokenizer, new.tokenizer),
-    ):
-        differences += [
-            f"{file}: {key} is {_show(new_value)}, the running engine has {_show(old_value)}"
-            for key, old_value, new_value in _different(old_values, new_values)
-            if key not in IGNORED_CONFIG_KEYS
-        ]
-    differences += [f"{name} differs" for name, _, _ in _different(serving.tokenizer_files, new.tokenizer_files)]
+def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) -> None:
+    """serving: the `identity` of a running engine. Raises VersionMismatch if `offered` needs a new engine,
+    VersionUnreadable if it is not a checkpoint."""
+    new = identity(offered)
+    differences = [
+        f"{file}: {key} is {_show(new[file].get(key))}, the running engine has {_show(old.get(key))}"
+        for file, old in serving.items()
+        for key in sorted({*old, *new[file]})
+        if old.get(key) != new[file].get(key)
+    ]
     if differences:
         raise VersionMismatch(
             f"version {offered} cannot be swapped into the running engine: {'; '.join(differences[:6])}. "
@@ -85,8 +79,44 @@ def check_same_model(serving: ModelIdentity, offered: str | Path) -> None:
         )
 
 
-def _different(old: dict, new: dict) -> list[tuple[str, Any, Any]]:
-    return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+@dataclass(frozen=True)
+class Token:
+    """token: the most likely one after `prompt`; logprob: its log-probability in nats."""
+
+    prompt: tuple[int, ...]
+    token: int
+    logprob: float
+
+
+def recorded_token(version_path: str | Path) -> Token | None:
+    """What training recorded in the version's manifest, if it did. Raises WithoutNumbers."""
+    path = Path(version_path)
+    meta = Manifest.read(path).meta if (path / MANIFEST_FILE).exists() else {}
+    if META_KEY not in meta:
+        return None
+    if (found := meta[META_KEY]) is None:
+        raise WithoutNumbers(f"version {path} computes no finite numbers, as its training found")
+    return Token(tuple(found["prompt"]), found["token"], found["logprob"])
+
+
+def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, what: str) -> dict[str, Any]:
+    """Compare the most likely next tokens, by their log-probabilities in nats, with the record.
+
+    `tolerance` in nats: other kernels round differently. `what` names the version. Raises VersionBroken, or
+    FingerprintMismatch.
+    """
+    if not all(map(math.isfinite, answer.values())):
+        raise VersionBroken(f"{what} does not compute finite numbers")
+    if record is None:
+        return {"verdict": "unrecorded"}
+    here = answer.get(record.token)
+    if here is None or abs(here - record.logprob) > tolerance:
+        found = "is not among the most likely" if here is None else f"has log-probability {here:.3f}"
+        raise FingerprintMismatch(
+            f"{what} does not answer the fingerprint prompt as recorded: token {record.token} {found}, "
+            f"recorded with {record.logprob:.3f}"
+        )
+    return {"token": record.token, "logprob": here, "verdict": "verified"}
 
 
 def _show(value: Any) -> str:
@@ -95,7 +125,7 @@ def _show(value: Any) -> str:
 
 
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else None
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

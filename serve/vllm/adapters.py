@@ -1,12 +1,9 @@
 """Resolves LoRA adapters by name for one engine, and keeps their files in place while requests may need them.
 
-The gateway names an adapter `NAME@VERSION` in a request's `model` field, so an engine needs no list of adapters, and a
-new version is a new name. vLLM asks its resolvers for a name it does not know, loads the result, and keeps up to
-`--max-cpu-loras` of them; a step that needs an evicted adapter loads it again from its path.
-
-- An adapter belongs to one version of one base. An engine with other weights does not find it, and the gateway tries
-  another engine.
-- An adapter's directory is leased as long as anything refers to its `HeldAdapter`: vLLM's table or a request.
+The gateway names an adapter `NAME@VERSION` in a request's `model` field. vLLM asks its resolvers for a name it does not
+know, loads the result, and keeps up to `--max-cpu-loras` of them; a step that needs an evicted adapter loads it again
+from its path. So its directory is leased as long as anything refers to its `HeldAdapter`: vLLM's table or a request. An
+adapter belongs to one version of one base: an engine with other weights does not find it, the gateway tries another.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,11 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from serve.api import answers
 from serve.core.adapter_source import AdapterUnavailable, brought_in
+from serve.core.errors import WrongState
 from serve.core.spec import ReplicaSpec
 from serve.load.shm_source import VersionUnreadable, lease
+from serve.vllm import answers
 from weights.format.errors import WeightsError
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
@@ -45,40 +44,31 @@ class LoadedAdapters(LRUCache[str, LoRARequest]):
     between: what a request has found it finds until the core has the request."""
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            _found(super().__getitem__(str(name)))
-            return True
-        return _found_before(name) is not None
+        known, answer = super().__contains__(name), answers.current()
+        if answer is None or answer.begun:
+            return known
+        if known:
+            answer.adapter = super().__getitem__(str(name))
+        return answer.adapter is not None and answer.adapter.lora_name == name
 
-    def __getitem__(self, name: str) -> LoRARequest:
-        return _found_before(name) or super().__getitem__(name)
+    def __missing__(self, name: str) -> LoRARequest:
+        if name not in self:
+            raise KeyError(name)
+        return answers.current().adapter  # type: ignore[union-attr, return-value]
 
     def __setitem__(self, name: str, adapter: LoRARequest) -> None:
-        super().__setitem__(name, adapter)  # which looks for those that it evicts
-        _found(adapter)
-
-
-def _found(adapter: LoRARequest) -> None:
-    if (answer := answers.current()) is not None and not answer.begun:
-        answer.adapter = adapter
-
-
-def _found_before(name: object) -> LoRARequest | None:
-    answer = answers.current()
-    adapter = answer.adapter if answer is not None else None
-    return adapter if adapter is not None and adapter.lora_name == name else None
+        super().__setitem__(name, adapter)
+        self.__contains__(name)
 
 
 class EngineAdapters(LoRAResolver):
-    """The adapters of one engine. Call all methods on its event loop.
+    """The adapters of one engine, which may take none. Call all methods on its event loop.
 
-    Args:
-        models: vLLM's OpenAIServingModels.
-        fetch_timeout_s: how long a request waits for an adapter that the box has to copy in.
+    models: vLLM's OpenAIServingModels. limits: an EngineConfig's values.
     """
 
-    def __init__(self, llm: AsyncLLM, models: Any, spec: ReplicaSpec, fetch_timeout_s: float) -> None:
-        self._llm, self._spec, self._fetch_timeout_s = llm, spec, fetch_timeout_s
+    def __init__(self, llm: AsyncLLM, models: Any, spec: ReplicaSpec, limits: Mapping[str, float]) -> None:
+        self._llm, self._spec, self._limits = llm, spec, limits
         self._base: tuple[str | None, str | None] | None = None
         self._alive = weakref.WeakValueDictionary[int, HeldAdapter]()
         self._loaded = LoadedAdapters(max(1, spec.adapters_resident))
@@ -100,7 +90,7 @@ class EngineAdapters(LoRAResolver):
         held = await asyncio.to_thread(self._find, lora_name)
         if held is None and self._spec.adapter_source:
             try:
-                async with brought_in(self._spec.adapter_source, lora_name, self._fetch_timeout_s):
+                async with brought_in(self._spec.adapter_source, lora_name, self._limits["adapter_fetch_timeout_s"]):
                     held = await asyncio.to_thread(self._find, lora_name)
             except AdapterUnavailable as error:
                 log.error("%s", error)
@@ -112,22 +102,22 @@ class EngineAdapters(LoRAResolver):
         weakref.finalize(adapter, lock.close)
         return adapter
 
-    async def unload(self, name: str, timeout_s: float) -> bool:
-        """Forget an adapter once its requests have ended, before its files are deleted; False if it was unknown.
-
-        The caller has already removed it from the routing table. Raises TimeoutError.
-        """
+    async def unload(self, name: str) -> bool:
+        """Forget the adapter `NAME@VERSION` once its requests have ended, before its files are deleted; False if it was
+        unknown. The caller has already removed it from the routing table. Raises WrongState."""
         if not self._uses_of(name):
             return False
-        await self._ended(timeout_s, name)
+        await self._ended(name)
         return True
 
-    async def close(self, timeout_s: float) -> None:
-        """Find no adapters until `serve_on`, and unload all once their requests have ended. Raises TimeoutError; after
-        any error adapters are found again."""
+    async def close(self) -> None:
+        """Find no adapters until `serve_on`, and unload all once their requests have ended. Raises WrongState. After an
+        error adapters are found again."""
+        if not self._spec.adapter_slots:
+            return
         base, self._base = self._base, None
         try:
-            await self._ended(timeout_s)
+            await self._ended()
             for number in await self._llm.list_loras():
                 await self._llm.remove_lora(number)
         except Exception:
@@ -137,12 +127,15 @@ class EngineAdapters(LoRAResolver):
     def _uses_of(self, name: str | None) -> bool:
         return any(name in (None, adapter.lora_name) for adapter in self._alive.values())
 
-    async def _ended(self, timeout_s: float, name: str | None = None) -> None:
-        async with asyncio.timeout(timeout_s):
-            while self._uses_of(name):
-                for known in list(self._loaded) if name is None else [name]:
-                    self._loaded.pop(known, None)  # a late request may have loaded it again
-                await asyncio.sleep(POLL_S)
+    async def _ended(self, name: str | None = None) -> None:
+        try:
+            async with asyncio.timeout(self._limits["adapter_drain_timeout_s"]):
+                while self._uses_of(name):
+                    for known in list(self._loaded) if name is None else [name]:
+                        self._loaded.pop(known, None)  # a late request may have loaded it again
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise WrongState(f"{name or 'adapters'} still have requests; route them elsewhere") from error
         await self._llm.list_loras()  # the core has taken notice of requests that were aborted
 
     def _find(self, name: str) -> tuple[DirectoryLock, Path] | None:

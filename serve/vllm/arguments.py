@@ -15,7 +15,7 @@ from serve.core.sizing import ADAPTER_MODULES, lora_rank_bound
 from serve.core.spec import ReplicaSpec
 from weights.format.tool_template import with_tools
 
-EXECUTOR = "serve.vllm.executor.ShmExecutor"
+EXECUTOR = "serve.vllm.deaths.ShmExecutor"
 CPU_WORKER, GPU_WORKER = "serve.vllm.cpu_worker.ShmCPUWorker", "serve.vllm.worker.ShmGPUWorker"
 CPU_PROMPT_TOKENS = 256
 """Tokens of one prompt in a step on the CPU, where each takes milliseconds: streams wait for the step."""
@@ -95,13 +95,13 @@ def _generation_arguments(
     model_type = model_config.get("model_type")
     tooled = with_tools(spec.chat_template or chat_template)
     shown = with_system_prompt(tooled, spec.system_prompt)
-    if shown != chat_template and "--chat-template" not in spec.extra_args:
+    if shown != chat_template:
         args += ["--chat-template", str(shown)]
-    parser = tool_parser(model_type, tooled, tokens) if spec.own_tool_parser else None
-    if parser is not None and "--tool-call-parser" not in spec.extra_args:
-        args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
-    thinks = reasoning_parser(model_type, tooled) if spec.own_reasoning_parser else None
-    return [*args, *(["--reasoning-parser", thinks] if thinks is not None else [])]
+    if (calls := spec.tool_parser or tool_parser(model_type, tooled, tokens) or "none") != "none":
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", calls]
+    if (thinks := spec.reasoning_parser or reasoning_parser(model_type, tooled) or "none") != "none":
+        args += ["--reasoning-parser", thinks]
+    return args
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:
@@ -112,7 +112,7 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
         # Without it vLLM does not resolve unknown adapters (serve.vllm.adapters).
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots or "--enable-lora" in spec.extra_args else "0",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots else "0",
         "VLLM_SERVER_DEV_MODE": "0",
         # By default the sockets between frontend and core are in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,

@@ -1,9 +1,4 @@
-"""Defines a CPU worker that really frees memory in sleep.
-
-vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one returns the memory of weights and KV
-cache to the host and keeps everything else (process, imports, tokenizer, compiled kernels). It follows vLLM's own
-sequence: sleep(level=2), wake_up(["weights"]), a weight transfer, wake_up(["kv_cache"]).
-"""
+"""A CPU worker that returns the memory of weights and KV cache to the host in a sleep, which vLLM's ignores."""
 
 from __future__ import annotations
 
@@ -22,10 +17,6 @@ from runtime.libc import last_error, libc
 from serve.load.loader import drop_weights
 from serve.vllm.worker import ShmWorker, tensors_in
 
-# malloc.h
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_INT_MAX = 2**31 - 1
-
 
 class ShmCPUWorker(ShmWorker, CPUWorker):
     """Set with `--worker-cls`, because vLLM lets an extension class add methods but not replace them."""
@@ -37,18 +28,7 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
         # Make torch 2.13 replace the pool of threads that this fork inherited. It does so without a lock, and a thread
         # that computes meanwhile fails with "Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc).
         torch._C.set_num_threads(torch.get_num_threads())
-        _keep_freed_memory()
         super().init_device()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        libc.malloc_trim(0)
-
-    def shm_load(self, path: str) -> dict[str, Any]:
-        """Packing holds a layer twice and a tied head three times: return that memory to the host."""
-        report = super().shm_load(path)
-        libc.malloc_trim(0)
-        return report
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with untouched(self.model_runner):
@@ -99,14 +79,3 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
         raise last_error("cannot return the memory of a tensor to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
-
-
-def _keep_freed_memory() -> None:
-    """Let malloc serve large blocks from its heap and keep them when freed.
-
-    By default malloc maps each large tensor again and its pages fault in one by one, which halves the rate of an
-    in-place load, because that frees and allocates the same sizes repeatedly. `sleep` returns all of it with
-    malloc_trim.
-    """
-    libc.mallopt(_M_MMAP_MAX, 0)
-    libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)

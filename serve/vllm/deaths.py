@@ -1,4 +1,4 @@
-"""Says why an engine's core ended. vLLM reports that it did, and not why.
+"""Ends an engine's core with a worker that dies, and says why a core ended. vLLM reports only that it did.
 
 The first cause is left in a file of the engine's scratch directory: the error that vLLM logs when the core or a worker
 fails, or how a worker died. Of a core that left none the exit status tells.
@@ -7,18 +7,24 @@ fails, or how a worker died. Of a core that left none the exit status tells.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import signal
 import tempfile
+import time
 import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from runtime.processes.ended import how_it_ended
-from serve.core.errors import BY_NAME, CoreDied, CoreKilled, EngineStartFailed, ServeError
+from vllm.v1.executor import multiproc_executor
+
+from runtime.processes.ended import how_it_ended, status_of
+from serve.core.errors import BY_NAME, CoreKilled, EngineStartFailed, ServeError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +34,10 @@ _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _FATAL = ("EngineCore failed", "EngineCore encountered a fatal error", "WorkerProc failed")
 REAPED_WITHIN_S = 2.0
+LATE_REPLY_S = 10.0
+"""How long the other workers have to reply once one has failed."""
+NOTICED_WITHIN_S = 0.2
+"""Between the ends of a dead worker's pipes."""
 
 
 def watch() -> None:
@@ -41,15 +51,6 @@ def _witness(record: logging.LogRecord) -> bool:
     if error and str(record.msg).startswith(_FATAL):
         _leave(EngineStartFailed(f"{type(error).__name__}: {error}"))
     return True
-
-
-def end_core(worker: str, status: int) -> NoReturn:
-    """End this core, one of whose workers has died with that exit status."""
-    cause = _death(f"its worker {worker}", status)
-    _leave(cause)
-    log.error("%s; the core ends too: the others would wait for it", cause)
-    logging.shutdown()
-    os._exit(OUT_OF_STEP)
 
 
 def cause(core: BaseProcess | None) -> ServeError:
@@ -81,5 +82,65 @@ def _note() -> Path:
 
 
 def _death(process: str, status: int) -> ServeError:
-    kind = CoreKilled if status in _FROM_OUTSIDE else CoreDied
+    kind = CoreKilled if status in _FROM_OUTSIDE else EngineStartFailed
     return kind(f"{process} {how_it_ended(status)}")
+
+
+class ShmExecutor(multiproc_executor.MultiprocExecutor):
+    """vLLM's, in the engine's core: ends the core with a worker, and leaves no reply of a failed call in its queues."""
+
+    @staticmethod
+    def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
+        """vLLM calls it to end its workers, also once one of them has died: the others may wait for that one in a
+        collective, and the core for their replies, for ever."""
+        over = wait([worker.sentinel for worker in worker_procs], NOTICED_WITHIN_S)
+        for worker in worker_procs:
+            if worker.sentinel in over and (status := status_of(worker)):
+                death = _death(f"its worker {worker.name}", status)
+                _leave(death)
+                log.error("%s; the core ends too: the others would wait for it", death)
+                logging.shutdown()
+                os._exit(OUT_OF_STEP)
+        multiproc_executor.MultiprocExecutor._ensure_worker_termination(worker_procs)
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        **aggregators: Any,
+    ) -> Any:
+        """A call that fails on several workers raises at the first reply in vLLM 0.32, and the other replies stay in
+        their queues: each later call takes them for its own (vllm#57846)."""
+        if non_block or unique_reply_rank is not None:
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
+        asked = super().collective_rpc(method, timeout, args, kwargs, True, **aggregators)
+        asked.get_response = functools.partial(_replies, self.response_mqs, method, timeout)
+        return asked.result()
+
+
+def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
+    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Ends the engine if a worker
+    is silent while another has failed: it may be waiting for that one in a collective for ever."""
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    found: list[Any] = []
+    failed: RuntimeError | None = None
+    for queue in queues:
+        try:
+            status, result = queue.dequeue(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+        except TimeoutError as error:
+            if failed is None:
+                raise TimeoutError(f"RPC call to {method} timed out.") from error
+            log.error("a worker is silent after another one has failed in %s: %s", method, failed)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)
+        found.append(result)
+        if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
+            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
+            until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
+    if failed is not None:
+        raise failed
+    return found

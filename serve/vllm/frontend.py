@@ -21,8 +21,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from serve.api import answers
-from serve.vllm import grammars
+from serve.vllm import answers, grammars
 from weights.checkpoint.turns import PROBES, told
 from weights.format.tool_template import with_tools
 

@@ -1,13 +1,11 @@
 """Keeps a model's loose tensors over a sleep: tensors that are not weights but lie in the GPU memory of the weights.
 
-A sleep of level 2 discards all of that memory. vLLM itself keeps a model's buffers (vllm/v1/worker/gpu_worker.py,
-sleep). It does not keep what a layer computes from the model's configuration and holds as a plain attribute, such as
-ALiBi's slopes, nor what its model runner makes while it loads the weights, such as the sampler's tokens that limit
-thinking. No version contains such a tensor, so after the sleep it has whatever was in the memory.
+A sleep of level 2 discards all of that memory. vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep), not
+what a layer computes from the configuration and holds as a plain attribute, such as ALiBi's slopes, nor what its model
+runner makes while it loads the weights, such as the sampler's tokens that limit thinking. No version has such a tensor.
 
-Large ones are filled with zeros, which is what workspaces and inputs began as. One example is deepstack_input_embeds,
-the list from which Qwen3-VL adds to its first layers what images left there: for a text the model writes nothing there,
-but a captured graph reads more rows than a step may write, and a NaN in them would spread.
+Large ones are filled with zeros, which is what workspaces and inputs began as: a captured graph reads more rows than a
+step may write (of Qwen3-VL's deepstack_input_embeds, for one), and a NaN in them would spread.
 
 vLLM's own reload may make a layer's kernel again, but captured graphs still read the tensors of the first one. So this
 module finds the tensors once, before any other load, keeps them, and copies what the new kernel holds into them.

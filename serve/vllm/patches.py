@@ -58,7 +58,8 @@ def _patch_on_device(kind: str) -> None:
 
 
 def _patch_on_host(eager: bool) -> None:
-    # It applies the last slot's adapter to tokens without one (see there). Removed by: a mend of that in vLLM.
+    # It applies the last slot's adapter to tokens without one, and takes 17 times as long as the layer itself for a
+    # prompt. Removed by: a mend of the first in vLLM, and its kernels of adapters for the CPU.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
@@ -115,44 +116,17 @@ def _of_any_path(compute_hash):
 
 
 class GroupedLoRA(punica_cpu.PunicaWrapperCPU):
-    """Computes LoRA on the CPU with one pair of matrix products per adapter in the batch.
-
-    vLLM's own code gathers both factors per token, in float32, which costs a copy of the adapter for every token of a
-    prompt. It also uses index -1 for a token without an adapter, which in Python is the last slot: in a mixed batch it
-    applies the adapter in that slot to such a token. Rows are tokens; `_groups` is computed once per step.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups: list[tuple[int, torch.Tensor]] = []
-
-    def update_metadata(self, mapping: Any, *args: Any, **kwargs: Any) -> None:
-        super().update_metadata(mapping, *args, **kwargs)
-        self._groups = groups(self.token_lora_indices)
+    """One pair of matrix products for each adapter in the batch. vLLM 0.32 copies both factors for every token, and
+    takes the index -1 of a token without an adapter for the last slot."""
 
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, downs: Any, ups: Any, scale: float, widths: Any, **kwargs: Any
     ) -> None:
-        """y (tokens, sum of `output_slices`) += x (tokens, in) @ A^T @ B^T * scale, each token by its own adapter.
-
-        The factors are stacked by slot: A (slots, 1, rank, in), B (slots, 1, out, rank), one pair per slice of y.
-        """
-        for slot, rows in self._groups:
-            part, start = x[rows], 0
-            for down, up, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                delta = (part @ down[slot, 0].T) @ up[slot, 0].T
-                y[rows, start : start + width] += delta if scale == 1 else delta * scale
+        """y (tokens, sum of `widths`) += x (tokens, in) @ A^T @ B^T * scale, each token by its own adapter. Factors are
+        stacked by slot: `downs` A (slots, 1, rank, in), `ups` B (slots, 1, out, rank), one pair for each slice of y."""
+        slots = self.token_lora_indices
+        for slot in set(slots.tolist()) - {-1}:
+            rows, start = (slots == slot).nonzero().view(-1), 0
+            for down, up, width in zip(downs, ups, widths, strict=True):
+                y[rows, start : start + width] += (x[rows] @ down[slot, 0].T) @ up[slot, 0].T * scale
                 start += width
-
-
-def groups(slot_of_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return each slot in use with the indexes of its tokens."""
-    slots = [slot for slot in torch.unique(slot_of_token).tolist() if slot != -1]
-    return [(slot, (slot_of_token == slot).nonzero().view(-1)) for slot in slots]

@@ -51,7 +51,7 @@ class ShmWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
-        self.shm_loader = VersionLoader(
+        loader = VersionLoader(
             model,
             self.model_config,
             getattr(model, PLAN_ATTRIBUTE),
@@ -59,10 +59,10 @@ class ShmWorker(Worker):
             self.model_runner.reload_weights,
             self.parallel_config.world_size,
         )
-
-    def shm_refusal(self) -> str:
-        """Why only a new engine takes another version than the served one, "" if this one does."""
-        return self.shm_loader.refusal
+        self.shm_loader = loader
+        # Called over `collective_rpc` by these names, as are the methods below.
+        self.shm_refusal, self.shm_stage, self.shm_staged = loader.refusal, loader.stage, loader.staged
+        self.shm_unmap = loader.unmap
 
     def shm_check(self, path: str) -> dict[str, Any]:
         """Check whether and how a version can be loaded: see VersionLoader.check.
@@ -74,21 +74,12 @@ class ShmWorker(Worker):
         except VersionError as error:
             return {"refused": [type(error).__name__, str(error)]}
 
-    def shm_stage(self, path: str) -> None:
-        self.shm_loader.stage(path)
-
-    def shm_staged(self) -> bool:
-        return self.shm_loader.staged()
-
     def shm_load(self, path: str) -> dict[str, Any]:
         """Load a version into the paused model: see VersionLoader.load. After an error the weights are mixed."""
         with set_current_vllm_config(self.vllm_config):
             report = self.shm_loader.load(path)
         self.model_runner.reset_lora_state()
         return report
-
-    def shm_unmap(self) -> None:
-        self.shm_loader.unmap()
 
     def shutdown(self) -> None:
         if hasattr(self, "shm_loader"):

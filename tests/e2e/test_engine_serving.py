@@ -19,6 +19,7 @@ from appliance.gateway.requests.normalize import normalize
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState
+from serve.core.spec import segment_prefix_of
 from tests.e2e.engine_support import client, greedy, rewrite
 from tests.front.collector import attributes, running_collector
 
@@ -124,7 +125,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
 
 
 async def functions_of_the_older_kind(sdk):
-    """serve/api/answer_shapes.py answers with one call of the function's schema, whole and streamed."""
+    """serve/vllm/answers.py answers with one call of the function's schema, whole and streamed."""
     schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
     asked: dict[str, Any] = {
         "model": "starter",
@@ -192,7 +193,7 @@ async def test_reasoning_is_separate_in_every_api(engine_box, replicas):
 
 
 async def shapes_of_other_apis(socket_path, sdk):
-    """serve/api/answer_shapes.py gives vLLM's answers the shapes of their APIs."""
+    """serve/vllm/answers.py gives vLLM's answers the shapes of their APIs."""
     cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
     assert cached is not None and cached.cached_tokens == 0
     ask = [{"role": "user", "content": "hello"}]
@@ -396,7 +397,7 @@ async def test_a_tensor_parallel_engine_leaves_no_segment_behind(engine_box, rep
     replica = replicas()
     before = set(devices.iterdir())
     pid = (await replica.start(spec))["pid"]
-    made = set(devices.glob(f"{spec.segment_prefix}*"))
+    made = set(devices.glob(f"{segment_prefix_of(spec.socket_path)}*"))
     assert len(made) >= 4
     if how == "stop":
         await replica.stop()

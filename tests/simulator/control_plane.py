@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,21 +27,13 @@ from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.records import (
-    AdapterBase,
-    AdapterFound,
-    EngineAnswer,
-    Mode,
-    ModelStats,
-    Progress,
-    Report,
-    VersionPaths,
-)
+from appliance.controller.interfaces.records import EngineAnswer, Mode
+from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
 from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow
+from appliance.store.rows import HandoverRow, HandoverStepRow, VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
@@ -114,7 +106,6 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0},
             "memory": {"budget_bytes": 2**30, "used_bytes": 0},
             "reloads": {},
             "plan_s": 0.001,
@@ -157,16 +148,18 @@ class SimulatedModelOps:
     """Imports any source but one named "broken", and with a warning what ends with "bare"; holds no bytes."""
 
     def __init__(self) -> None:
-        self.removed: list[tuple[str, list[VersionPaths]]] = []
+        self.removed: list[tuple[str, list[VersionRow]]] = []
         self.let_go_of: list[str] = []
 
-    async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
-        report(Progress(1, 2, "bytes", "copying"))
+    async def import_model(
+        self, source: str, *, name: str | None, revision: str | None, report: Report
+    ) -> ModelVersion:
+        report(1, 2, "bytes", "copying")
         if source == "broken":
             raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint")
         if source == "bug":
             raise ZeroDivisionError("simulated bug")
-        return ModelStats(
+        return ModelVersion(
             name=name or Path(source).name,
             version="v1",
             arch="llama",
@@ -174,30 +167,32 @@ class SimulatedModelOps:
             bytes=10_000_000,
             task="generate",
             source=source,
-            disk_path=f"/models/{name}/v1",
+            path=Path(f"/models/{name}/v1"),
             max_model_len=2048,
-            info={"warnings": ["there is no chat template"]} if source.endswith("bare") else {},
+            warnings=("there is no chat template",) if source.endswith("bare") else (),
         )
 
-    async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
+    async def find_adapter(
+        self, source: str, *, name: str | None, revision: str | None
+    ) -> tuple[str, str, str | None] | None:
         if not Path(source).name.startswith("adapter"):
             return None
-        return AdapterFound(name or Path(source).name, "org/starter" if "starter" in source else "org/unknown")
+        return name or Path(source).name, "org/starter" if "starter" in source else "org/unknown", None
 
     async def import_adapter(
-        self, source: str, *, found: AdapterFound, base: AdapterBase, report: Report
-    ) -> ModelStats:
-        stats = await self.import_model(source, name=found.name, revision=found.revision, report=report)
-        return replace(stats, adapter_rank=min(8, base.rank_limit))
+        self, source: str, *, name: str, revision: str | None, rank_limit: int, report: Report, **_: Any
+    ) -> ModelVersion:
+        made = await self.import_model(source, name=name, revision=revision, report=report)
+        return replace(made, info={"adapter": {"rank": min(8, rank_limit)}})
 
-    async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
-        return {"versions": [one.version for one in paths], "tensors": 3, "bytes": 10}
+    async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
+        return {"versions": [row.version for row in rows], "tensors": 3, "bytes": 10}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
 
-    async def remove(self, name: str, paths: list[VersionPaths]) -> None:
-        self.removed.append((name, paths))
+    async def remove(self, model: str, rows: Sequence[VersionRow]) -> None:
+        self.removed.append((model, list(rows)))
 
     def let_go(self, name: str) -> None:
         self.let_go_of.append(name)

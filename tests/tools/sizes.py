@@ -1,4 +1,4 @@
-"""Holds the size of each room: lines of code, tests and pages, and how many places of vLLM are patched.
+"""Holds the size of each room (lines of code, tests and pages), the patches of vLLM, and phrases that words.py lists.
 
     python -m tests.tools.sizes
 
@@ -14,15 +14,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tools import words
+
 ROOT = Path(__file__).parents[2]
 HELD = Path(__file__).with_name("sizes.json")
 _PRODUCT = ("train", "serve", "scheduler", "weights", "runtime")
 _STORE = ("appliance/controller", "appliance/store")
 PATCHES = "patches of vLLM and torch"
+PHRASES = "phrases with a plainer word"
 
 
 def sizes() -> dict[str, int]:
-    """Lines by room, and the number of patches."""
+    """Lines by room, and the number of patches and of phrases."""
     found = {
         "appliance/gateway": _lines("*.py", "appliance/gateway"),
         " + ".join(_STORE): _lines("*.py", *_STORE),
@@ -34,6 +37,7 @@ def sizes() -> dict[str, int]:
     found["benchmarks"] = _lines("*.py", "benchmarks")
     found["docs and README"] = _lines("*.md", "docs") + _length(ROOT / "README.md")
     found[PATCHES] = sum(patches(path.read_text()) for path in (ROOT / "serve").rglob("*.py"))
+    found[PHRASES] = len(list(words.hits(words.whole_tree())))
     return found
 
 

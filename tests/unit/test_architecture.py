@@ -32,7 +32,6 @@ SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
     "appliance.boot",
-    "appliance.cli.box",
     "appliance.cli.commands",
     "appliance.cli",
     "appliance.controller.scheduling",
@@ -59,7 +58,6 @@ SUBPACKAGES = (
     "appliance",
     "appliance.controller.interfaces",
     "appliance.gateway.server",
-    "appliance.gateway.access",
     "appliance.gateway.requests",
     "appliance.gateway.core",
     "appliance.ui",
@@ -88,7 +86,6 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
-    "serve.api",
     "serve.load",
     "serve.core",
     "weights.tiers",
@@ -123,7 +120,7 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
     "wandb": {"appliance/tracking.py"},
-    "opentelemetry": {"appliance/gateway/access/tracing.py"},
+    "opentelemetry": {"appliance/gateway/server/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
@@ -275,7 +272,7 @@ OF_A_MAKER = re.compile(
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {
-    ("appliance/cli/box/machine.py", "nvidia-smi"),  # left out where it is not installed
+    ("appliance/cli/commands/machine.py", "nvidia-smi"),  # left out where it is not installed
     ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
 }
 
@@ -352,11 +349,9 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # A plan for a model and devices that no box has is made here.
-        and not module.startswith("appliance.controller.jobs.planned")
         # A backup or an invitation is made by the command itself, which imports it then.
         and not (
-            name_of(path) in ("appliance/cli/box/machine.py", "appliance/cli/box/nodes.py")
+            name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/nodes.py")
             and module.startswith(("appliance.backup", "appliance.invitation", "appliance.paths", "weights."))
         )
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
@@ -365,21 +360,26 @@ def test_the_command_line_is_a_thin_client():
     # `up` resolves the configuration and looks whose the data directory is before it starts anything. Where a box is by
     # default, and how a process ended, is told in the same words as by the box, by modules that import little.
     before = {
-        "locate": ("appliance.DEFAULT_DATA_DIR",),
-        "local": (
+        "locate": (
+            "appliance.DEFAULT_DATA_DIR",
             *("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
             *(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         ),
-        "box/machine": (
+        "commands/machine": (
             *("appliance.config", "appliance.config.BoxConfig"),
             *(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
         ),
-        "box/main_process": (
+        "commands/box": (
             *(f"appliance.paths{name}" for name in ("", ".BoxPaths", ".UnsafeFolder", ".check_closed")),
             *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
             *("runtime.replace_file", "runtime.replace_file.replace_file"),
+            *("runtime.log_files", "runtime.log_files.end_of"),
         ),
-        "box/nodes": ("runtime.replace_file", "runtime.replace_file.replace_file"),
+        "commands/nodes": ("runtime.replace_file", "runtime.replace_file.replace_file"),
+        "commands/data": tuple(
+            f"train.data_checks.process{name}"
+            for name in ("", ".BadOption", ".CheckFailed", ".answer_of", ".command_of")
+        ),
     }
     assert wrong == {f"appliance/cli/{name}.py imports {one}" for name, some in before.items() for one in some}
 
@@ -568,7 +568,7 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "serve/engine/main.py while_alive": AWAITED,
+    "serve/engine/main.py _while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",

@@ -177,29 +177,6 @@ class ModelShape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def parameters_of(config: Mapping[str, Any]) -> int:
-    """Parameters of a decoder with gated MLPs and grouped attention, from its config.json; 0 if that does not say.
-
-    Counted as transformers builds them: embeddings and head, per layer four projections, three matrices of each expert
-    with their router, two norms. Norms of queries and keys and further biases are below a thousandth and left out.
-    """
-    number = partial(size, text_part(config))
-    shape = ModelShape.from_config(config, 0)
-    heads, width = number("num_attention_heads"), number("intermediate_size")
-    if not all((shape.hidden, shape.layers, shape.vocab, heads, width)):
-        return 0
-    hidden, queries, keys = shape.hidden, heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * hidden * (queries + keys) + (queries + 2 * keys if config.get("attention_bias") else 0)
-    experts = number("num_local_experts", "num_experts", "n_routed_experts")
-    mlp = 3 * hidden * width
-    if experts:
-        each = number("moe_intermediate_size") or width
-        shared = number("shared_expert_intermediate_size")
-        mlp = 3 * hidden * (experts * each + shared) + hidden * experts
-    outside = shape.vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return outside + shape.layers * (attention + mlp + 2 * hidden) + hidden
-
-
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead, where offloading takes

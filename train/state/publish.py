@@ -75,7 +75,7 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
 @torch.no_grad()
 def fingerprint(engine: Any) -> dict[str, Any] | None:
     """Collective: the likeliest token after a fixed prompt and its log-probability in nats, for the version's `meta`.
-    An engine that has loaded the version compares it (serve.core.fingerprint). None of a model without numbers."""
+    An engine that has loaded the version compares it (serve.load.version_check). None of a model without numbers."""
     ids = torch.tensor([FINGERPRINT_PROMPT], device=engine.device)
     positions = torch.arange(ids.shape[1], device=engine.device)[None]
     trains = engine.module.training

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, command, number, opt, picked
+from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, NotFound
+from appliance.cli.options import number, opt, picked
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -30,7 +32,6 @@ def chat(session: Session, args: Namespace) -> None:
     """Talk to a model in the terminal: one question with a PROMPT, a conversation without.
 
     Examples:
-      appliance chat starter "Tell me a story."
       appliance chat starter                        a conversation; an empty line or Ctrl-D ends it
       cat question.txt | appliance chat starter
       appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json
@@ -38,46 +39,43 @@ def chat(session: Session, args: Namespace) -> None:
     interactive = args.prompt is None and sys.stdin.isatty()
     if session.as_json and interactive:
         raise BadUsage("-o json needs a PROMPT, or one on stdin")
-    settings = picked(args, "model max_tokens temperature")
-    messages: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
-    try:
-        gateway = _gateway(session)
-        if interactive:
-            _converse(gateway, settings, messages)
-            return
-        text = sys.stdin.read() if args.prompt is None else args.prompt
+    body = picked(args, "model max_tokens temperature")
+    messages = body["messages"] = [{"role": "system", "content": args.system}] if args.system else []
+    gateway = _gateway(session)
+    if interactive:
+        output.say(f"talking to {args.model}; an empty line or Ctrl-D ends it")
+    while True:
+        text = _typed() if interactive else sys.stdin.read() if args.prompt is None else args.prompt
         if not text.strip():
+            if interactive:
+                return
             raise BadUsage("the prompt is empty")
         messages.append({"role": "user", "content": text})
-        if session.as_json:
-            body = settings | {"messages": messages}
-            output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
-        else:
-            _answer(gateway, settings, messages)
-    except NotFound as error:
-        raise NotFound(f"{error} `appliance model list` shows yours.") from error
-
-
-def _converse(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    output.say(f"talking to {settings['model']}; an empty line or Ctrl-D ends it")
-    while True:
         try:
-            text = input("> ")
-        except EOFError:
-            print(file=sys.stderr)
+            if session.as_json:
+                output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+            else:
+                messages.append({"role": "assistant", "content": _answer(gateway, body)})
+        except NotFound as error:
+            raise NotFound(f"{error} `appliance model list` shows yours.") from error
+        if not interactive:
             return
-        if not text.strip():
-            return
-        messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": _answer(gateway, settings, messages)})
 
 
-def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> str:
+def _typed() -> str:
+    """A line from the terminal, "" at its end."""
+    try:
+        return input("> ")
+    except EOFError:
+        print(file=sys.stderr)
+        return ""
+
+
+def _answer(gateway: Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
-    body = settings | {"messages": messages, "stream": True}
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(PATH, body, _TIMEOUT_S):
+        for event in gateway.stream_events(PATH, {**body, "stream": True}, _TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended
@@ -87,7 +85,7 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
         print(flush=True)
     answer = "".join(pieces)
     if ended == "length":
-        output.say(f"(cut off: {settings['max_tokens']} tokens, see --max-tokens, or the model's context is full)")
+        output.say(f"(cut off: {body['max_tokens']} tokens, see --max-tokens, or the model's context is full)")
     elif not answer.strip():
         output.say("(the model ended its answer at once: it learnt too little yet, or not to answer this)")
     return answer
@@ -97,8 +95,7 @@ def _gateway(session: Session) -> Client:
     """The box's endpoint. A command on the box itself needs no key: it asks as the box does."""
     from appliance.cli.client import Client  # late, see appliance.cli.command
 
-    if session.box_file is None:
+    if (box := session.box_file) is None:
         return session.client
-    if session.api_key:
-        return Client(session.box_file.url, session.api_key, own=True)
-    return Client(socket_path=session.box_file.asking_socket(), why_silent=session.box_file.why_silent)
+    asking = str(Path(box.controller_socket()).with_name("asking.sock"))
+    return Client(socket_path=asking, why_silent=box.why_silent)

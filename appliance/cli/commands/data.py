@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 import subprocess
 import sys
@@ -18,27 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from appliance.cli import formats, output
-from appliance.cli.command import (
-    OUTPUT,
-    WORK_TIMEOUT_S,
-    Session,
-    command,
-    existing_file,
-    flag,
-    given,
-    named,
-    number,
-    opt,
-    part,
-    picked,
-)
+from appliance.cli.command import WORK_TIMEOUT_S, Session, command
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
-from appliance.cli.local import python, why_it_failed
+from appliance.cli.locate import look_for_all
+from appliance.cli.options import OUTPUT, Option, existing_file, flag, given, named, number, opt, part, picked
 from appliance.cli.resources import segment
 from train.methods.methods import METHODS
 
 _ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
-_FILE_ID = opt("id FILE_ID")
 UPLOAD = opt("path FILE", type=existing_file)
 
 
@@ -46,26 +32,12 @@ def file_path(file_id: str) -> str:
     return f"/v1/files/{segment(file_id)}"
 
 
-def send(session: Session, path: Path, purpose: str) -> dict[str, Any]:
-    """Upload with a progress line; the file object. Raises CliError."""
-    with output.progress(f"uploading {path.name}") as meter:
-        total, sent = path.stat().st_size, 0
-
-        def on_bytes(piece: int) -> None:
-            nonlocal sent
-            sent += piece
-            message = f"uploading {path.name}" if sent < total else f"the box checks {path.name}"
-            meter.update(message, done=sent, total=total)
-
-        return session.client.upload(path, purpose, on_bytes)
-
-
 def uploaded_id(session: Session, option: str, given: str, made: list[str]) -> str:
     """The id of a file of the box, or of one that is uploaded now and added to `made`. One with bad lines is left on
     the box, which knows why. Raises BadUsage and CommandFailed."""
     path = Path(given).expanduser()
     if path.is_file():
-        sent = send(session, path, "fine-tune")
+        sent = session.client.upload(path, "fine-tune")
         _refuse_bad(sent)
         made.append(sent["id"])
         return sent["id"]
@@ -80,28 +52,23 @@ def kept_if_taken(session: Session, path_of: Callable[[str], str] = file_path) -
     made: list[str] = []
     try:
         yield made
-    except (Unreachable, WaitTimedOut):  # the request may have been taken
-        raise
-    except CliError:
-        for one in made:
-            with suppress(CliError):  # the first error is the one to tell
-                session.client.delete(path_of(one))
+    except CliError as error:
+        if not isinstance(error, (Unreachable, WaitTimedOut)):  # after these the request may have been taken
+            for one in made:
+                with suppress(CliError):  # the first error is the one to tell
+                    session.client.delete(path_of(one))
         raise
 
 
 def _refuse_bad(answer: dict[str, Any]) -> None:
     """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
-    details = answer.get("status_details")
+    details = answer.get("status_details") or ""
     if answer.get("status") == "error":
-        reasons = _details(answer).replace("\n", "\n  ") if details else "no reason given"
-        raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {reasons}")
+        details = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", details)
+        details = details.replace("; line ", "\n  line ").replace(": line ", ":\n  line ", 1)
+        raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {details}")
     if details:
         output.say(f"note: {answer['filename']}: {details}")
-
-
-def _details(answer: dict[str, Any]) -> str:
-    text = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", answer["status_details"])
-    return text.replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
 
 
 @command("file upload", UPLOAD, opt("--purpose PURPOSE", "As OpenAI names them.", default="fine-tune"))
@@ -113,17 +80,16 @@ def upload(session: Session, args: Namespace) -> None:
     The alpaca and ShareGPT shapes are taken too and converted.
 
     Examples:
-      appliance file upload train.jsonl
       appliance file upload train.jsonl -o json | jq -r .id
     """
-    answer = send(session, args.path, args.purpose)
+    answer = session.client.upload(args.path, args.purpose)
     session.show(answer, lambda sent: output.view(sent | {"status_details": None}))
     _refuse_bad(answer)  # says the details
 
 
 @command(
     "file get",
-    _FILE_ID,
+    opt("id FILE_ID"),
     opt("--save PATH", "Write its content there; - is stdout."),
     flag("--errors", "Every bad line of training data, and why."),
     flag("--report", "Duplicates, personal data …: as `file check`."),
@@ -132,37 +98,35 @@ def get(session: Session, args: Namespace) -> None:
     """Show what the box knows of a file, or save its content.
 
     Examples:
-      appliance file get file-abc123
       appliance file get file-abc123 --save metrics.csv
-      appliance file get file-abc123 --save - | head
       appliance file get file-abc123 --errors
-      appliance file get file-abc123 --report            what the box found in it
     """
     if args.errors + args.report + (args.save is not None) > 1:
         raise BadUsage("give one of --errors, --report and --save")
-    for wanted, below, draw in ((args.errors, "errors", _errors), (args.report, "check", _report)):
-        if wanted:
-            session.show(session.client.get(f"{file_path(args.id)}/{below}"), draw)
-            return
-    answer = session.client.get(file_path(args.id))
-    if args.save is None:
-        session.show(answer, output.view)
+    path = file_path(args.id)
+    if args.errors:
+        session.show(session.client.get(f"{path}/errors"), _errors)
+    elif args.report:
+        session.show(session.client.get(f"{path}/check"), _report)
+    elif args.save is None:
+        session.show(session.client.get(path))
     elif args.save == "-":
-        _download(session, args.id, answer, sys.stdout.buffer)
+        _download(session, session.client.get(path), sys.stdout.buffer)
         sys.stdout.buffer.flush()
     else:
+        answer = session.client.get(path)
         try:
             with open(args.save, "wb") as out:
-                saved_bytes = _download(session, args.id, answer, out)
+                saved_bytes = _download(session, answer, out)
         except OSError as error:
             raise BadUsage(f"cannot write {args.save}: {error.strerror}") from error
         session.show(answer, lambda _: f"{args.save}: {formats.size(saved_bytes)}")
 
 
-def _download(session: Session, file_id: str, file: dict[str, Any], out: BinaryIO) -> int:
+def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:
     """Copies a file's content to `out`; returns how many bytes. A job's table, which OpenAI keeps in base64, becomes
     CSV again."""
-    where = f"{file_path(file_id)}/content"
+    where = f"{file_path(file['id'])}/content"
     if file.get("purpose") != "fine-tune-results":
         return session.client.download(where, out)
     table = io.BytesIO()
@@ -180,7 +144,6 @@ def _errors(answer: dict[str, Any]) -> str:
 # Checks and preparations
 
 _SHOWN = 3
-_TARGET = opt("target FILE|FILE_ID", "On this machine, or one that the box has.")
 _READING = (
     opt(
         "--model DIR|NAME",
@@ -192,17 +155,13 @@ _READING = (
 )
 
 
-def _is_here(args: Namespace) -> bool:
-    return Path(args.target).expanduser().is_file()
-
-
 @command(
     "file check",
-    _TARGET,
+    opt("target FILE|FILE_ID", "On this machine, or one that the box has."),
     *_READING,
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
     opt("--at-most CHECK=SHARE", "Fail if a check finds more (1%, 0); repeatable.", type=named(part), action="append"),
-    without_box=_is_here,
+    without_box=lambda args: Path(args.target).expanduser().is_file(),
 )
 def check(session: Session, args: Namespace) -> None:
     """Show what is in training data, in numbers and with examples by line. Changes nothing.
@@ -210,7 +169,6 @@ def check(session: Session, args: Namespace) -> None:
     Exit code: 0; 1 if a job would refuse the file, or if there is more of something than --at-most allows.
 
     Examples:
-      appliance file check train.jsonl
       appliance file check train.jsonl --against valid.jsonl --model ./SmolLM2-135M-Instruct
       appliance file check file-abc123 --model smollm2-135m         on the box
       appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts
@@ -236,15 +194,19 @@ def check(session: Session, args: Namespace) -> None:
         raise CommandFailed("; ".join(faults))
 
 
+def _drop(words: str, name: str, help: str) -> Option:
+    return opt(words, help, dest="drop", action="append_const", const=name, default=[])
+
+
 @command(
     "file prepare",
-    opt("path FILE", type=existing_file),
+    UPLOAD,
     opt("--out PATH", "Where to write it. Default: NAME.prepared.jsonl next to it.", type=Path),
-    flag("--dedup", "Drop what repeats an earlier example."),
-    flag("--near-dedup", "Drop what nearly repeats an earlier one."),
-    flag("--drop-too-long", "Drop examples that are too long; needs --model or --max-tokens."),
-    flag("--drop-empty", "Drop examples without an answer."),
-    flag("--drop-bad", "Drop lines that no job would take."),
+    _drop("--dedup", "duplicates", "Drop what repeats an earlier example."),
+    _drop("--near-dedup", "near_duplicates", "Drop what nearly repeats an earlier one."),
+    _drop("--drop-too-long", "too_long", "Drop examples that are too long; needs --model or --max-tokens."),
+    _drop("--drop-empty", "empty", "Drop examples without an answer."),
+    _drop("--drop-bad", "bad_lines", "Drop lines that no job would take."),
     flag("--mask-pii", "Replace personal data by [EMAIL], [CARD] …"),
     opt("--decontaminate FILE", "Drop what this validation set has too."),
     opt("--split SHARE", "Put this share into a validation file.", type=part),
@@ -262,35 +224,26 @@ def prepare(session: Session, args: Namespace) -> None:
       appliance file prepare train.jsonl --decontaminate valid.jsonl --out clean.jsonl
       appliance file prepare train.jsonl --split 0.05            a twentieth goes into train.prepared.valid.jsonl
     """
-    drops = {
-        "duplicates": args.dedup,
-        "near_duplicates": args.near_dedup,
-        "too_long": args.drop_too_long,
-        "empty": args.drop_empty,
-        "bad_lines": args.drop_bad,
-        "contaminated": args.decontaminate is not None,
-    }
-    if args.drop_too_long and args.model is None and args.max_tokens is None:
+    if "too_long" in args.drop and args.model is None and args.max_tokens is None:
         raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
-    options = picked(args, "model max_tokens method") | given(against=args.decontaminate)
+    drop = [*args.drop, "contaminated"] if args.decontaminate else args.drop
     new = args.out or args.path.with_name(f"{args.path.stem}.prepared.jsonl")
     targets = [new, new.with_name(f"{new.stem}.valid.jsonl")][: 1 if args.split is None else 2]
     made = _carried_out(
         args.path,
-        options,
-        prepare={
-            "drop": [name for name, wanted in drops.items() if wanted],
-            "mask": args.mask_pii,
-            "split": args.split,
-        },
+        picked(args, "model max_tokens method") | given(against=args.decontaminate),
+        prepare={"drop": drop, "mask": args.mask_pii, "split": args.split},
         targets=list(map(str, targets)),
         lineage=str(new.with_name(f"{new.stem}.lineage.json")),
     )
-    session.show(made, output.view)
+    session.show(made)
 
 
 def _carried_out(path: Path, options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Let a process of this command read a file of this machine (`train.data_checks.process`). Raises CliError."""
+    """Let a process of this command read a file of this machine. Raises CliError."""
+    look_for_all()
+    from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+
     model = options.get("model")
     if model is not None and not Path(model).expanduser().is_dir():
         raise BadUsage(
@@ -300,16 +253,13 @@ def _carried_out(path: Path, options: dict[str, Any], **more: Any) -> dict[str, 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
     request = {"file": str(path), "check": options | names, "niceness": 0, **more}
     with output.progress(f"reading {path}"):
-        process = python("train.data_checks.process", json.dumps(request))
-        done = subprocess.run(process, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        why = why_it_failed(done.stderr, done.returncode)
-        raise CommandFailed(f"the file could not be read to its end: {why}") from None
-    if "error" in answer:
-        raise (BadUsage if answer["bad_option"] else CommandFailed)(answer["error"])
-    return answer
+        return answer_of(done.returncode, done.stdout, done.stderr)
+    except BadOption as error:
+        raise BadUsage(str(error)) from error
+    except CheckFailed as error:
+        raise CommandFailed(str(error)) from error
 
 
 def _report(report: dict[str, Any]) -> Any:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, command, flag, number, opt, picked
-from appliance.cli.commands.data import UPLOAD, kept_if_taken, send
-from appliance.cli.commands.training import json_file
+from appliance.cli.command import Session, command
+from appliance.cli.commands.data import UPLOAD, kept_if_taken
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.options import flag, json_file, number, opt, picked, text_file
 from appliance.cli.resources import segment
 from appliance.cli.waiting import TIMEOUT, Doing, until
 
-_RUN_ENDED = frozenset({"completed", "failed", "canceled"})
-_BATCH_ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
 _RUNS_SHOWN = 100
@@ -44,58 +42,65 @@ def create(session: Session, args: Namespace) -> None:
                                "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}
 
     Examples:
-      appliance batch create requests.jsonl
       appliance batch create requests.jsonl --wait && appliance batch list
       appliance batch create requests.jsonl --endpoint /v1/embeddings
     """
     with kept_if_taken(session) as uploaded:
-        uploaded.append(send(session, args.path, "batch")["id"])
+        uploaded.append(session.client.upload(args.path, "batch")["id"])
         request = {"input_file_id": uploaded[0], "endpoint": args.endpoint, "completion_window": "24h"}
         batch = session.client.post("/v1/batches", request)
-    if args.wait:
-        batch = _batch_ended(session, batch, args.timeout)
-    session.show(batch, output.view)
     if not args.wait:
+        session.show(batch)
         return
+    path = f"/v1/batches/{segment(batch['id'])}"
+    batch = until(lambda: session.client.get(path), _batch_ended, _batch_doing, args.timeout, batch["id"])
+    session.show(batch)
     errors = (batch.get("errors") or {}).get("data") or []
     if batch["status"] != "completed":
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         reason = f": {errors[0]['message']}{more}" if errors else ""
-        ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
-        raise CommandFailed(f"{batch['id']} {ended}{reason}")
+        raise CommandFailed(f"{batch['id']} is {batch['status']}{reason}")
     if failed := batch["request_counts"]["failed"]:
         raise CommandFailed(
             f"{formats.many(failed, 'line')} failed; `appliance file get {batch['error_file_id']} --save -` shows why"
         )
 
 
-def _batch_ended(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-    """The batch once it has ended. Raises WaitTimedOut."""
+def _batch_ended(batch: dict[str, Any]) -> bool:
+    return batch["status"] in ("completed", "failed", "expired", "cancelled")
 
-    def doing(now: dict[str, Any]) -> Doing:
-        counts = now["request_counts"]
-        waits = f", waits: {now['waiting_for']}" if now.get("waiting_for") else ""
-        return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
 
-    path = f"/v1/batches/{segment(batch['id'])}"
-    return until(
-        lambda: session.client.get(path), lambda now: now["status"] in _BATCH_ENDED, doing, timeout_s, batch["id"]
-    )
+def _batch_doing(now: dict[str, Any]) -> Doing:
+    counts = now["request_counts"]
+    waits = f", waits: {now['waiting_for']}" if now.get("waiting_for") else ""
+    return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
+
+
+def _suite(text: str) -> tuple[Path, str]:
+    """A type of options: a file of prompts, and its lines as items of an evaluation."""
+    items = []
+    for at, line in enumerate(text_file(text).split("\n"), 1):  # JSON may have other ends of lines inside
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text}, line {at} is not JSON: {error}") from error
+        if not isinstance(item, dict) or not isinstance(item.get("messages"), list):
+            raise ArgumentTypeError(f"{text}, line {at}: expected an object with 'messages', a list")
+        items.append(json.dumps({"item": item}) + "\n")
+    if not items:
+        raise ArgumentTypeError(f"{text} has no prompts")
+    return Path(text).expanduser(), "".join(items)
 
 
 @command(
     "eval run",
     opt("models MODEL", nargs="+", names="model"),
-    opt("--suite PATH", "Prompts, with what graders compare with.", required=True, type=Path),
-    opt("--grader PATH", "JSON: a grader or a list."),
+    opt("--suite PATH", "Prompts, with what graders compare with.", required=True, type=_suite),
+    opt("--grader PATH", "JSON: a grader or a list.", type=json_file),
     opt("--eval EVAL_ID", "Use the graders of this evaluation."),
-    opt(
-        "--max-tokens N",
-        "The longest answer, in tokens.",
-        dest="max_completion_tokens",
-        type=number(int, 1),
-        default=512,
-    ),
+    opt("--max-tokens N", "Of an answer.", dest="max_completion_tokens", type=number(int, 1), default=512),
     opt("--temperature X", "0 to 2.", type=number(float, 0, 2), default=0.0),
     opt("--seed N", "Of the sampling.", type=number(int, 0)),
     flag("--wait", "Return when all have ended; exit code 1 if one failed."),
@@ -109,7 +114,6 @@ def run(session: Session, args: Namespace) -> None:
     grader's range, or with what its `pass_threshold` says (docs/evals.md).
 
     Examples:
-      appliance eval run starter --suite prompts.jsonl --grader grader.json --wait
       appliance eval run fraud@v1 fraud@v2 --suite prompts.jsonl --grader grader.json --wait       side by side
       appliance eval run starter --eval eval_abc123 --suite prompts.jsonl       one more model, by the same graders
     """
@@ -117,33 +121,32 @@ def run(session: Session, args: Namespace) -> None:
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     for model in args.models:  # before anything is made
         session.client.get(f"/v1/models/{segment(model)}")
-    graders = None if args.grader is None else json_file("--grader", args.grader)
-    eval_id = args.eval
-
-    def begin(model: str) -> None:
-        source = {
-            "type": "completions",
-            "model": model,
-            "source": {"type": "file_id", "id": file_id},
-            "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
-            "sampling_params": picked(args, "max_completion_tokens temperature seed"),
-        }
-        session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})
-
+    path, items = args.suite
     with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
-        file_id = _sent(session, args.suite)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / path.name).write_text(items)
+            file_id = session.client.upload(Path(folder) / path.name, "user_data")["id"]
         uploaded.append(file_id)
-        if graders is not None:
+        eval_id = args.eval
+        if eval_id is None:
             schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
-            criteria = graders if isinstance(graders, list) else [graders]
-            body = {"name": args.suite.stem, "data_source_config": schema, "testing_criteria": criteria}
+            criteria = args.grader if isinstance(args.grader, list) else [args.grader]
+            body = {"name": path.stem, "data_source_config": schema, "testing_criteria": criteria}
             eval_id = session.client.post("/v1/evals", body)["id"]
             made.append(eval_id)
-        begin(args.models[0])
-    for model in args.models[1:]:
-        begin(model)
+        for model in args.models:
+            source = {
+                "type": "completions",
+                "model": model,
+                "source": {"type": "file_id", "id": file_id},
+                "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+                "sampling_params": picked(args, "max_completion_tokens temperature seed"),
+            }
+            session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})
+            uploaded.clear()  # both are in use from now on
+            made.clear()
     if args.wait:
-        _runs_ended(session, eval_id, args.timeout)
+        until(lambda: _runs(session, eval_id), _runs_ended, _runs_doing, args.timeout, eval_id)
     runs = _runs(session, eval_id)
     session.show({"id": eval_id, "runs": runs}, _side_by_side)
     for one in runs if args.wait else ():
@@ -154,62 +157,26 @@ def run(session: Session, args: Namespace) -> None:
             raise CommandFailed(f"{items} of {one['id']} of {one['model']} could not be judged")
 
 
-def _sent(session: Session, suite: Path) -> str:
-    """The id of the file with the suite's items. Raises BadUsage for a line that has no messages."""
-    items = []
-    try:
-        lines = suite.expanduser().read_bytes().split(b"\n")
-    except OSError as error:
-        raise BadUsage(f"--suite {suite} cannot be read: {error.strerror}") from error
-    for number_, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise BadUsage(f"--suite {suite}, line {number_} is not UTF-8: {error.reason}") from error
-        except ValueError as error:
-            raise BadUsage(f"--suite {suite}, line {number_} is not JSON: {error}") from error
-        if not isinstance(item, dict) or not isinstance(item.get("messages"), list):
-            raise BadUsage(f"--suite {suite}, line {number_}: expected an object with 'messages', a list")
-        items.append(json.dumps({"item": item}))
-    if not items:
-        raise BadUsage(f"--suite {suite} has no prompts")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / suite.name
-        path.write_text("\n".join(items) + "\n")
-        return str(send(session, path, "user_data")["id"])
-
-
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
     return session.client.listed(f"{_path(eval_id)}/runs", _RUNS_SHOWN, order="desc")["data"]
 
 
-def _runs_ended(session: Session, eval_id: str, timeout_s: float | None) -> None:
-    """Returns when no run of it goes on. Raises WaitTimedOut."""
-
-    def doing(runs: list[dict[str, Any]]) -> Doing:
-        counts = [run["result_counts"] for run in runs]
-        done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
-        return eval_id, done, sum(one["total"] for one in counts) or None
-
-    def ended(runs: list[dict[str, Any]]) -> bool:
-        return all(run["status"] in _RUN_ENDED for run in runs)
-
-    until(lambda: _runs(session, eval_id), ended, doing, timeout_s, eval_id)
+def _runs_ended(runs: list[dict[str, Any]]) -> bool:
+    return all(run["status"] in ("completed", "failed", "canceled") for run in runs)
 
 
-@command(
-    "eval show",
-    opt("id EVAL_ID"),
-    opt("--items RUN_ID", "The items of this run; whole with -o json."),
-)
+def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
+    counts = [run["result_counts"] for run in runs]
+    done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
+    return f"{formats.many(len(runs), 'run')}", done, sum(one["total"] for one in counts) or None
+
+
+@command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))
 def show(session: Session, args: Namespace) -> None:
     """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
     reward, and what a run waits for.
 
     Examples:
-      appliance eval show eval_abc123
       appliance eval show eval_abc123 -o json | jq .runs
       appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
     """

@@ -3,80 +3,84 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from contextlib import redirect_stdout
 from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, auto_or, command, flag, named, number, opt, picked
-from appliance.cli.commands.training import moment_to_come
+from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.options import NULL, flag, future, given, named, number, opt, or_null, picked
 from appliance.cli.resources import segment
 from appliance.cli.waiting import until
 
-NONE = "none"
+_KEYS = "/admin/v1/keys"
+_FORGET = "/admin/v1/forget"
+_FORGET_WAIT_S = 600.0
+
+
+def _expires(text: str) -> float:
+    """A type of options: a date alone is the key's last day."""
+    try:
+        return future((date.fromisoformat(text) + timedelta(days=1)).isoformat())
+    except ValueError:
+        return future(text)
+    except OverflowError:
+        raise ArgumentTypeError(f"{text} is later than a calendar goes; a key that never ends has none") from None
 
 
 # What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
 # others, and what its owner may keep; an operator's key has no such bounds. "none" takes a limit away.
-_NUMBERS = {
-    "requests_per_minute": ("At least 1.", auto_or(number(int, 1), NONE)),
-    "tokens_per_minute": ("Prompts and completions together.", auto_or(number(int, 1), NONE)),
-    "tokens_per_day": ("Days of UTC.", auto_or(number(int, 1), NONE)),
-    "tokens_per_month": ("Months of UTC.", auto_or(number(int, 1), NONE)),
-    "max_priority": (
-        "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. Default: 0.",
-        auto_or(number(int, -1000, 1000), NONE),
-    ),
-}
 _LIMITS = (
     opt(
         "--model MODEL",
         "Models that it may use, of those that its owner may, besides what the owner's jobs make; repeatable. "
         "Default: all.",
         dest="models",
+        type=or_null(str),
         action="append",
     ),
-    *(opt(f"--{name.replace('_', '-')} N", help, type=kind) for name, (help, kind) in _NUMBERS.items()),
-    opt("--expires TIME", "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day."),
+    *(
+        opt(f"--{name} N", help, type=or_null(kind))
+        for name, kind, help in (
+            ("requests-per-minute", number(int, 1), "At least 1."),
+            ("tokens-per-minute", number(int, 1), "Prompts and completions together."),
+            ("tokens-per-day", number(int, 1), "Days of UTC."),
+            ("tokens-per-month", number(int, 1), "Months of UTC."),
+            (
+                "max-priority",
+                number(int, -1000, 1000),
+                "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. "
+                "Default: 0.",
+            ),
+        )
+    ),
+    opt(
+        "--expires TIME",
+        "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day.",
+        dest="expires_s",
+        type=or_null(_expires),
+    ),
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
         "models, bytes, responses, responses_bytes.",
         dest="bounds",
-        type=named(number(int, 0), NONE),
+        type=or_null(named(number(int, 0))),
         action="append",
     ),
 )
-_KEY = opt("id NAME_OR_ID")
 
 
 def _limits(args: Namespace) -> dict[str, Any]:
-    """Of the request; "none" for a limit that goes. Raises BadUsage."""
-    found = picked(args, " ".join(["models", *_NUMBERS]))
-    if args.bounds:
-        if NONE in args.bounds and len(args.bounds) > 1:
+    """Of the request; None for a limit that goes. Raises BadUsage."""
+    found = {name: None if value == [NULL] else value for name, value in picked(args, _LIMITS).items()}
+    if found.get("bounds"):
+        if NULL in found["bounds"]:
             raise BadUsage("--bound none takes all bounds away; give it alone")
-        found["bounds"] = NONE if args.bounds == [NONE] else dict(args.bounds)
-    if args.expires is not None:
-        found["expires_s"] = NONE if args.expires == NONE else _expires(args.expires)
+        found["bounds"] = dict(found["bounds"])
     return found
-
-
-def _expires(text: str) -> float:
-    """A date alone is the key's last day. Raises BadUsage."""
-    try:
-        day_after = date.fromisoformat(text) + timedelta(days=1)
-    except ValueError:
-        return moment_to_come("--expires", text)
-    except OverflowError:
-        raise BadUsage(
-            f"--expires is {text}, later than a calendar goes; for a key that never ends give none"
-        ) from None
-    if day_after <= date.today():
-        raise BadUsage(f"--expires is {text!r}, which is past; expected a future time, such as 30d from now")
-    return moment_to_come("--expires", day_after.isoformat())
 
 
 @command(
@@ -96,29 +100,24 @@ def create(session: Session, args: Namespace) -> None:
     """Make a key and show it once: the box keeps only its SHA-256.
 
     Examples:
-      appliance key create --name alice
       appliance key create --name ops --scope admin
-      appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing
       appliance key create --name prometheus --scope metrics        may read the metrics, nothing else
       appliance key create --name alice-laptop --owner alice        sees what alice's first key made
       appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000
-      appliance key create --name guest --expires 30d                refused after it; also a date, its last day
       export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)
     """
-    limits = {name: value for name, value in _limits(args).items() if value != NONE}
-    answer = session.client.post("/admin/v1/keys", picked(args, "name scopes owner") | limits)
+    answer = session.client.post(_KEYS, picked(args, "name scopes owner") | given(**_limits(args)))
     _show_secret(session, answer, f"Key {answer['name']} ({', '.join(answer['scopes'])}).")
 
 
-@command("key rotate", _KEY)
+@command("key rotate", opt("id NAME_OR_ID"))
 def rotate(session: Session, args: Namespace) -> None:
     """Give a key a new secret and show it once. The old one is refused at once; jobs, batches and limits stay.
 
     Examples:
       appliance key rotate alice
-      appliance key rotate key_4f2a81
     """
-    answer = session.client.post(f"/admin/v1/keys/{segment(args.id)}/rotate")
+    answer = session.client.post(f"{_KEYS}/{segment(args.id)}/rotate")
     _show_secret(session, answer, f"Key {answer['name']} has a new secret, and the old one is refused.")
     if not session.as_json and (removed := answer.get("first_key_file_removed")) is not None:
         output.say(f"{removed} had the old one and was removed.")
@@ -132,24 +131,17 @@ def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:
         print(answer["key"], flush=True)
 
 
-@command(
-    "key limit",
-    _KEY,
-    *_LIMITS,
-)
+@command("key limit", opt("id NAME_OR_ID"), *_LIMITS)
 def limit(session: Session, args: Namespace) -> None:
     """Change what a key may use and spend, from the next request on. `none` takes a limit away; limits that are not
     named stay.
 
     Examples:
-      appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000
       appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
-      appliance key limit guest --expires 2026-12-31     its last day; `--expires none`: it lasts
       appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """
-    body = {name: None if value in (NONE, [NONE]) else value for name, value in _limits(args).items()}
-    session.show(session.client.send("PATCH", f"/admin/v1/keys/{segment(args.id)}", body=body), output.view)
+    session.show(session.client.send("PATCH", f"{_KEYS}/{segment(args.id)}", body=_limits(args)))
 
 
 @command("key list", flag("--all", "Revoked ones too."))
@@ -159,10 +151,9 @@ def list_keys(session: Session, args: Namespace) -> None:
     ASKED: the last hour in which it asked a model; reads and scrapes are not counted.
 
     Examples:
-      appliance key list
       appliance key list --all -o json
     """
-    answer = session.client.listed("/admin/v1/keys")
+    answer = session.client.listed(_KEYS)
     shown = [key for key in answer["data"] if args.all or key["revoked_s"] is None]
     columns = (
         "id name owner scopes begins=prefix ?models ?>requests/min=requests_per_minute ?>tokens/min=tokens_per_minute "
@@ -171,10 +162,6 @@ def list_keys(session: Session, args: Namespace) -> None:
     )
     empty = "no keys; `appliance key create --name NAME` makes one"
     session.show({**answer, "data": shown}, lambda found: output.listing(columns, found["data"], empty=empty))
-
-
-_FORGET = "/admin/v1/forget"
-_FORGET_WAIT_S = 600.0
 
 
 @command(
@@ -192,7 +179,6 @@ def forget(session: Session, args: Namespace) -> None:
     --models deletes them too, in every tier. Names of models stay, in usage too.
 
     Examples:
-      appliance forget --owner ann
       appliance forget --owner ann --cancel --models --yes
     """
     if not args.yes:

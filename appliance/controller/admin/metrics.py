@@ -1,35 +1,42 @@
-"""The controller's Prometheus series, read from the store and the scheduler at each scrape.
+"""The controller's Prometheus series, read from the store, the scheduler and the engines at each scrape.
 
 Nothing is counted here: the store keeps the counters, so they survive restarts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_args
 
+import httpx
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from appliance.controller.admin import engine_meters
-from appliance.controller.admin.engine_meters import EngineReading
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import job_records, jobs, models, responses
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobMetricRow, JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from runtime.devices.published import peak_flops
+from runtime.network.mutual_tls import http_options
 from scheduler.core.workload import POLICIES
 from scheduler.handover.journal import HandoverState
+
+ENGINE_WAIT_S: Final = 0.5
+"""For one engine; the gateway gives the whole scrape two seconds. One that computes for longer is left out of it."""
+
+Samples = Iterable[tuple[Sequence[str], float | None]]
+"""Values of labels, and the measured value; None is left out."""
 
 
 def registry_of(collector: ControllerCollector) -> CollectorRegistry:
@@ -40,8 +47,70 @@ def registry_of(collector: ControllerCollector) -> CollectorRegistry:
     return registry
 
 
-Samples = Iterable[tuple[Sequence[str], float | None]]
-"""Values of labels, and the measured value; None is left out."""
+class EngineReading(NamedTuple):
+    """figures: vLLM's own, by its names, each summed up over its labels."""
+
+    replica: str
+    model: str
+    figures: Mapping[str, float]
+
+
+async def read_engines(engines: Mapping[str, tuple[str, str]]) -> list[EngineReading]:
+    """What engines say of themselves; all that answer in time, side by side. engines: (model, address) by replica."""
+    found = await asyncio.gather(*(_read(replica, *engine) for replica, engine in engines.items()))
+    return [reading for reading in found if reading is not None]
+
+
+async def _read(replica: str, model: str, address: str) -> EngineReading | None:
+    base_url, options = http_options(address)
+    try:
+        async with (
+            asyncio.timeout(ENGINE_WAIT_S),
+            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(**options), base_url=base_url) as client,
+        ):
+            answer = await client.get("/metrics")
+    except (TimeoutError, httpx.TransportError):
+        return None
+    figures = Counter[str]()
+    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
+        figures[name] += float(value)
+    return EngineReading(replica, model, figures)
+
+
+_ENGINE_METERS: tuple[tuple[str, str, str], ...] = (
+    ("engine_kv_cache_ratio", "Share of an engine's KV cache in use.", "vllm:kv_cache_usage_perc"),
+    ("engine_preemptions", "Requests that lost their place in the KV cache to others.", "vllm:num_preemptions_total"),
+    ("engine_prefix_tokens", "Tokens of prompts looked for in the prefix cache.", "vllm:prefix_cache_queries_total"),
+    ("engine_prefix_hit_tokens", "Those that were there.", "vllm:prefix_cache_hits_total"),
+)
+_REQUESTS = (("running", "vllm:num_requests_running"), ("waiting", "vllm:num_requests_waiting"))
+_DEVICE_METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
+    ("temperature_celsius", "Temperature of a device.", lambda one: one.temperature_c),
+    ("slowdown_celsius", "Temperature at which its driver slows a device down.", lambda one: one.slowdown_c),
+    ("power_watts", "Power that a device draws.", lambda one: one.power_w),
+    ("power_limit_watts", "Power limit of a device.", lambda one: one.power_limit_w),
+    ("utilization_ratio", "Share of the last moments in which a device computed.", lambda one: one.busy),
+    ("memory_used_bytes", "Memory of a device in use, by whomever.", lambda one: one.memory_used_bytes),
+    ("clock_hertz", "Clock of a device's processors.", lambda one: one.clock_hz),
+)
+_JOB_METERS: tuple[tuple[str, str, Callable[[JobRow], float | None]], ...] = (
+    ("loss", "Training loss at the last step of a running job.", lambda row: row.loss),
+    ("tokens_per_second", "Tokens that a running job trains on.", lambda row: row.tokens_per_s),
+    ("step", "Last optimizer step of a running job.", lambda row: row.step),
+    ("steps", "Optimizer steps that a running job will make.", lambda row: row.total_steps),
+    ("devices", "Devices that a running job holds.", lambda row: len(row.devices)),
+    ("energy_joules", "Energy that devices have counted for a running job so far.", lambda row: row.joules),
+)
+_STEP_METERS: tuple[tuple[str, str, Callable[[JobMetricRow], float | None]], ...] = (
+    ("gradient_norm", "Norm of the gradient, before it is clipped, at the last step.", lambda step: step.grad_norm),
+    ("learning_rate", "Learning rate of the last step of a running job.", lambda step: step.learning_rate),
+)
+_TIER_METERS = (
+    ("tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
+    ("tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
+    ("tier_backlog_bytes", "backlog_bytes", "Bytes still to be copied into a tier."),
+    ("tier_damaged", "damaged", "Damaged copies found in a tier."),
+)
 
 
 def _gauge(name: str, text: str, labels: str, samples: Samples) -> Metric:
@@ -67,7 +136,7 @@ def _counts(found: Iterable[Sequence[str]]) -> Samples:
 
 class ControllerCollector:
     """Implements `prometheus_client.registry.Collector`. Made on the loop, whose state it takes, for one scrape that
-    reads the store on a thread. engines: what they say of themselves."""
+    reads the store on a thread."""
 
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
@@ -83,7 +152,7 @@ class ControllerCollector:
 
     def collect(self) -> Iterator[Metric]:
         yield from self._scheduler()
-        yield from engine_meters.families(self._engines)
+        yield from self._of_engines()
         yield from self._devices()
         yield from self._training()
         yield from self._stored()
@@ -112,17 +181,29 @@ class ControllerCollector:
         text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
         yield _gauge("degraded", text, "part", [([part], 1.0) for part in sorted(self._degraded)])
 
+    def _of_engines(self) -> Iterator[Metric]:
+        for name, text, figure in _ENGINE_METERS:
+            samples = [((one.replica, one.model), one.figures.get(figure)) for one in self._engines]
+            yield (_counter if figure.endswith("_total") else _gauge)(name, text, "replica model", samples)
+        queue = [
+            ((one.replica, one.model, state), one.figures.get(figure))
+            for one in self._engines
+            for state, figure in _REQUESTS
+        ]
+        text = "Requests that an engine computes, and those in its queue."
+        yield _gauge("engine_requests", text, "replica model state", queue)
+
     def _devices(self) -> Iterator[Metric]:
         devices = lost_nodes.in_view(self._db, self._now["devices"])
         held = _counts((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
         yield _gauge("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
-        for name, text, value in (
-            ("device_healthy", "1 while a device may get new work.", lambda one: one["health"] == "ok"),
-            ("device_memory_bytes", "Memory of a device.", lambda one: one["memory_bytes"]),
-        ):
-            yield _gauge(name, text, "device kind", [((one["id"], one["kind"]), value(one)) for one in devices])
+        labels = [(one["id"], one["kind"]) for one in devices]
+        healthy = zip(labels, (float(one["health"] == "ok") for one in devices), strict=True)
+        yield _gauge("device_healthy", "1 while a device may get new work.", "device kind", healthy)
+        memory = zip(labels, (one["memory_bytes"] for one in devices), strict=True)
+        yield _gauge("device_memory_bytes", "Memory of a device.", "device kind", memory)
         readings = self._readings.items()
-        for name, text, read in _METERS:
+        for name, text, read in _DEVICE_METERS:
             yield _gauge(f"device_{name}", text, "device", [([device], read(one)) for device, one in readings])
         drawn = [([device], one.energy_j) for device, one in readings]
         yield _counter("device_energy_joules", "Energy that a device has drawn.", "device", drawn)
@@ -142,56 +223,35 @@ class ControllerCollector:
 
     def _training(self) -> Iterator[Metric]:
         db, rows = self._db, jobs.list_unfinished(self._db)
-        phases = _counts([job_phase(row)] for row in rows)
-        yield _gauge("jobs", "Unfinished jobs by phase.", "phase", phases)
-        waiting = sum(row.phase != "running" for row in rows)
-        yield _gauge("job_queue_length", "Unfinished jobs that hold no devices.", "", [((), waiting)])
+        yield _gauge("jobs", "Unfinished jobs by phase.", "phase", _counts([job_phase(row)] for row in rows))
+        running = [row for row in rows if row.phase == "running"]
+        text = "Unfinished jobs that hold no devices."
+        yield _gauge("job_queue_length", text, "", [((), len(rows) - len(running))])
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
         yield _gauge("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
-        running = [row for row in rows if row.phase == "running"]
-        newest = {row.id: next(iter(job_records.last_metrics(db, row.id, 1)), None) for row in running}
 
-        def of_step(column: str) -> Callable[[JobRow], float | None]:
-            return lambda row: getattr(newest[row.id], column, None)
+        def of_jobs(name: str, text: str, read: Callable[[JobRow], float | None]) -> Metric:
+            return _gauge(f"job_{name}", text, "job model", [((row.id, row.model), read(row)) for row in running])
 
-        meters: tuple[tuple[str, str, Callable[[JobRow], float | None]], ...] = (
-            ("loss", "Training loss at the last step of a running job.", lambda row: row.loss),
-            ("tokens_per_second", "Tokens that a running job trains on.", lambda row: row.tokens_per_s),
-            ("step", "Last optimizer step of a running job.", lambda row: row.step),
-            ("steps", "Optimizer steps that a running job will make.", lambda row: row.total_steps),
-            ("devices", "Devices that a running job holds.", lambda row: len(row.devices)),
-            (
-                "gradient_norm",
-                "Norm of the gradient, before it is clipped, at the last step of a running job.",
-                of_step("grad_norm"),
-            ),
-            ("learning_rate", "Learning rate of the last step of a running job.", of_step("learning_rate")),
-            (
-                "communication_ratio",
-                "Share of the time of its newest profiled steps in which a running job's first rank communicated.",
-                lambda row: job_records.last_communication(db, row.id),
-            ),
-            (
-                "mfu_ratio",
-                "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
-                self._mfu,
-            ),
-            ("energy_joules", "Energy that devices have counted for a running job so far.", lambda row: row.joules),
-        )
-        for name, text, value in meters:
-            yield _gauge(f"job_{name}", text, "job model", [((row.id, row.model), value(row)) for row in running])
-        yield _gauge(
-            "job_rank_seconds",
-            "What a rank of a running job computed by itself in the last step: its forward passes.",
-            "job model rank device",
-            [
-                ((row.id, row.model, str(rank), device), seconds)
-                for row in running
-                # Another number of ranks: it has got other devices since that step.
-                if len(spent := of_step("rank_seconds")(row) or ()) == len(row.devices)  # type: ignore[arg-type]
-                for rank, (seconds, device) in enumerate(zip(spent, row.devices, strict=True))  # type: ignore[arg-type]
-            ],
-        )
+        for meter in _JOB_METERS:
+            yield of_jobs(*meter)
+        newest = [(row, step) for row in running for step in job_records.last_metrics(db, row.id, 1)]
+        for name, text, of_step in _STEP_METERS:
+            found = [((row.id, row.model), of_step(step)) for row, step in newest]
+            yield _gauge(f"job_{name}", text, "job model", found)
+        text = "Share of the time of its newest profiled steps in which a running job's first rank communicated."
+        yield of_jobs("communication_ratio", text, lambda row: job_records.last_communication(db, row.id))
+        text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
+        yield of_jobs("mfu_ratio", text, self._mfu)
+        ranks = [
+            ((row.id, row.model, str(rank), device), seconds)
+            for row, step in newest
+            # Another number of ranks: it has got other devices since that step.
+            if step.rank_seconds is not None and len(step.rank_seconds) == len(row.devices)
+            for rank, (seconds, device) in enumerate(zip(step.rank_seconds, row.devices, strict=True))
+        ]
+        text = "What a rank of a running job computed by itself in the last step: its forward passes."
+        yield _gauge("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
         """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
@@ -210,27 +270,8 @@ class ControllerCollector:
         shared = [([what], memory.get(f"{what}_bytes")) for what in ("used", "budget", "room")]
         yield _gauge("weight_store_bytes", "Shared memory of the weight store.", "what", shared)
         tiers = self._tiers()
-        for name, key, text in (
-            ("tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
-            ("tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
-            ("tier_backlog_bytes", "backlog_bytes", "Bytes still to be copied into a tier."),
-            ("tier_damaged", "damaged", "Damaged copies found in a tier."),
-        ):
+        for name, key, text in _TIER_METERS:
             yield _gauge(name, text, "tier", [([tier["name"]], tier[key]) for tier in tiers])
-        number, size = responses.totals(self._db)
-        yield _gauge("stored_responses", "Stored responses and chat completions.", "", [((), number)])
-        yield _gauge("stored_response_bytes", "Bytes of stored responses and chat completions.", "", [((), size)])
         disks = [([mount], shutil.disk_usage(folder)) for mount, folder in (("data", self._data), ("shm", SHM_MOUNT))]
         yield _gauge("disk_bytes", "Size of a file system of the box.", "mount", [(of, d.total) for of, d in disks])
         yield _gauge("disk_free_bytes", "Free bytes of it.", "mount", [(of, d.free) for of, d in disks])
-
-
-_METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
-    ("temperature_celsius", "Temperature of a device.", lambda one: one.temperature_c),
-    ("slowdown_celsius", "Temperature at which its driver slows a device down.", lambda one: one.slowdown_c),
-    ("power_watts", "Power that a device draws.", lambda one: one.power_w),
-    ("power_limit_watts", "Power limit of a device.", lambda one: one.power_limit_w),
-    ("utilization_ratio", "Share of the last moments in which a device computed.", lambda one: one.busy),
-    ("memory_used_bytes", "Memory of a device in use, by whomever.", lambda one: one.memory_used_bytes),
-    ("clock_hertz", "Clock of a device's processors.", lambda one: one.clock_hz),
-)

@@ -26,7 +26,7 @@ from appliance.controller.devices.mode import (
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode
 from appliance.store.ids import new_id
@@ -36,7 +36,6 @@ from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import Window, preview
 
-MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -75,15 +74,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         by = name_of(context, caller)
         with db.transaction():
-            wanted = write_mode(db, Mode(body.policy, body.train_devices, 0.0, body.serving_floor, by))
-            record(
-                context,
-                caller,
-                "mode.set",
-                body.policy,
-                train_devices=body.train_devices,
-                serving_floor=body.serving_floor,
-            )
+            wanted = write_mode(db, Mode(**body.model_dump(), by=by))
+            record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
         try:
             async with asyncio.timeout(limit_s):
@@ -106,14 +98,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if body is None:
             return context.scheduler.explain(None)
         _check(context, body)
-        wanted = Mode(body.policy, body.train_devices, 0.0, body.serving_floor)
-        return context.scheduler.explain(policy_of(wanted, _floor(context)))
-
-    _add_schedule(context, router)
-
-
-def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
-    db = context.db
+        return context.scheduler.explain(policy_of(Mode(**body.model_dump()), _floor(context)))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
@@ -129,15 +114,12 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
         def make() -> WindowRow:
-            if len(windows.list_all(db)) >= MAX_WINDOWS:
-                raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
             windows.insert(db, row)
-            given = columns(row, "cron tz until for_s policy train_devices serving_floor")
-            record(context, caller, "mode.schedule.add", row.id, **given)
+            record(context, caller, "mode.schedule.add", row.id, **body.model_dump())
             return row
 
-        known = partial(windows.find, db)
-        made, new = Attempt(request, caller, "windows", body.model_dump(mode="json"), known).once(make)
+        attempt = Attempt(request, caller, "windows", body.model_dump(mode="json"), partial(windows.find, db))
+        made, new = attempt.once(make)
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
         return _row(context, made)
@@ -145,9 +127,10 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """The modes of the coming hours, one entry per change."""
-        mode = read_mode(db)
-        given = mode_windows(db, _floor(context)), policy_of(mode, _floor(context)), mode.since_s, time.time(), hours
-        segments = await asyncio.to_thread(preview, *given)  # seconds, where a window comes each minute
+        mode, floor = read_mode(db), _floor(context)
+        by_hand = policy_of(mode, floor), mode.since_s
+        # Seconds, where a window comes each minute.
+        segments = await asyncio.to_thread(preview, mode_windows(db, floor), *by_hand, time.time(), hours)
         return {
             "object": "list",
             "data": [
@@ -191,7 +174,6 @@ def _mode_view(context: ControllerContext) -> dict[str, Any]:
         "window": holds.window and _window(holds.window),
         "overridden": holds.overridden and _window(holds.overridden),
         "by_hand": asdict(by_hand),
-        "bounds": now["bounds"],
         "notes": floor_notes(holds.policy, len(now["devices"])),
     }
 

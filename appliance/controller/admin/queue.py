@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,10 +13,10 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_object, job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
-from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
-from appliance.controller.jobs.wanted import JOBS
+from appliance.controller.jobs.settings import Wish
+from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
@@ -46,25 +45,18 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def show_queue(now: Status) -> dict[str, Any]:
         """Every unfinished job in the order in which the planner serves them, and what each owner has."""
         planned = {one["id"]: one for one in now["queue"]}
-        rows = sorted(
-            (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
-            key=lambda row: (
-                row.id not in planned,
-                planned[row.id]["position"] if row.id in planned else row.created_s,
-            ),
-        )
-        data = [
-            _entry(row, position, planned.get(row.id), pauses.reason(db, row)) for position, row in enumerate(rows, 1)
-        ]
+        rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
+        rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
+        data = [_entry(row, place, planned.get(row.id), pause_reason(db, row)) for place, row in enumerate(rows, 1)]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
     @router.patch("/jobs/{job_id}")
     async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
-        row = _unfinished(context, caller, job_id, "changed")
+        row = _unfinished(context, caller, job_id)
         changes = _changes(context, row, body)
         with db.transaction():
             jobs.update(db, job_id, **changes)
-            changed = {name: value for name, value in body.model_dump().items() if name in body.model_fields_set}
+            changed = body.model_dump(exclude_unset=True)
             text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in changed.items())
             add_message(db, job_id, f"Changed by an operator: {text}.")
             record(context, caller, "job.update", job_id, **changed)
@@ -73,36 +65,34 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/jobs/{job_id}/hold")
     async def hold(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _set_held(context, caller, job_id, True)
+        """It keeps its state and waits. Idempotent."""
+        text = f"Held by an operator; it keeps its state and waits. `appliance job release {job_id}` starts it."
+        return _set_held(context, caller, job_id, True, "hold", text)
 
     @router.post("/jobs/{job_id}/release")
     async def release(job_id: str, caller: Caller) -> dict[str, Any]:
-        return _set_held(context, caller, job_id, False)
+        return _set_held(context, caller, job_id, False, "release", "Released by an operator.")
 
 
-def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: bool) -> dict[str, Any]:
-    """Idempotent. Raises NotFound and Conflict."""
-    row = _unfinished(context, caller, job_id, "held" if held else "released")
+def _set_held(
+    context: ControllerContext, caller: Principal, job_id: str, held: bool, verb: str, text: str
+) -> dict[str, Any]:
+    """Raises NotFound and Conflict."""
+    row = _unfinished(context, caller, job_id)
     with context.db.transaction():
         if bool(row.held) != held:
             jobs.update(context.db, job_id, held=int(held))
-            add_message(
-                context.db,
-                job_id,
-                f"Held by an operator; it keeps its state and waits. `appliance job release {job_id}` starts it."
-                if held
-                else "Released by an operator.",
-            )
-        record(context, caller, "job.hold" if held else "job.release", job_id)
-    context.scheduler.nudge(f"{'hold' if held else 'release'} of {job_id}", name_of(context, caller))
+            add_message(context.db, job_id, text)
+        record(context, caller, f"job.{verb}", job_id)
+    context.scheduler.nudge(f"{verb} of {job_id}", name_of(context, caller))
     return job_object(jobs.get(context.db, job_id), context.config.organization)
 
 
-def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb: str) -> JobRow:
+def _unfinished(context: ControllerContext, caller: Principal, job_id: str) -> JobRow:
     row = JOBS.known(context.db, job_id, caller)
     if row.finished or row.wanted == "cancel":
         raise Conflict(
-            f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",
+            f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be changed, held or released any more.",
             param="fine_tune_id",
             code="invalid_job_state",
         )
@@ -114,23 +104,21 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     given = body.model_fields_set
     if not given:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
+    changes = body.model_dump(exclude_unset=True)
     for name in ("priority", "preemptible"):
-        if name in given and getattr(body, name) is None:
+        if name in changes and changes[name] is None:
             raise InvalidValue(f"{name} cannot be null.", name)
-    changes = {
-        name: getattr(body, name) for name in ("priority", "deadline_s", "min_devices", "max_devices") if name in given
-    }
     if "preemptible" in given:
-        changes["preemptible"] = int(body.preemptible)
+        changes["preemptible"] = int(changes["preemptible"])
     if "allowed_sizes" in given:
-        changes["asked_sizes"] = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    sizes = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
-    devices.check(*sizes.values())
+        asked = changes.pop("allowed_sizes")
+        changes["asked_sizes"] = sorted(set(asked)) if asked else None
+    wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
     nodes = node_sizes.known(context)
-    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # otherwise the earlier request stays as it is
-        devices.check_room(sizes["min_devices"], sizes["asked_sizes"], nodes)
+    # If only other fields change, the earlier request stays as it is.
+    wish.check(None if given.isdisjoint(("min_devices", "allowed_sizes")) else nodes)
     if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        changes["allowed_sizes"] = devices.check_sizes(replace(row, **sizes), row.resolved, nodes)
+        changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
     return changes
 
 

@@ -240,7 +240,7 @@ class BatchWork:
             if path.stat().st_size
         }
         ids = [file.id for file in files.values()]
-        with storage.growing(self._context, *ids) as places:
+        with storage.growing(self._context.files_dir, *ids) as places:
             for kind, place in zip(files, places, strict=True):
                 os.link(paths[kind], place)
             with self._db.transaction():

@@ -22,7 +22,7 @@ import orjson
 from appliance.controller.interfaces.errors import error_object
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.gateway.core.errors import ENGINE_FAILED, ENGINES_DIED
-from appliance.gateway.core.fair_queue import FairQueue
+from appliance.gateway.core.router import FairQueue
 from appliance.gateway.core.table import OPEN
 
 CONNECT_S = 5.0

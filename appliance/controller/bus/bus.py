@@ -19,15 +19,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
-from appliance.controller.bus.load import Arrivals, Load, Report, parse_report, total
+from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage, total
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
@@ -69,9 +68,8 @@ class Bus:
     on_load: called after every report. on_table: called when the table's models have changed. on_usage: called with the
     rows of every usage message. They must not block; their errors are recorded in `background` and break no connection.
 
-    models, keys, generation: of the last published table; keys by SHA-256 in hex. `first_generation`: above any of an
-    earlier controller's (see `first_generation`), or the report of a gateway that still routes by an old table would
-    count for a new one.
+    models, keys, generation: of the last published table; keys by SHA-256 in hex. first_generation: above any of an
+    earlier controller's, or a gateway that still routes by an old table would count as having applied a new one.
     """
 
     def __init__(
@@ -144,8 +142,8 @@ class Bus:
     # --- listening
 
     def load(self) -> Load:
-        """Sum over all gateways that are connected or were lost only recently. Not to be changed: the same is given
-        until the next report, since a round of the scheduler asks it of every name that can be called."""
+        """Sum over all gateways that are connected or were lost only recently; added up once for each report, since a
+        round of the scheduler asks it of every name that can be called."""
         self._forget_gone()
         if self._total is None:
             self._total = total([gateway.report for gateway in self._gateways if gateway.report])
@@ -158,69 +156,53 @@ class Bus:
     def inflight(self, replica_id: str) -> int:
         return self.load().replicas.get(replica_id, 0)
 
-    async def wait_applied(self, generation: int, timeout_s: float | None = None) -> None:
-        """Returns when every gateway routes by a table at least as new. Raises BusTimeout naming those that do not."""
-        await self._wait(lambda: self._behind(generation), f"to apply table {generation}", timeout_s)
+    async def wait_applied(self, generation: int) -> None:
+        """Returns when every gateway routes by a table at least as new."""
+        await self._wait(lambda: not self._behind(generation))
 
     async def caught_up(self) -> None:
         """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
         if not self.connected():
             return
         try:
-            await self.wait_applied(self.generation, CATCH_UP_S)
-        except BusTimeout as error:
-            log.warning("a change is answered before every gateway knows it: %s", error)
+            async with asyncio.timeout(CATCH_UP_S):
+                await self.wait_applied(self.generation)
+        except TimeoutError:
+            behind = ", ".join(self._behind(self.generation))
+            log.warning("a change is answered before every gateway knows it; these do not: %s", behind)
 
-    async def wait_drained(self, replica_id: str, timeout_s: float | None = None) -> None:
-        """Returns when no gateway has a request at this replica and none can start one.
-
-        The replica must be "draining" in the table, or gone from it: an open one never counts as drained. Raises
-        BusTimeout naming the gateways that still have requests there.
-        """
-        await self._wait(lambda: self._undrained(replica_id), f"to drain {replica_id}", timeout_s)
+    async def wait_drained(self, replica_id: str) -> None:
+        """Returns when no gateway has a request at this replica, which is not open in the table, and none can start
+        one."""
+        await self._wait(lambda: self._is_drained(replica_id))
 
     def _behind(self, generation: int) -> list[str]:
-        """Gateways not yet at this generation, as text; empty if there are none."""
-        if self._too_early():
-            return ["gateways that have not yet connected"]
-        return [
-            f"{gateway.name} (at {gateway.report.generation if gateway.report else 'no table yet'})"
-            for gateway in self._gateways
-            # A lost gateway can neither apply anything nor start a request.
-            if gateway.lost_at_s is None and (gateway.report is None or gateway.report.generation < generation)
-        ]
+        # A lost gateway can neither apply anything nor start a request.
+        there = [gateway for gateway in self._gateways if gateway.lost_at_s is None]
+        return [one.name for one in there if one.report is None or one.report.generation < generation]
 
-    def _undrained(self, replica_id: str) -> list[str]:
+    def _is_drained(self, replica_id: str) -> bool:
         replicas = (one for model in self.models.values() for one in model["replicas"])
         if any(one["id"] == replica_id and one["state"] == "open" for one in replicas):
-            return ["the table, in which it is open"]
-        if self._too_early():
-            return ["gateways that have not yet connected"]
-        found = []
-        for gateway in self._gateways:
-            report = gateway.report
-            # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
-            if report is None or report.generation < self.generation:
-                found.append(f"{gateway.name}, which has not applied the drain")
-            elif count := report.replicas.get(replica_id, 0):
-                found.append(f"{gateway.name} with {count} request(s)")
-        return found
+            return False
+        # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
+        return all(
+            gateway.report is not None
+            and gateway.report.generation >= self.generation
+            and not gateway.report.inflight(replica_id)
+            for gateway in self._gateways
+        )
 
-    def _too_early(self) -> bool:
-        return not self._ever_reported and self._now_s() - self._opened_s < self._config.gateway_expected_s
-
-    async def _wait(self, missing: Callable[[], list[str]], what: str, timeout_s: float | None) -> None:
-        deadline_s = inf if timeout_s is None else self._now_s() + timeout_s
+    async def _wait(self, done: Callable[[], bool]) -> None:
         while True:
             # Cleared before the check: a report that arrives after it sets the event again.
             self._changed.clear()
             self._forget_gone()
-            if not (left := missing()):
+            too_early = not self._ever_reported and self._now_s() - self._opened_s < self._config.gateway_expected_s
+            if not too_early and done():
                 return
-            if (now_s := self._now_s()) >= deadline_s:
-                raise BusTimeout(f"waited {timeout_s:.0f} s for gateways {what}; still missing: {', '.join(left)}")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(LOOK_EVERY_S, deadline_s - now_s)):
+                async with asyncio.timeout(LOOK_EVERY_S):
                     await self._changed.wait()
 
     def _forget_gone(self) -> None:
@@ -238,7 +220,7 @@ class Bus:
         try:
             while line := await reader.readline():
                 self._take(gateway, line)
-        except ValueError as error:
+        except (ValueError, msgspec.DecodeError) as error:
             log.warning("bus: %s sent an invalid message, connection closed: %s", gateway.name, error)
         except OSError as error:
             log.info("bus: connection of %s broke: %s", gateway.name, error)
@@ -249,19 +231,15 @@ class Bus:
             writer.close()
 
     def _take(self, gateway: _Gateway, line: bytes) -> None:
-        """Raises ValueError for a message that is none of a gateway's. Our own errors, such as a full disk, are
-        recorded, and the connection stays."""
-        message = orjson.loads(line)
-        kind = message.get("type") if isinstance(message, dict) else None
-        if kind == "usage":
+        """Raises msgspec.DecodeError for a message that is none of a gateway's. Our own errors, such as a full disk,
+        are recorded, and the connection stays."""
+        report = MESSAGE.decode(line)
+        if isinstance(report, Usage):
             for take in self.on_usage:
                 with self._background.guard("usage"):
-                    take(message["rows"])
+                    take(report.rows)
             gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
-        if kind != "load":
-            raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
-        report = parse_report(message)
         if gateway.report is None:
             # The same gateway on a new connection: this replaces the lost one's last report.
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:

@@ -1,21 +1,24 @@
-"""The gateways' current load, summed over all of them. Pure: no sockets, no clock of its own."""
+"""The gateways' messages, and their load summed over all of them. Pure: no sockets, no clock of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import Struct, json
 
 _MAX_NOTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    """Requests for one model. held: waiting at gateways for a replica. tpot_p95_s: of the slowest gateway.
-    waiting_prompt_tokens: of requests known to have no first token yet; prompt_tokens: of all. computed_part: tokens
-    that engines compute for an estimated one, the most at a gateway; None if no answer told. prefill_tokens_per_s: of
-    one replica, the lowest that a gateway measured; None if none could."""
+class ModelLoad(Struct, frozen=True):
+    """Requests for one model, at one gateway or at all. held: waiting at gateways for a replica. tpot_p95_s: of the
+    slowest gateway. waiting_prompt_tokens: of requests known to have no first token yet; prompt_tokens: of all.
+    computed_part: tokens that engines compute for an estimated one, the most at a gateway. prefill_tokens_per_s: of one
+    replica, the lowest that a gateway measured. None where unknown.
+
+    Of one gateway since it began, by bucket (`appliance.gateway.core.load`): arrived_prompts, requests by their
+    prompt tokens; first_tokens, streams by the time to their first token."""
 
     inflight: int = 0
     held: int = 0
@@ -25,6 +28,8 @@ class ModelLoad:
     prompt_tokens: int = 0
     computed_part: float | None = None
     prefill_tokens_per_s: float | None = None
+    arrived_prompts: dict[int, int] = {}
+    first_tokens: dict[int, int] = {}
 
 
 _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
@@ -37,47 +42,17 @@ _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
     "computed_part": max,
     "prefill_tokens_per_s": min,
 }
-"""How the rows of several gateways for one model become one ModelLoad."""
+"""How the rows of several gateways for one model become one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Requests that arrived for one model, and their prompt tokens as routing estimates them. prompts: the same
-    requests by bucket of these tokens; first_tokens: streams by bucket of the time to their first token
-    (`appliance.gateway.access.load`)."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    prompts: Mapping[int, int] = field(default_factory=dict)
-    first_tokens: Mapping[int, int] = field(default_factory=dict)
-
-    def since(self, before: Arrived) -> Arrived:
-        """What came after `before`, an earlier count of the same process."""
-        return Arrived(
-            max(self.requests - before.requests, 0),
-            max(self.prompt_tokens - before.prompt_tokens, 0),
-            Counter(self.prompts) - Counter(before.prompts),
-            Counter(self.first_tokens) - Counter(before.first_tokens),
-        )
-
-    def plus(self, other: Arrived) -> Arrived:
-        return Arrived(
-            self.requests + other.requests,
-            self.prompt_tokens + other.prompt_tokens,
-            Counter(self.prompts) + Counter(other.prompts),
-            Counter(self.first_tokens) + Counter(other.first_tokens),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class VersionLoad:
+class VersionLoad(Struct, frozen=True):
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.access.load`)."""
+    (`appliance.gateway.core.load`)."""
 
     requests: int = 0
     errors: int = 0
-    first_byte: Mapping[int, int] = field(default_factory=dict)
-    duration: Mapping[int, int] = field(default_factory=dict)
+    first_byte: dict[int, int] = {}
+    duration: dict[int, int] = {}
 
     def plus(self, other: VersionLoad) -> VersionLoad:
         return VersionLoad(
@@ -88,100 +63,86 @@ class VersionLoad:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """replicas: requests at each. canaries: by model and start time of its canary, then by version. notes: gateways'
-    notes for users. certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
-
-    replicas: Mapping[str, int] = field(default_factory=dict)
-    models: Mapping[str, ModelLoad] = field(default_factory=dict)
-    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    certificate_expires_s: float | None = None
+class CanaryLoad(Struct, frozen=True):
+    since_s: float
+    versions: dict[str, VersionLoad]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A "load" message of one gateway. generation: of the table it has applied. started_s: Unix time at which its
-    process began; `arrived` counts since then. replicas: requests at each."""
+class ReplicaLoad(Struct, frozen=True):
+    inflight: int
+
+
+class Report(Struct, frozen=True, tag_field="type", tag="load"):
+    """generation: of the table that the gateway has applied. started_s: Unix time at which its process began."""
 
     gateway: str
     generation: int
-    replicas: Mapping[str, int]
-    models: Mapping[str, Mapping[str, float]]
-    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
+    replicas: dict[str, ReplicaLoad] = {}
+    models: dict[str, ModelLoad] = {}
+    canaries: dict[str, CanaryLoad] = {}
     started_s: float = 0.0
+    notes: list[str] = []
+    certificate_expires_s: float | None = None
+
+    def inflight(self, replica_id: str) -> int:
+        replica = self.replicas.get(replica_id)
+        return 0 if replica is None else replica.inflight
+
+
+class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
+    rows: list[dict[str, Any]]
+
+
+MESSAGE = json.Decoder(Report | Usage)
+"""Raises msgspec.DecodeError."""
+
+
+class Load(NamedTuple):
+    """replicas: requests at each. canaries: by model and start time of its canary, then by version. notes: gateways'
+    notes for users. certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
+
+    replicas: Mapping[str, int] = {}
+    models: Mapping[str, ModelLoad] = {}
+    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = {}
     notes: tuple[str, ...] = ()
     certificate_expires_s: float | None = None
-    arrived: Mapping[str, Arrived] = field(default_factory=dict)
 
 
-def parse_report(message: Mapping[str, Any]) -> Report:
-    """Raises ValueError for a message of another shape (`appliance.gateway.server.reports.load_report`)."""
-    try:
-        models, expires_s = message.get("models", {}), message.get("certificate_expires_s")
-        return Report(
-            str(message["gateway"]),
-            int(message["generation"]),
-            {name: int(row["inflight"]) for name, row in message.get("replicas", {}).items()},
-            {name: {key: row[key] for key in _COMBINED if row.get(key) is not None} for name, row in models.items()},
-            {(name, float(row["since_s"])): _versions(row) for name, row in message.get("canaries", {}).items()},
-            float(message.get("started_s", 0.0)),
-            tuple(message.get("notes", ())[:_MAX_NOTES]),
-            None if expires_s is None else float(expires_s),
-            {name: _arrived(row) for name, row in models.items() if "arrived_requests" in row},
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a load report of another shape: {error!r}") from error
-
-
-def _arrived(row: Mapping[str, Any]) -> Arrived:
-    prompts, first_tokens = (_buckets(row.get(name, {})) for name in ("arrived_prompts", "first_tokens"))
-    return Arrived(int(row["arrived_requests"]), int(row.get("arrived_prompt_tokens", 0)), prompts, first_tokens)
-
-
-def _versions(row: Mapping[str, Any]) -> dict[str, VersionLoad]:
-    return {
-        version: VersionLoad(
-            int(one["requests"]), int(one["errors"]), _buckets(one["first_byte"]), _buckets(one["duration"])
-        )
-        for version, one in row["versions"].items()
-    }
-
-
-def _buckets(counts: Mapping[str, Any]) -> dict[int, int]:
-    return {int(bucket): int(number) for bucket, number in counts.items()}
-
-
-def total(reports: list[Report]) -> Load:
+def total(reports: Sequence[Report]) -> Load:
     replicas = Counter[str]()
-    rows: dict[str, list[Mapping[str, float]]] = {}
+    rows: dict[str, list[ModelLoad]] = {}
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
-        replicas.update(report.replicas)
+        replicas.update({name: replica.inflight for name, replica in report.replicas.items()})
         for name, row in report.models.items():
             rows.setdefault(name, []).append(row)
-        for key, versions in report.canaries.items():
-            sums_of = canaries.setdefault(key, {})
-            for version, counts in versions.items():
-                sums_of[version] = sums_of.get(version, VersionLoad()).plus(counts)
+        for name, canary in report.canaries.items():
+            sums = canaries.setdefault((name, canary.since_s), {})
+            for version, counts in canary.versions.items():
+                sums[version] = sums.get(version, VersionLoad()).plus(counts)
     return Load(
         replicas,
-        {name: of_model(those) for name, those in rows.items()},
+        {name: _combined(of_gateways) for name, of_gateways in rows.items()},
         canaries,
-        tuple(dict.fromkeys(text for report in reports for text in report.notes)),
+        tuple(dict.fromkeys(text for report in reports for text in report.notes[:_MAX_NOTES])),
         min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
     )
 
 
-def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
-    """rows: what each gateway reports of one model."""
-    values = {name: [row[name] for row in rows if name in row] for name in _COMBINED}
-    return ModelLoad(**{name: _COMBINED[name](those) for name, those in values.items() if those})  # type: ignore[arg-type]
+def _combined(rows: Sequence[ModelLoad]) -> ModelLoad:
+    values = {name: [value for row in rows if (value := getattr(row, name)) is not None] for name in _COMBINED}
+    return ModelLoad(**{name: _COMBINED[name](known) for name, known in values.items() if known})  # type: ignore[arg-type]
+
+
+class Arrived(NamedTuple):
+    """What came for one model, by the buckets of `ModelLoad`."""
+
+    prompts: Counter[int]
+    first_tokens: Counter[int]
 
 
 class Arrivals:
-    """Requests that arrived since they were last taken, from reports that count since their gateway's start.
+    """What arrived since it was last taken, from reports that count since their gateway's start.
 
     A gateway that was there before `since_s` (Unix time) counts from its first report: a restarted controller would
     take days of traffic for one burst. A name that a report lacks left the table, and counts from nothing later.
@@ -189,18 +150,22 @@ class Arrivals:
 
     def __init__(self, since_s: float):
         self._since_s = since_s
-        self._reported: dict[str, tuple[float, Mapping[str, Arrived]]] = {}  # by gateway: its start, and its counts
+        self._reported: dict[str, Report] = {}  # the last one of each gateway
         self._new: dict[str, Arrived] = {}
 
     def add(self, report: Report) -> None:
-        started_s, before = self._reported.get(report.gateway, (0.0, {}))
-        if report.started_s < started_s:
+        last = self._reported.get(report.gateway)
+        if last is not None and report.started_s < last.started_s:
             return  # of a process that has been replaced
-        if report.started_s > started_s:
-            before = report.arrived if report.started_s < self._since_s else {}
-        self._reported[report.gateway] = report.started_s, report.arrived
-        for name, counts in report.arrived.items():
-            self._new[name] = self._new.get(name, Arrived()).plus(counts.since(before.get(name, Arrived())))
+        if last is not None and report.started_s == last.started_s:
+            before = last.models
+        else:
+            before = report.models if report.started_s < self._since_s else {}
+        self._reported[report.gateway] = report
+        for name, row in report.models.items():
+            known, new = before.get(name, ModelLoad()), self._new.setdefault(name, Arrived(Counter(), Counter()))
+            new.prompts.update(Counter(row.arrived_prompts) - Counter(known.arrived_prompts))
+            new.first_tokens.update(Counter(row.first_tokens) - Counter(known.first_tokens))
 
     def take(self) -> dict[str, Arrived]:
         """By model."""

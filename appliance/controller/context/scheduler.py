@@ -18,7 +18,7 @@ from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.journal import HandoverRecord, Journal, StepRecord
+from scheduler.handover.journal import Journal, StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -79,7 +79,6 @@ class Scheduler:
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
-            "bounds": self._config.bounds(),
             "troubles": now["troubles"],
             "notes": [
                 *self._memory.notes(),
@@ -135,7 +134,8 @@ class Scheduler:
         if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
             raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
         stale = [r["id"] for r in replicas if r["version"] != wanted]
-        swaps = _steps_of(self._journal.since(last), model)
+        steps = (step for record in self._journal.since(last) for step in record.steps)
+        swaps = [step for step in steps if step.detail.get("model") == model]
         if stale:
             errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
@@ -146,7 +146,8 @@ class Scheduler:
 
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""
-        while any(_serves(replica, model) for replica in self._loop.status()["replicas"]):
+        # Under its own name or that of one of its versions.
+        while any(r["model"].partition("@")[0] == model for r in self._loop.status()["replicas"]):
             await self._loop.wait_settled(self._loop.nudge())
 
     async def unload_adapters(self, names: list[str]) -> None:
@@ -166,16 +167,6 @@ class Scheduler:
             await self._effects.profile_group(job_id, steps)
         except EffectFailed as error:
             raise OperationFailed(error.reason, code="not_running") from error
-
-
-def _serves(replica: dict[str, Any], model: str) -> bool:
-    """Whether a replica serves this model, under its own name or that of one of its versions."""
-    return replica["model"] == model or replica["model"].startswith(f"{model}@")
-
-
-def _steps_of(records: Iterable[HandoverRecord], model: str) -> list[StepRecord]:
-    """The steps in these hand-overs that gave an engine a version of this model."""
-    return [step for record in records for step in record.steps if step.detail.get("model") == model]
 
 
 def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 A cordon is the same as the one set by `appliance gpu drain`: it is in the store, survives restarts, and makes holders
 leave the device. `appliance gpu undrain` lifts it and clears the device's failures; the watch itself does the same
 after a while, if the cause may have passed and no person drained the device.
-Every cordon, and every node that joins or leaves, is a row of the audit log under the box's own name. Devices of a lost
-node stay visible (appliance/controller/devices/lost_nodes.py).
+Every cordon, and every node that joins or leaves, is a row of the audit log under the box's own name.
 """
 
 from __future__ import annotations
@@ -77,70 +76,62 @@ class DeviceWatch:
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
-        match what:
-            case "joined":
-                if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
-                    self._tell("node.joined", node, {})
-                self.found(devices)
-            case "left":
-                self._unread(node)
-                lost_nodes.left(self._db, node)
-                self._tell("node.left", node, {})
-            case "lost":
-                self._lost(node, "its node does not answer any more")
+        if what == "joined":
+            if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
+                self._tell("node.joined", node)
+            self.found(devices)
+            return
+        for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
+            del self._readings[device_id]
+        if what == "left":
+            lost_nodes.left(self._db, node)
+            self._tell("node.left", node)
+        else:
+            self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
         """These nodes were present when the controller started: mark other expected nodes as lost."""
         for node in lost_nodes.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
 
+    def _lost(self, node: str, reason: str) -> None:
+        lost_nodes.lost(self._db, node, reason, self._clock())
+        self._tell("node.lost", node, reason)
+
     def found(self, devices: Collection[Device]) -> None:
         """These devices are there, as their nodes found them: cordons follow them by UUID, and those that cannot be
         used are cordoned before anything is placed on them."""
-        now_s = self._clock()
         for node in {device.node for device in devices}:
             present = {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}
-            if not present:
-                continue
-            for device_id, uuid in cordons.follow(self._db, node, present).items():
-                self._tell("device.absent", uuid, {"reason": f"it was {device_id} the last time, and is not there now"})
+            for device_id, uuid in cordons.follow(self._db, node, present).items() if present else ():
+                self._tell("device.absent", uuid, f"it was {device_id} the last time, and is not there now")
         self._ours = cordons.faulty(cordons.read(self._db))
         for device in devices:
             if device.unfit:
-                self._readings.setdefault(device.id, deque()).append(Reading(device.id, now_s, unfit=device.unfit))
+                reading = Reading(device.id, self._clock(), unfit=device.unfit)
+                self._readings.setdefault(device.id, deque()).append(reading)
         self.judge()
-
-    def _unread(self, node: str) -> None:
-        """What its devices told is of the past."""
-        for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
-            del self._readings[device_id]
-
-    def _lost(self, node: str, reason: str) -> None:
-        self._unread(node)
-        lost_nodes.lost(self._db, node, reason, self._clock())
-        self._tell("node.lost", node, {"reason": reason})
 
     def judge(self) -> None:
         """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
         use."""
         now_s = self._clock()
-        readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
         with self._db.transaction():
             before = cordons.read(self._db)
             for device_id in self._ours - cordons.faulty(before):
                 self._forget(device_id)
-            rows = dict(before)
-            found, lifted = failing(readings, self._deaths, now_s, self._config), []
+            readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
+            rows, lifted = dict(before), list[str]()
+            found = failing(readings, self._deaths, now_s, self._config)
             for device_id, fault in found.items():
-                if not cordons.is_cordoned(rows.get(device_id)):
+                if device_id not in rows:
                     retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
-                    row = rows.get(device_id) or cordons.new_row(self._db, device_id)
-                    rows[device_id] = {**row, "fault": fault.reason, "retry_s": retry_s}
-                    self._tell("device.cordon", device_id, {"reason": fault.reason})
+                    rows[device_id] = cordons.Cordon(drain=None, fault=fault.reason, retry_s=retry_s)
+                    self._tell("device.cordon", device_id, fault.reason)
             for device_id, row in before.items():
-                due = row["fault"] and row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
+                due = row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
                 if due and device_id not in found and "/" in device_id:  # an absent one is kept by its UUID
-                    self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {row['fault']}"})
+                    self._tell("device.try_again", device_id, f"it was cordoned: {row['fault']}")
                     del rows[device_id]
                     lifted.append(device_id)
             if rows != before:
@@ -156,7 +147,8 @@ class DeviceWatch:
         self._readings.pop(device_id, None)
         self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
 
-    def _tell(self, action: str, target: str, detail: dict[str, str]) -> None:
+    def _tell(self, action: str, target: str, reason: str = "") -> None:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
-        log.log(level, "%s %s", action, detail.get("reason", ""), extra={"device": target})
+        log.log(level, "%s %s", action, reason, extra={"device": target})
+        detail = {"reason": reason} if reason else {}
         audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))

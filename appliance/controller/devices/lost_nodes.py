@@ -1,4 +1,4 @@
-"""Records in the store which nodes joined the box and which were lost.
+"""Which nodes joined the box and which were lost, and the devices that users see.
 
 The devices of a lost node stay visible, with time and reason, until it returns or an admin forgets it. The scheduler
 never sees them: it plans only with present devices.
@@ -6,28 +6,33 @@ never sees them: it plans only with present devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from appliance.controller.devices import cordons
 from appliance.store.database import Database
 from appliance.store.records import box
+from appliance.store.rows import columns
+from runtime.devices.kind import Reading
 
 NODES = "joined_nodes"
 _SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes")
+_METERS = (
+    "temperature_c slowdown_c power_w power_limit_w energy_j busy memory_used_bytes clock_hz throttled "
+    "ecc_uncorrected at_s"
+)
 
 
 def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
     """The node is present. False when that was known: a new controller meets the nodes of its predecessor.
 
-    devices: with the keys of `ports.DeviceStatus`.
+    devices: with the keys of `DeviceStatus`.
     """
     with db.transaction():
         known = box.get(db, NODES, {})
-        news = node not in known or known[node]["lost"] is not None
         row = {"devices": [{name: device[name] for name in _SHOWN} for device in devices], "lost": None}
         box.put(db, NODES, {**known, node: row})
-        return news
+        return node not in known or known[node]["lost"] is not None
 
 
 def left(db: Database, node: str) -> None:
@@ -67,13 +72,18 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
-    lost_rows = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
+    lost_nodes = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
     rows = cordons.read(db)
-    found = [{**cordons.shown(rows, device), "lost": None} for device in there if device["node"] not in lost_rows]
-    for _, lost_row in sorted(lost_rows.items()):
-        lost = lost_row["lost"]
-        for device in lost_row["devices"]:
-            cordon = rows.get(device["id"])
-            told = {"health": "lost", "health_reason": lost["reason"], "holder": None, "lost": lost}
-            found.append({**device, **told, "drain": cordon and cordon["drain"], "cordon": None})
+    found = [{**cordons.shown(rows, device), "lost": None} for device in there if device["node"] not in lost_nodes]
+    for _, node in sorted(lost_nodes.items()):
+        since = {"health": "lost", "health_reason": node["lost"]["reason"], "holder": None, "lost": node["lost"]}
+        for device in node["devices"]:
+            drain = rows.get(device["id"], cordons.NONE)["drain"]
+            found.append({**device, **since, "drain": drain, "cordon": None})
     return found
+
+
+def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
+    """Each device with `meters`, by the names of `runtime.devices.kind.Reading`; None of one that tells nothing."""
+    shown = {name: columns(reading, _METERS) for name, reading in readings.items()}
+    return [{**device, "meters": shown.get(device["id"])} for device in devices]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 from appliance.controller.interfaces.records import Mode
@@ -26,15 +26,10 @@ def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
     While a window applies it is a change: the mode set by hand then holds until the next edge.
     """
     now_s = time.time() if now_s is None else now_s
-    before = read_mode(db)
-    same = (before.policy, before.train_devices, before.serving_floor) == (
-        wanted.policy,
-        wanted.train_devices,
-        wanted.serving_floor,
-    )
-    if same and box.get(db, "mode") is not None and mode_in_force(db, 0, now_s).window is None:
+    before, mode = read_mode(db), replace(wanted, since_s=now_s)
+    same = box.get(db, "mode") is not None and mode == replace(before, since_s=now_s, by=wanted.by)
+    if same and mode_in_force(db, 0, now_s).window is None:
         return before
-    mode = Mode(wanted.policy, wanted.train_devices, now_s, wanted.serving_floor, wanted.by)
     box.put(db, "mode", asdict(mode))
     return mode
 

@@ -33,10 +33,12 @@ class EngineSizes:
         """An engine of this version, over the devices of its deployment unless `tensor_parallel` says otherwise. An
         adapter's is its base model's."""
         model, version = self._served(model, version)
-        if tensor_parallel is None:
-            row = deployments.find(self._db, model.id)
-            tensor_parallel = row.tensor_parallel if row is not None else 1
-        return self.sized(model, version, tensor_parallel, self.settings(model))
+        return self.sized(model, version, tensor_parallel or self.devices(model.id), self.settings(model))
+
+    def devices(self, model: str) -> int:
+        """How many devices an engine of this model has."""
+        row = deployments.find(self._db, model)
+        return row.tensor_parallel if row is not None else 1
 
     def settings(self, model: ModelRow) -> ModelSettings:
         """How this model's engines are set up."""
@@ -49,7 +51,7 @@ class EngineSizes:
         """What `size` would be with these settings. Bytes are per device."""
         device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
-            settings.config(self._engine),
+            self._engine,
             self._shape(model, version),
             task=model.task,
             arch=model.arch,
@@ -58,10 +60,7 @@ class EngineSizes:
             device_memory_bytes=device.memory_bytes,
             device_name=device.name,
             asleep_per_device=self._asleep_per_device,
-            dtype=settings.dtype,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            batched_tokens=settings.batched_tokens,
-            draft_tokens=settings.draft_tokens,
+            settings=settings,
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
@@ -87,12 +86,6 @@ class EngineSizes:
     def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
         """Tokens that one request may have; None if the model does not say."""
         return self.size(model, version).max_model_len
-
-    def published(self, model: ModelRow) -> tuple[int | None, int | None, int | None]:
-        """Context of its active version in tokens, tokens that the KV cache of such an engine holds, and sequences that
-        it computes at once."""
-        size = self.size(model, None)
-        return size.max_model_len, size.kv_tokens, size.max_num_seqs
 
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
         if version is None and model.active_version is not None:

@@ -10,7 +10,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import Traffic
-from appliance.controller.bus.load import Load, ModelLoad
+from appliance.controller.bus.load import ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import job_records, models
@@ -19,6 +19,7 @@ from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
+from serve.core.sizing import EngineSize
 from weights.format.names import policy_of
 
 HOLD_BEFORE_S = 10.0
@@ -26,10 +27,9 @@ HOLD_BEFORE_S = 10.0
 refused with the time of that try."""
 HOLD_BEFORE_LASTING_S = 1.0
 """The same limit where the next try will most likely fail too."""
-_UNKNOWN = (None, None, None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Served:
     """What a replica serves. `owner`: the model whose version it is, whatever name serves it."""
 
@@ -37,16 +37,14 @@ class _Served:
     version: str
     owner: str
     socket: str
-    state: str  # "open" or "draining"
+    state: str = "open"  # or "draining"
     takes_adapters: bool = True
-    avoided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model whose single version
-    `MODEL@VERSION` names; None for a model's own name. `of`: the model behind the name, whose owners may use
-    it."""
+    """A name that can be called. of: the model behind it, whose owners may use it; "" for one in training. canary:
+    takes a share of its requests. pins: the model whose single version `MODEL@VERSION` names; None for others."""
 
     of: str
     version: str
@@ -55,48 +53,52 @@ class _Callable:
     canary: CanaryRow | None = None
     pins: str | None = None
 
+    @property
+    def host(self) -> str | None:
+        """The model on whose engines it is served; None: its own."""
+        return self.adapter.host if self.adapter is not None else self.pins
+
 
 class BusRouting:
     """Implements `scheduler.ray.replicas.Routing` on the bus; call `refresh` after models were added or removed."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        db: Database,
-        sizes: EngineSizes,
-        spending: Spending,
-    ):
-        self._bus, self._db, self._sizes, self._spending = bus, db, sizes, spending
+    def __init__(self, bus: Bus, db: Database, sizes: EngineSizes, spending: Spending):
+        self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Trouble] = {}
         self._replicas: dict[str, _Served] = {}
-        self._kv_tokens: dict[str, int | None] = {}
         self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
-        self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
-        self._host_of: dict[str, str] = {}  # adapter name -> host name
+        self._names: dict[str, _Callable] = {}
+        self._guests: dict[str, list[str]] = {}  # by model, the other names that its engines serve
+        self._sizes: dict[str, EngineSize] = {}  # by model
         self._policies: dict[str, tuple[str, str]] = {}  # models in training -> their base and its version
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
-        owner = found.model.id if found else model
-        avoided = replica_id in self._avoided
-        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open", avoided=avoided)
-        await self._bus.wait_applied(self.refresh())
+        self._replicas[replica_id] = _Served(model, version, found.model.id if found else model, socket_path)
+        await self.wait_applied()
 
     async def drain(self, replica_id: str) -> None:
-        self._change(replica_id, state="draining")
+        if (served := self._replicas.get(replica_id)) is not None:
+            served.state = "draining"
+        self.refresh()
         await self._bus.wait_drained(replica_id)
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
+        self._take_adapters(replica_id, False)
+        await self.wait_applied()
 
     def offer_adapters(self, replica_id: str) -> None:
-        self._change(replica_id, takes_adapters=True)
+        self._take_adapters(replica_id, True)
+        self.refresh()
+
+    def _take_adapters(self, replica_id: str, takes: bool) -> None:
+        if (served := self._replicas.get(replica_id)) is not None:
+            served.takes_adapters = takes
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        (self._avoided.add if avoided else self._avoided.discard)(replica_id)
-        served = self._replicas.get(replica_id)
-        if served is not None and served.avoided != avoided:
-            self._change(replica_id, avoided=avoided)
+        if avoided != (replica_id in self._avoided):
+            self._avoided ^= {replica_id}
+            self.refresh()
 
     def is_open(self, replica_id: str) -> bool:
         served = self._replicas.get(replica_id)
@@ -104,15 +106,14 @@ class BusRouting:
 
     def version(self, replica_id: str) -> str:
         """What gateways are told that an open replica serves; "" of any other."""
-        served = self._replicas.get(replica_id)
-        return served.version if served is not None and served.state == "open" else ""
+        return self._replicas[replica_id].version if self.is_open(replica_id) else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""
         return {
             replica_id: (served.model, served.socket)
             for replica_id, served in self._replicas.items()
-            if served.state == "open" and not served.avoided
+            if served.state == "open" and replica_id not in self._avoided
         }
 
     def close(self, replica_id: str) -> None:
@@ -122,11 +123,10 @@ class BusRouting:
 
     def trouble(self, model: str, trouble: Trouble | None) -> None:
         """What keeps the model's engines from starting now; None: nothing any more."""
-        if trouble is None:
-            self._troubles.pop(model, None)
-        else:
+        self._troubles.pop(model, None)
+        if trouble is not None:
             self._troubles[model] = trouble
-        self.models_changed()
+        self.refresh()
 
     def models_changed(self) -> None:
         """Publish which models can be called, and by whom: a key may call what its jobs made."""
@@ -136,34 +136,20 @@ class BusRouting:
     def refresh(self) -> int:
         """Publish the table from the current store and replicas; returns its generation."""
         rows = {row.id: row for row in models.list_callable(self._db)}
-        names = self._callable(rows)
-        self._guests, self._host_of = {}, {}
-        for name, row in names.items():
-            host = row.adapter.host if row.adapter is not None else row.pins
-            if host is not None:
-                self._guests.setdefault(host, []).append(name)
-                self._host_of[name] = host
-        sizes = {name: self._sizes.published(row) for name, row in rows.items()}
-        self._kv_tokens = {name: cache for name, (_, cache, _) in sizes.items()}
-        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in job_records.checkpoint_names(self._db)}
-        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in canaries.list_running(self._db)}
-        sizes |= {name: sizes.get(base, _UNKNOWN) for name, (base, _) in self._policies.items()}
+        self._names, self._guests = self._callable(rows), {}
+        for name, row in self._names.items():
+            if row.host is not None:
+                self._guests.setdefault(row.host, []).append(name)
+        self._sizes = {name: self._engine_sizes.size(row, None) for name, row in rows.items()}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
         given = model_settings.with_chat_template(self._db) if silent else set()
-        return self._bus.set_models(
-            {
-                name: self._model(name, row)
-                | {
-                    "max_model_len": sizes.get(row.pins or name, _UNKNOWN)[0],
-                    "slots": sizes.get(row.pins or name, _UNKNOWN)[2],
-                    **({"host": self._host_of[name]} if name in self._host_of else {}),
-                    "owners": audiences.get(row.of, []),
-                }
-                | ({"chats": False} if (row.of, row.version) in silent and row.of not in given else {})
-                for name, row in names.items()
-            }
-        )
+        table = {name: self._model(name, row) for name, row in self._names.items()}
+        for name, row in self._names.items():
+            table[name]["owners"] = audiences.get(row.of, [])
+            if (row.of, row.version) in silent and row.of not in given:
+                table[name]["chats"] = False
+        return self._bus.set_models(table)
 
     async def offer_policy(self, name: str, base: str, base_version: str) -> None:
         """Have gateways serve a model in training, to the box alone, on engines with this version of its base."""
@@ -185,51 +171,47 @@ class BusRouting:
 
     def host(self, name: str) -> str:
         """The model on whose engines a name is served: the model itself, except for adapters."""
-        return self._host_of.get(name, name)
+        row = self._names.get(name)
+        return (row.host if row is not None else None) or name
 
     def demand(self, model: str) -> Demand:
         """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""
-        rows = self._rows(self._bus.load(), model)
-        if not rows:
-            return Demand()
+        rows = self._loads(self._served_by(model))
         return Demand(
             sum(row.inflight for row in rows),
             sum(row.held for row in rows),
             sum(row.waiting_prompt_tokens for row in rows),
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
-            prompt_tokens=round(sum(_computed(row, row.prompt_tokens) for row in rows)),
+            # What engines compute of them; the prefix cache has the others.
+            round(sum(row.prompt_tokens * (1.0 if row.computed_part is None else row.computed_part) for row in rows)),
         )
 
     def traffic(self, model: str) -> Traffic:
         """The same names, and how fast a replica computes their prompts."""
-        rows, names = self._rows(self._bus.load(), model), self._served_by(model)
+        names = self._served_by(model)
+        rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
         awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
         tokens = sum(row.prompt_tokens for row in rows)
-        return Traffic(names, min(rates, default=None), awake, self._kv_tokens.get(model), tokens)
-
-    def _rows(self, load: Load, model: str) -> list[ModelLoad]:
-        return [load.models[name] for name in self._served_by(model) if name in load.models]
+        return Traffic(names, min(rates, default=None), awake, size.kv_tokens if size is not None else None, tokens)
 
     def _served_by(self, model: str) -> tuple[str, ...]:
         """The names that are served on a model's engines."""
         return model, *self._guests.get(model, ())
 
-    def _change(self, replica_id: str, **changes: Any) -> int:
-        served = self._replicas.get(replica_id)
-        if served is not None:
-            self._replicas[replica_id] = replace(served, **changes)
-        return self.refresh()
+    def _loads(self, names: tuple[str, ...]) -> list[ModelLoad]:
+        reported = self._bus.load().models
+        return [reported[name] for name in names if name in reported]
 
     def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
-        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
-        that are active or that some engine serves."""
+        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, `MODEL@VERSION` of versions that
+        are active or that some engine serves, and models in training."""
         guests = {row.name: row for row in list_callable(self._db)}
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
-            found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
+            found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
         for checkpoint in job_records.checkpoint_names(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
@@ -249,18 +231,27 @@ class BusRouting:
         return found
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
-        replicas = [
+        replicas: list[dict[str, Any]] = [
             {
                 "id": replica_id,
                 "socket": served.socket,
                 "version": row.version if row.adapter else served.version,
                 "state": served.state,
-                **({"avoid": True} if served.avoided else {}),
+                **({"avoid": True} if replica_id in self._avoided else {}),
             }
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        table_row = {"version": row.version, "replicas": replicas, "task": row.task}
+        size = self._sizes.get(row.of or row.adapter.base)  # type: ignore[union-attr]
+        table_row: dict[str, Any] = {
+            "version": row.version,
+            "replicas": replicas,
+            "task": row.task,
+            "max_model_len": size.max_model_len if size is not None else None,
+            "slots": size.max_num_seqs if size is not None else None,
+        }
+        if row.host is not None:
+            table_row["host"] = row.host
         is_open = any(replica["state"] == "open" for replica in replicas)
         if not is_open and (trouble := self._trouble_of(name, row)) is not None:
             table_row["trouble"] = {
@@ -272,26 +263,16 @@ class BusRouting:
             table_row["adapter"] = row.adapter.engine_name
         elif row.pins:
             table_row["pins"] = row.pins
-        if row.canary:
-            table_row["canary"] = {
-                "name": row.canary.name,
-                "share": row.canary.share,
-                "since_s": row.canary.created_s,
-            }
+        if row.canary is not None:
+            canary = row.canary
+            table_row["canary"] = {"name": canary.name, "share": canary.share, "since_s": canary.created_s}
         return table_row
 
     def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
         """Why the engines that should serve it do not start."""
-        host, version = row.pins or name, row.version
-        if row.adapter is not None:
-            host, version = row.adapter.host, row.adapter.base_version
-        trouble = self._troubles.get(host)
+        trouble = self._troubles.get(row.host or name)
+        version = row.version if row.adapter is None else row.adapter.base_version
         return trouble if trouble is not None and trouble.version == version else None
-
-
-def _computed(row: ModelLoad, tokens: int) -> float:
-    """How many of these prompt tokens engines compute; the prefix cache has the others."""
-    return tokens if row.computed_part is None else tokens * row.computed_part
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:

@@ -14,9 +14,7 @@ URL = "/v1/completions"
 MOST_ANSWERS = 8
 """As many as one request has at most; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
-"""The tokens of the answers of one request together, where it has several. An engine makes and writes the
-log-probabilities of a plain answer in one go, and the controller reads them so: eight answers of 4,096 tokens held its
-loop for 0.2 s."""
+"""The tokens of the answers of one request together, where it has several: the controller reads them on its loop."""
 
 _NONE = -9999.0
 """What vLLM writes where it knows no log-probability of the token."""

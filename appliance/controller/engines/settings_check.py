@@ -19,7 +19,7 @@ from serve.core.spec import ReplicaSpec
 if TYPE_CHECKING:
     from scheduler.ray.node import NodeConfig
 
-ENTRY = "serve.engine.check_settings:main"
+ENTRY = "serve.engine.main:check_settings"
 TIMEOUT_S = 60.0
 
 

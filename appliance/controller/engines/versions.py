@@ -13,7 +13,6 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.records import deployments
 from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
@@ -128,6 +127,5 @@ class VersionProvider:
         shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
         if not kind_of(self._device.kind).on_host:
             return shared + GPU_ENGINE_BYTES
-        deployment = deployments.find(self._db, row.id)
-        devices = deployment.tensor_parallel if deployment is not None else 1
+        devices = self._sizes.devices(row.id)
         return shared + devices * self._sizes.size(row, version, devices).memory.device_bytes

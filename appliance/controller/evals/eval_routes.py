@@ -31,7 +31,6 @@ from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.controller.jobs.requests import check_metadata
 from appliance.store.database import Database, Part
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -83,7 +82,6 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         attempt = EVALS.attempt(request, caller, await request.body())
         if (earlier := attempt.earlier()) is not None:
             return views.eval_object(earlier)
-        check_metadata(body.metadata)
         criteria = await _criteria(context, hosts, body, caller)
         await _check_schema(hosts, body.data_source_config.item_schema, caller)
         row, _ = attempt.once(lambda: _insert_eval(context, body, criteria, caller))
@@ -92,7 +90,6 @@ def _evals(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     @router.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        check_metadata(body.metadata)
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         if "name" in changes:
             changes["name"] = changes["name"] or ""
@@ -148,7 +145,6 @@ def _runs(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) ->
         attempt = RUNS.attempt(request, caller, of.id.encode() + await request.body())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
-        check_metadata(body.metadata)
         await _check_run(context, hosts, of, body.data_source, caller)
         data_source = body.data_source.model_dump(mode="json", exclude_unset=True)
 

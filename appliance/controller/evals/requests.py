@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.templates import Sample
@@ -30,12 +30,12 @@ class EvalCreate(StrictBody):
     data_source_config: CustomConfig
     testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
     name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class Entry(StrictBody):
@@ -96,7 +96,7 @@ class Sampled(StrictBody):
 class RunCreate(StrictBody):
     data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
     name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
+from pydantic import BaseModel, ValidationError
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form, storage
@@ -15,11 +17,18 @@ from appliance.controller.http import views
 from appliance.controller.http.idempotency import may_have_come
 from appliance.controller.http.paging import part
 from appliance.controller.http.routers import FORM_BYTES, takes
-from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
+from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
 from appliance.store.rows import FileRow
+
+
+class _Form(BaseModel):
+    """What a form says beside its file."""
+
+    purpose: storage.Purpose
+    expires_after: storage.ExpiresAfter | None = None
 
 
 def _filters(purpose: Annotated[str | None, Query(max_length=64)] = None) -> dict[str, Any]:
@@ -74,8 +83,9 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     context.quotas.disk.check(announced)
     if not may_have_come(request):
         context.quotas.check(caller, announced)  # before all of it has arrived
-    with storage.growing(context, file_id) as (incoming,):
+    with storage.growing(context.files_dir, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
+        said = _said(upload.fields)
         row = await storage.described(
             context,
             file_id,
@@ -83,8 +93,8 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             filename=upload.filename,
             sha256=upload.sha256,
             caller=caller,
-            purpose=storage.checked_purpose(upload.fields.get("purpose")),
-            keep_s=_keep_s(upload.fields),
+            purpose=said.purpose,
+            keep_s=said.expires_after.seconds if said.expires_after else None,
         )
 
         def make() -> FileRow:
@@ -97,20 +107,15 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     return kept
 
 
-def _keep_s(fields: dict[str, str]) -> float | None:
-    """Seconds from a form's `expires_after`; None without one. Raises BadRequest."""
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return None
-    if anchor != "created_at":
-        raise InvalidValue(
-            f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.", "expires_after.anchor"
-        )
-    kept_s = int(seconds) if seconds is not None and seconds.isascii() and seconds.isdigit() else -1
-    if kept_s not in storage.EXPIRY_S:
-        raise InvalidValue(
-            f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from "
-            f"{storage.EXPIRY_S.start} to {storage.EXPIRY_S.stop - 1}.",
-            "expires_after.seconds",
-        )
-    return float(kept_s)
+def _said(fields: dict[str, str]) -> _Form:
+    """Raises RequestValidationError."""
+    names = {name: f"expires_after[{name}]" for name in storage.ExpiresAfter.model_fields}
+    expiry = {name: fields[field] for name, field in names.items() if field in fields}
+    given: dict[str, Any] = {"purpose": fields["purpose"]} if "purpose" in fields else {}
+    if expiry:
+        given["expires_after"] = expiry
+    try:
+        return _Form.model_validate_strings(given)
+    except ValidationError as error:
+        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(found, body=given) from error

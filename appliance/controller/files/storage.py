@@ -1,4 +1,4 @@
-"""Files as rows and bytes: looked up for a caller, described, created by the box itself, deleted."""
+"""Files as rows and bytes: looked up for a caller, described, made by the box itself, deleted."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.form import INCOMING_PREFIX
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
+from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
-from train.data.check import DataReport, Heard, check_training_file
+from train.data.check import DataReport, Heard
 from train.methods.check_process import ANY, check_apart
+from train.methods.check_process import checked as check_here
 from train.methods.method import Method
-from train.methods.methods import convert
 
-UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 DATA_CHECKS = "data_checks"
 """Tasks that check what is in uploaded training data."""
-EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
@@ -53,20 +53,30 @@ FILES = Resource(
 
 class ExpiresAfter(StrictBody):
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=EXPIRY_S.start, lt=EXPIRY_S.stop)]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The row first: a row without bytes would be wrong."""
-    files.delete(context.db, row.id)
-    (context.files_dir / row.id).unlink(missing_ok=True)
+    gone = context.files_dir / f"{INCOMING_PREFIX}{row.id}"
+    with context.db.transaction():
+        files.delete(context.db, row.id)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(context.files_dir / row.id, gone)  # after a crash here, `sweep` does as the row says
+    gone.unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads and
-    batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
-    for half in (*context.files_dir.glob(f"{INCOMING_PREFIX}*"), *context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")):
+    """Call at start, before anything is written: delete what a crash left half written or half deleted, and what is
+    left of uploads and batches that have ended. Other bytes that no row names stay: the database that knows them may
+    come back."""
+    for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
         half.unlink()
+    for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
+        file_id = half.name.removeprefix(INCOMING_PREFIX)
+        if files.find(context.db, file_id, viewer=None, now_s=0) is not None:
+            half.rename(context.files_dir / file_id)
+        else:
+            half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
         upload = uploads.find(context.db, folder.name, viewer=None)
         if upload is not None and upload.status != "pending":
@@ -78,15 +88,15 @@ def sweep(context: ControllerContext) -> None:
 
 
 @contextlib.contextmanager
-def growing(context: ControllerContext, *file_ids: str) -> Iterator[list[Path]]:
+def growing(files_dir: Path, *file_ids: str) -> Iterator[list[Path]]:
     """Where the bytes of new files with these ids are written. What is not kept within goes, and so does what is kept
     by a transaction that fails: without a row it would be nobody's until the next start."""
-    paths = [context.files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
+    paths = [files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
     try:
         yield paths
     except BaseException:
         for one in file_ids:
-            (context.files_dir / one).unlink(missing_ok=True)
+            (files_dir / one).unlink(missing_ok=True)
         raise
     finally:
         for path in paths:
@@ -101,21 +111,33 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
         context.tasks.start(DATA_CHECKS, row.id, row.key_id)
 
 
+def make_result(db: Database, files_dir: Path, content: bytes, filename: str, owner: str) -> str:
+    """Write and sync a file of the box's own for an owner (purpose "fine-tune-results"), with its row; returns its id.
+    Raises OSError where the disk is full."""
+    row = FileRow(
+        id=new_id("file-"),
+        filename=filename,
+        purpose="fine-tune-results",
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        status="processed",
+        created_s=time.time(),
+        owner=owner,
+    )
+    with growing(files_dir, row.id) as (incoming,):
+        with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        with db.transaction():
+            os.rename(incoming, files_dir / row.id)
+            files.insert(db, row)
+    return row.id
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-def checked_purpose(purpose: str | None) -> str:
-    """Raises BadRequest."""
-    if purpose is None:
-        raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
-    if purpose not in UPLOAD_PURPOSES:
-        raise InvalidValue(
-            f"Invalid value for 'purpose': {shown(purpose)} was given, expected one of {', '.join(UPLOAD_PURPOSES)}.",
-            "purpose",
-        )
-    return purpose
 
 
 async def checked(
@@ -127,7 +149,8 @@ async def checked(
     cut_at: int | None = None,
     heard: Heard | None = None,
 ) -> DataReport:
-    """Check a training file, in a process of its own if it is large or its tokens are counted. Raises OSError.
+    """Check a training file, in a process of its own if it is large or its tokens are counted. One of a shape that the
+    method does not take has an error in its first line. Raises OSError.
 
     Args:
         chat_path: where to write it in the method's format.
@@ -136,13 +159,13 @@ async def checked(
         cut_at: the number of tokens within which the method must have something left of an example.
         heard: called on a thread with the progress.
     """
-    if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
-        name = method.name if method else ANY
-        check = partial(check_apart, path, chat_path, name, tokenizer, cut_at, heard)
-    else:
-        how, refuses = (method.convert, method.refuses) if method else (convert, None)
-        check = partial(check_training_file, path, chat_path=chat_path, convert=how, refuses=refuses)
-    return await to_thread.run_sync(check, limiter=context.file_threads)
+    check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
+    name = method.name if method else ANY
+    work = partial(check, path, chat_path, name, tokenizer, cut_at, heard)
+    report = await to_thread.run_sync(work, limiter=context.file_threads)
+    if method is not None and report.ok and (reason := method.refuses(report.shape)) is not None:
+        report.add_error(1, reason)
+    return report
 
 
 async def described(

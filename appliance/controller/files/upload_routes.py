@@ -53,7 +53,7 @@ class UploadCreate(StrictBody):
     bytes: Annotated[int, Field(ge=0)]
     filename: Annotated[str, StringConstraints(max_length=1024)]
     mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
-    purpose: Annotated[str, StringConstraints(max_length=64)]
+    purpose: files.Purpose
     expires_after: files.ExpiresAfter | None = None
 
 
@@ -80,7 +80,7 @@ def routes(context: ControllerContext) -> APIRouter:
             row = UploadRow(
                 id=new_id("upload_"),
                 filename=form.checked_filename(body.filename, "filename"),
-                purpose=files.checked_purpose(body.purpose),
+                purpose=body.purpose,
                 mime_type=body.mime_type,
                 bytes=body.bytes,
                 created_s=now_s,
@@ -99,7 +99,19 @@ def routes(context: ControllerContext) -> APIRouter:
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
     @unaudited  # upload.create and upload.complete have it
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
-        part_id = await _add_part(context, _pending(context, upload_id, caller), request, caller)
+        row, part_id = _pending(context, upload_id, caller), new_id("part_")
+        context.quotas.disk.check(int(request.headers.get("content-length", 0)))
+        _folder(context, row.id).mkdir(mode=0o700, exist_ok=True)
+        incoming = _folder(context, row.id) / f"{form.INCOMING_PREFIX}{part_id}"
+        try:
+            size = (await form.receive(request, incoming, config.upload_part_bytes, "data")).size
+            with db.transaction():
+                row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+                _check_room(row, size)
+                upload_rows.update(db, row.id, parts=row.parts + 1, part_bytes=row.part_bytes + size)
+                os.rename(incoming, incoming.with_name(part_id))
+        finally:
+            incoming.unlink(missing_ok=True)
         return {"id": part_id, "object": "upload.part", "created_at": int(time.time()), "upload_id": upload_id}
 
     @router.post("/{upload_id}/complete")
@@ -119,42 +131,30 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-async def _add_part(context: ControllerContext, row: UploadRow, request: Request, caller: Principal) -> str:
-    """Raises BadRequest, and what the disk refuses."""
-    part_id, folder = new_id("part_"), _folder(context, row.id)
-    context.quotas.disk.check(int(request.headers.get("content-length", 0)))
-    folder.mkdir(mode=0o700, exist_ok=True)
-    incoming = folder / f"{form.INCOMING_PREFIX}{part_id}"
-    try:
-        part = await form.receive(request, incoming, context.config.upload_part_bytes, "data")
-        _pending(context, row.id, caller)  # it may have ended while its bytes arrived
-        sizes = _sizes(folder)
-        if len(sizes) >= MAX_PARTS:
-            raise BadRequest(
-                f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-                param="data",
-                code="too_many_parts",
-            )
-        if sum(sizes.values()) + part.size > 2 * row.bytes:
-            raise BadRequest(
-                f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be "
-                "sent a second time); create an upload with the file's size.",
-                param="data",
-                code="upload_too_large",
-            )
-        os.rename(incoming, folder / part_id)
-    finally:
-        incoming.unlink(missing_ok=True)
-    return part_id
+def _check_room(row: UploadRow, size: int) -> None:
+    """For one more part of this size. Raises BadRequest."""
+    if row.parts >= MAX_PARTS:
+        raise BadRequest(
+            f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+            param="data",
+            code="too_many_parts",
+        )
+    if row.part_bytes + size > 2 * row.bytes:
+        raise BadRequest(
+            f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be sent a "
+            "second time); create an upload with the file's size.",
+            param="data",
+            code="upload_too_large",
+        )
 
 
 async def _complete(context: ControllerContext, row: UploadRow, body: UploadComplete, caller: Principal) -> None:
     """Make the file. Raises BadRequest, and what the disk and the quotas refuse."""
     db, file_id = context.db, new_id("file-")
-    _check_chosen(row, body, _sizes(_folder(context, row.id)))
     context.quotas.disk.check(row.bytes)
-    with files.growing(context, file_id) as (incoming,):
+    with files.growing(context.files_dir, file_id) as (incoming,):
         try:
+            await to_thread.run_sync(_check_chosen, row, body, _folder(context, row.id))
             join = partial(_join, _folder(context, row.id), body.part_ids, incoming)
             sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
         except FileNotFoundError:
@@ -205,24 +205,24 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     return row
 
 
-def _check_chosen(row: UploadRow, body: UploadComplete, known: dict[str, int]) -> None:
-    """known: bytes of the parts that are there. Raises BadRequest."""
+def _check_chosen(row: UploadRow, body: UploadComplete, folder: Path) -> None:
+    """Raises BadRequest."""
     if body.md5 is not None and not _MD5.match(body.md5):
         raise InvalidValue(
             f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.", "md5"
         )
+    known = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
+    size = sum(known.get(part_id, 0) for part_id in body.part_ids)
     if unknown is not None:
-        raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
-    if len(set(body.part_ids)) != len(body.part_ids):
-        raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
-    size = sum(known[part_id] for part_id in body.part_ids)
-    if size != row.bytes:
-        raise BadRequest(
-            f"The parts named hold {size} bytes together; {row.bytes} were announced.",
-            param="part_ids",
-            code="upload_size_mismatch",
-        )
+        why, code = f"{shown(unknown)} is not a part of {row.id}.", "part_not_found"
+    elif len(set(body.part_ids)) != len(body.part_ids):
+        why, code = "A part is named twice in 'part_ids'.", "duplicate_part"
+    elif size != row.bytes:
+        why, code = f"The parts named hold {size} bytes together; {row.bytes} were announced.", "upload_size_mismatch"
+    else:
+        return
+    raise BadRequest(why, param="part_ids", code=code)
 
 
 def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
@@ -242,12 +242,6 @@ def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
 
 def _folder(context: ControllerContext, upload_id: str) -> Path:
     return context.uploads_dir / upload_id
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the parts that have arrived, by id."""
-    parts = folder.glob("[!.]*") if folder.is_dir() else ()
-    return {part.name: part.stat().st_size for part in parts}
 
 
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:

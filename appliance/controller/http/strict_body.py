@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller.interfaces.errors import shown
 
@@ -14,6 +14,11 @@ class StrictBody(BaseModel):
     """An unknown field is an error, and so is a value of another type: nothing is guessed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_Text = Annotated[str, StringConstraints(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], _Text], Field(max_length=16)]
+"""OpenAI's limits."""
 
 
 def place_in(given: Any, loc: Sequence[str | int]) -> list[str]:
@@ -27,7 +32,7 @@ def place_in(given: Any, loc: Sequence[str | int]) -> list[str]:
             given = given[part]
         elif number < len(loc) or not isinstance(given, dict) or is_branch(part):
             continue  # one that is missing stands last
-        place.append(str(part))
+        place.append(str(part)[:64])
     return place
 
 
@@ -53,6 +58,7 @@ def meant(found: Sequence[Any]) -> dict[str, Any]:
     return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
 
 
+_LONG = {"string_too_long": "string_above_max_length", "too_long": "object_above_max_properties"}
 _BOUNDS = {"greater_than_equal": ("ge", "below_min"), "less_than_equal": ("le", "above_max")}
 
 
@@ -64,6 +70,8 @@ def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
     if kind == "missing":
         return f"Missing required parameter: '{param}'.", "missing_required_parameter"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    if kind in _LONG and not isinstance(first.get("input"), list):
+        code = _LONG[kind]
     if kind in _BOUNDS:
         name, side = _BOUNDS[kind]
         code = f"{'integer' if isinstance(first['ctx'][name], int) else 'decimal'}_{side}_value"

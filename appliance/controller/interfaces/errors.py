@@ -1,8 +1,6 @@
 """Errors of the controller, and how each appears to a client: always as OpenAI's error object.
 
 ControllerError
-├── BusError
-│   └── BusTimeout        gateways did not report in time
 ├── OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
 └── SwapFailed            the replicas could not take the wanted version (raised by `Scheduler`)
 
@@ -31,14 +29,6 @@ NEVER_RETRY = {"x-should-retry": "false"}
 
 class ControllerError(Exception):
     """Base of all exceptions inside the controller that are not an answer to a client."""
-
-
-class BusError(ControllerError):
-    """An operation of the bus between controller and gateways failed."""
-
-
-class BusTimeout(BusError):
-    """Gateways did not report the awaited state in time; the message names them."""
 
 
 class OperationFailed(ControllerError):

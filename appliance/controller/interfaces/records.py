@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from scheduler.core.workload import PolicyKind
 
@@ -39,19 +38,17 @@ class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
     get now, "host_bytes", the host's total, "reserve_bytes", what is kept of it for others, and "asleep_per_device",
     the engines that may sleep on one; `handover` the id of the one in progress; `notes` for users (why something waits
-    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `bounds` the dwell times (s)
-    and the resulting limit on hand-overs per hour; `queue` jobs in order, each {"id", "position", "phase", "devices",
-    "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s` duration of the last plan; `troubles` the
-    models whose engines fail, each {"model", "version", "reason", "message" (a sentence), "not_before_s" (of the next
-    try), "tries", "lasting"}; `reloads` model to why its engines are started anew instead of loading a version while
-    they run."""
+    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `queue` jobs in order, each
+    {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s`
+    duration of the last plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message"
+    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}; `reloads` model to why its engines are started
+    anew instead of loading a version while they run."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
     memory: dict[str, int | None]
     handover: str | None
     serving_floor: int
-    bounds: dict[str, float]
     queue: list[dict[str, Any]]
     troubles: list[dict[str, Any]]
     notes: list[str]
@@ -71,64 +68,6 @@ class Mode:
     since_s: float = 0.0
     serving_floor: int | None = None
     by: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStats:
-    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts).
-    adapter_rank: of a LoRA adapter; None for a whole model."""
-
-    name: str
-    version: str
-    arch: str
-    params: int
-    bytes: int
-    task: Literal["generate", "embed"]
-    source: str
-    disk_path: str | None
-    max_model_len: int | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    adapter_rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a long operation: `done` of `total` (None: unknown) in `unit`s, and the current activity."""
-
-    done: float
-    total: float | None
-    unit: str
-    message: str
-
-
-Report = Callable[[Progress], None]
-
-
-class AdapterFound(NamedTuple):
-    """name: what it would be called. base: what it says it was trained on, "" if it does not say.
-    revision: its commit, for one on a hub."""
-
-    name: str
-    base: str
-    revision: str | None = None
-
-
-class AdapterBase(NamedTuple):
-    """A version that an adapter is to be served on: its files, and the largest rank that its engines take (0: none)."""
-
-    model: str
-    version: str
-    path: str
-    rank_limit: int
-
-
-class VersionPaths(NamedTuple):
-    """Paths of a version's bytes; None where they are absent. kind: "version" or "adapter"."""
-
-    version: str
-    disk_path: str | None
-    shm_path: str | None
-    kind: str = "version"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,16 @@ one twice (after a crash between the commit and its acknowledgement) changes not
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import csv
 import io
-import logging
 import math
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
-from appliance.controller.files import results
-from appliance.controller.jobs import stable_names
+from appliance.controller.files import storage
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -28,7 +25,6 @@ from train.methods.methods import METHODS
 from train.plan import verdict
 from train.plan.verdict import Verdict
 
-log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
 _OF_STEP = ("epoch", "loss", "grad_norm", "learning_rate", "tokens_per_s", "devices", "rank_seconds")
@@ -36,6 +32,11 @@ _OF_TRAINING = ("loss", "mean_token_accuracy")
 """Called "train_…" in a step's event, as OpenAI does."""
 _OF_VALIDATION = ("loss", "mean_token_accuracy", "mean_reward")
 """Called "full_valid_…" too, as OpenAI does: all of the file is read."""
+_COLUMNS = {
+    "mean_token_accuracy": ("train_accuracy", "valid_mean_token_accuracy"),
+    "mean_reward": ("train_reward_mean", "valid_reward_mean"),
+}
+"""OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
 SNAPSHOT_EVENT_EVERY_S = 60
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
@@ -61,10 +62,23 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
 
 
+def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
+    """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
+    version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
+    engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
+    if job.gate is not None:
+        return False
+    active, new = resolve(db, job.output_model), models.find_version(db, job.output_model, version)
+    if active is None or new is None:
+        return True
+    if bool(active.version.meta.get("adapter")) is not bool(new.meta.get("adapter")):
+        return False
+    return bool(job.activate) or active.version.meta.get("job_id") == job.id
+
+
 def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
-    """Let a job's version answer, and have its model served, if the job may do that (`stable_names.answers_at_once`).
-    Returns whether it did."""
-    if not stable_names.answers_at_once(db, row, version):
+    """Let a job's version answer, and have its model served, if the job may do that. Returns whether it did."""
+    if not answers_at_once(db, row, version):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
     serve_version(db, row.output_model, version)
@@ -90,20 +104,15 @@ class JobEvents:
             "profiled": self._profiled,
             "snapshot": self._snapshot,
             "message": self._message,
-            "finished": self._finished,
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`, of a kind that has a handler. Raises RowNotFound for an unknown job; logs
-        and skips events of other kinds."""
-        handler = self._handlers.get(str(event.get("event")))
-        if handler is None:
-            log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
-            return
+        """One event of `train.control.group`; those of a kind without a handler change nothing. Raises RowNotFound."""
         # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
         event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-        with self._db.transaction():
-            handler(jobs.get(self._db, job_id), event)
+        if (handler := self._handlers.get(event["event"])) is not None:
+            with self._db.transaction():
+                handler(jobs.get(self._db, job_id), event)
 
     def started(self, job_id: str, devices: list[str], *, resumed: bool) -> None:
         """The group of the job runs on these devices."""
@@ -111,24 +120,20 @@ class JobEvents:
         with db.transaction():
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
-            if resumed and row.snapshot is not None:
-                # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-                text = f"Fine-tuning job continues at step {row.snapshot['step']} on {len(devices)} device(s)"
-            else:
-                text = f"Fine-tuning job started on {len(devices)} device(s)"
+            # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
+            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def goes_on(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Records which steps are repeated, if any."""
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
-        reached = max((row.step for row in job_records.last_metrics(self._db, job_id, 1)), default=0)
-        lost = reached - step
-        if lost > 0:
+        reached = job_records.last_step(self._db, job_id)
+        if (lost := reached - step) > 0:
             where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job starts over"
             span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
-            add_message(
-                self._db, job_id, f"{where}: {span} repeated ({lost} in all)", data={"step": step, "steps_anew": lost}
-            )
+            text = f"{where}: {span} repeated ({lost} in all)"
+            add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
         """The job left its devices; its state is in the snapshot."""
@@ -139,19 +144,18 @@ class JobEvents:
             jobs.set_phase(db, job_id, "suspended", reason=reason)
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
-    async def will_succeed(self, job_id: str) -> None:
-        """The ranks report no more: judges the job's steps and writes their table on a thread, because there may be
-        100,000."""
-        await asyncio.to_thread(self._conclude, job_id)
-
-    def _conclude(self, job_id: str) -> Verdict:
-        """Judge a job, and make its result file. A full disk costs the table and not the success: an error here would
-        reach the scheduler's loop, which would end the job again in each round and plan nothing."""
+    def conclude(self, job_id: str) -> Verdict:
+        """Judge a job whose ranks report no more, and make its result file; there may be 100,000 steps. A full disk
+        costs the table and not the success: an error here would reach the scheduler's loop, which would end the job
+        again in each round and plan nothing."""
         db, row = self._db, jobs.get(self._db, job_id)
-        judged, made = _judge(db, row), list[str]()
+        versions = models.versions_made_by(db, row.output_model, row.id)
+        last = versions[-1].meta.get("step") if versions else None
+        steps = [_step(one) for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
+        judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
         try:
-            made.append(results.make(db, self._files_dir, table, "step_metrics.csv", owner=row.owner))
+            made.append(storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner))
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
@@ -171,18 +175,16 @@ class JobEvents:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
             # None after a restart of the controller between the two.
-            judged = Verdict(**row.verdict) if row.verdict is not None else self._conclude(job_id)
+            judged = Verdict(**row.verdict) if row.verdict is not None else self.conclude(job_id)
             if judged.code == "no_signal":
                 fail(db, job_id, "nothing_trained", judged.text)
                 return
             result = versions[-1]
-            if result.meta.get("of_epoch"):
-                meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
-                models.update_version(db, row.output_model, result.version, meta=meta)
+            meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
+            models.update_version(db, row.output_model, result.version, meta=meta)
             message = self._made(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
-            reached = max((one.step for one in job_records.last_metrics(db, job_id, 1)), default=row.step)
-            jobs.update(db, job_id, step=reached)
+            jobs.update(db, job_id, step=job_records.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             data = {"verdict": judged._asdict()}
             add_message(db, job_id, judged.text, level="warn" if judged.is_warning else "info", data=data)
@@ -213,10 +215,9 @@ class JobEvents:
 
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
-        db = self._db
-        with db.transaction():
-            if not jobs.get(db, job_id).finished:
-                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+        with self._db.transaction():
+            if not jobs.get(self._db, job_id).finished:
+                jobs.set_phase(self._db, job_id, "cancelled", reason="cancelled by request")
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
@@ -224,18 +225,10 @@ class JobEvents:
         before = job_records.metric_at(db, row.id, step)
         if before is not None and before.created_s == at_s:
             return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
-        job_records.upsert_metric(
-            db,
-            JobMetricRow(
-                job_id=row.id,
-                step=step,
-                # Not when it is read: steps of a time without a controller are read all at once, and a job then said
-                # that it has 90 ms left. Ranks of an older release do not tell.
-                created_s=time.time() if at_s is None else float(at_s),
-                measured=_measured(row, event, "train_"),
-                **{name: event.get(name) for name in _OF_STEP},
-            ),
-        )
+        # Not when it is read: steps of a time without a controller are read all at once.
+        created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
+        of_step = {name: event.get(name) for name in _OF_STEP}
+        job_records.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         changes: dict[str, Any] = {
             "step": step,
@@ -247,45 +240,43 @@ class JobEvents:
         if before is None:
             changes["trained_tokens"] = (row.trained_tokens or 0) + int(event.get("tokens") or 0)
         jobs.update(db, row.id, **changes)
-        loss = event.get("loss")
-        reward = event.get("train_mean_reward")
-        measured = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
-        text = f"Step {step}/{total}: {measured}"
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
-        add_message(db, row.id, text, data=data, kind="metrics")
-        self._warn_of_equal_rewards(row)
+        reward = event.get("train_mean_reward")
+        shown = _shown("training loss", event.get("loss")) if reward is None else _shown("mean reward", reward)
+        add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
+        if METHODS[row.method].judged_by == "grader":
+            self._warn_of_equal_rewards(row)
 
     def _warn_of_equal_rewards(self, row: JobRow) -> None:
         """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
-        if METHODS[row.method].judged_by != "grader":
-            return
-        last = [
-            verdict.equal_rewards(_step(one)) for one in job_records.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        ]
-        if len(last) >= EQUAL_STEPS and all(last[-EQUAL_STEPS:]) and (len(last) == EQUAL_STEPS or not last[0]):
+        steps = job_records.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
+        equal = [verdict.equal_rewards(_step(one)) for one in steps]
+        if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
             text = (
                 f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
                 "the grader and at how hard the prompts are; the job fails if all its steps are like that."
             )
             add_message(self._db, row.id, text, level="warn")
 
+    def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
+        """From the median time of the last steps, so that one suspension does not distort it."""
+        recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
+        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
+        return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
+
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
-        measured = _measured(row, event)
-        job_records.upsert_metric(
-            db,
-            JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss, valid_measured=measured),
-        )
+        found = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
+        job_records.upsert_metric(db, found)
         jobs.update(db, row.id, valid_loss=loss)
-        reward = event.get("mean_reward")
-        result = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
-        text = f"Step {step}/{total}: {result}"
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
-        add_message(db, row.id, text, data=data, kind="metrics")
+        reward = event.get("mean_reward")
+        shown = _shown("validation loss", loss) if reward is None else _shown("validation mean reward", reward)
+        add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
@@ -294,9 +285,8 @@ class JobEvents:
         publish = (row.resolved or {}).get("publish")
         if publish == "checkpoints":
             meta["of_epoch"] = True  # until it is the job's result
-        adapter = event.get("adapter")
-        if adapter:
-            meta["adapter"] = adapter
+        if event.get("adapter"):
+            meta["adapter"] = event["adapter"]
         # Not of every job: a grader may have megabytes.
         if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
             meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
@@ -304,24 +294,16 @@ class JobEvents:
             source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
             new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
             models.insert_version(db, new)
-            if publish != "epoch" or not stable_names.answers_at_once(db, row, version):
+            if publish != "epoch" or not answers_at_once(db, row, version):
                 # Also epochs before the last, and those of a job that does not reach its end.
                 models.update_version(db, row.output_model, version, held_back=1)
-            if adapter:
-                add_message(
-                    db,
-                    row.id,
-                    f"Published adapter {version}, {event['bytes']} bytes, to be served alongside "
-                    f"{adapter['base']} {adapter['base_version']}",
-                    data=meta,
-                )
         name = checkpoint_name(row, step)
         if job_records.find_checkpoint(db, name) is None:
-            metrics = self._measured_at(row.id, step)
-            checkpoint_id, now_s = new_id("ftckpt_"), time.time()
-            checkpoint = CheckpointRow(checkpoint_id, row.id, name, row.output_model, version, step, now_s, metrics)
+            metrics, ids = self._measured_at(row.id, step), (new_id("ftckpt_"), row.id)
+            checkpoint = CheckpointRow(*ids, name, row.output_model, version, step, time.time(), metrics)
             job_records.insert_checkpoint(db, checkpoint)
-            add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
+            what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+            add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=meta)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
         """Where the time of some steps went; `appliance profile job` shows the table."""
@@ -329,16 +311,9 @@ class JobEvents:
         share = {name: float(took) for name, took in event["share"].items()}
         job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
         shares = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
-        trace = Path(event["trace"]).name if event.get("trace") else None
-        profile = {
-            "step": int(event["step"]),
-            "steps": steps,
-            "seconds": seconds,
-            "share": share,
-            "operators": event["operators"],
-            "trace": trace and f"jobs/{row.id}/profile/{trace}",
-            "bytes": int(event.get("bytes") or 0),
-        }
+        trace = f"jobs/{row.id}/profile/{Path(event['trace']).name}" if event.get("trace") else None
+        profile = {name: event[name] for name in ("step", "steps", "seconds", "share", "operators")}
+        profile |= {"trace": trace, "bytes": int(event.get("bytes") or 0)}
         text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
         add_message(self._db, row.id, text, data={"profile": profile})
 
@@ -346,8 +321,8 @@ class JobEvents:
         db = self._db
         if models.find(db, row.output_model) is not None:
             return
-        base = resolve(db, row.model)
         # The base may be deleted while the job trains; the values from its row are then unknown, not wrong.
+        base = resolve(db, row.model)
         known = base.model if base else None
         models.insert(
             db,
@@ -382,12 +357,7 @@ class JobEvents:
             add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
-        given = event.get("level")
-        level: Level = given if given in ("info", "warn", "error") else "info"
-        add_message(self._db, row.id, str(event.get("text", "")), level=level)
-
-    def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
-        """The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left."""
+        add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
 
     def _measured_at(self, job_id: str, step: int) -> dict[str, float]:
         row = job_records.metric_at(self._db, job_id, step)
@@ -398,12 +368,6 @@ class JobEvents:
         found |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
         return {name: value for name, value in found.items() if value is not None}
 
-    def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
-        """From the median time of the last steps, so that one suspension does not distort it."""
-        recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
-        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
-        return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
-
 
 def _written(event: dict[str, Any]) -> str:
     """Cost of the write: bytes, and the seconds that training stood still for it."""
@@ -411,22 +375,12 @@ def _written(event: dict[str, Any]) -> str:
     return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
-def _shown(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"
+def _shown(what: str, value: float | None) -> str:
+    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
 
 
 def _step(row: JobMetricRow) -> verdict.Step:
     return verdict.Step(row.step, row.loss, row.valid_loss, row.measured or {}, row.valid_measured or {})
-
-
-def _judge(db: Database, row: JobRow) -> Verdict:
-    """The verdict on a job whose ranks have ended, up to the step of its result."""
-    versions = models.versions_made_by(db, row.output_model, row.id)
-    last = versions[-1].meta.get("step") if versions else None
-    found: list[verdict.Step] = []
-    while rows := job_records.list_metrics(db, row.id, after_step=found[-1].step if found else -1, limit=5000):
-        found += map(_step, rows)
-    return verdict.judge(row.method, [one for one in found if last is None or one.step <= last], row.resolved or {})
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
@@ -441,29 +395,17 @@ def _of_validation(found: dict[str, Any]) -> dict[str, Any]:
     return {f"valid_{name}": value for name, value in found.items()} | whole
 
 
-_COLUMNS = {
-    "mean_token_accuracy": ("train_accuracy", "valid_mean_token_accuracy"),
-    "mean_reward": ("train_reward_mean", "valid_reward_mean"),
-}
-"""OpenAI's names of what is measured in a step and in a validation, where they are others than "train_" and "valid_"
-before the name."""
-
-
 def _metrics_table(db: Database, job: JobRow) -> bytes:
     """What OpenAI's result files hold: CSV in base64, one line per step; of a supervised job exactly its columns."""
     out = io.StringIO()
     writer = csv.writer(out)
     first, *others = METHODS[job.method].measured
-    train, valid = zip(
-        *(_COLUMNS.get(name, (f"train_{name}", f"valid_{name}")) for name in (first, *others)), strict=True
-    )
-    more = (column for pair in zip(train[1:], valid[1:], strict=True) for column in pair)
-    writer.writerow(["step", "train_loss", train[0], "valid_loss", valid[0], *more])
-    after = 0  # what is measured before the first step is of the starting model
-    while rows := job_records.list_metrics(db, job.id, after_step=after, limit=5000):
-        for m in rows:
+    train, valid = _COLUMNS.get(first, (f"train_{first}", f"valid_{first}"))
+    more = [f"{part}_{name}" for name in others for part in ("train", "valid")]
+    writer.writerow(["step", "train_loss", train, "valid_loss", valid, *more])
+    for m in job_records.all_metrics(db, job.id):
+        if m.step > 0:  # what is measured before the first step is of the starting model
             trained, validated = m.measured or {}, m.valid_measured or {}
-            values = (one for name in others for one in (trained.get(name), validated.get(name)))
+            values = [one for name in others for one in (trained.get(name), validated.get(name))]
             writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
-        after = rows[-1].step
     return base64.b64encode(out.getvalue().encode())

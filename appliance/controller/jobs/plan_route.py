@@ -1,4 +1,4 @@
-"""POST /admin/v1/plan: checks whether something would fit, with the estimate that every job passes before queueing."""
+"""POST /admin/v1/plan: whether engines or a job would fit, by the estimate that every job passes before queueing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
-from appliance.controller.jobs import devices, settings
-from appliance.controller.jobs.planned import estimate, planned, served, typical
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
-from appliance.controller.jobs.settings import shape_of
+from appliance.controller.models import capacity
 from appliance.store.objects import job_records
-from runtime.devices.published import accelerator_called
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
+TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 Count = Annotated[int, Field(ge=1, le=65536)]
+_CHOSEN = (
+    *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
+    *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel"),
+)
 
 
 class ServePlan(StrictBody):
@@ -64,13 +67,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(FINE_TUNING)
     @unaudited  # nothing is changed
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
-        if (body.serve is None) == (body.job is None):
-            raise InvalidValue("Give either 'serve' or 'job'.", "serve")
-        if body.job is not None:
+        if body.job is not None and body.serve is None:
             return await _job(context, body.job, caller)
+        if body.serve is None or body.job is not None:
+            raise InvalidValue("Give either 'serve' or 'job'.", "serve")
         if not caller.is_admin:
             raise Forbidden(ADMIN)
-        assert body.serve is not None
         return _serve(context, body.serve)
 
 
@@ -79,55 +81,45 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     if base is None:
         raise unknown_model(body.model)
     size = partial(context.sizes.size, base.model, base.version)
-    weight_bytes, box = base.version.bytes, settings.box_facts(context)
-    return served(base.name, size, weight_bytes, body.replicas, body.tensor_parallel, box)
+    box = settings.box_facts(context)
+    verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box)
+    return {"object": "plan", "kind": "serve", **body.model_dump(), "model": base.name, **verdict.as_dict()}
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
-    base = usable_model(context.db, caller, body.model)
-    method = METHODS[body.method]
-    dataset = typical(body.examples, method)
+    base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
+    counted = body.training_file is not None
     if body.training_file is not None:
         dataset = await _counted(context, base, body.training_file, method, caller)
-    wish = devices.Wish(max_devices=body.devices)
+    else:
+        examples = body.examples or TYPICAL_EXAMPLES
+        dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
+    wish = settings.Wish(max_devices=body.devices)
     try:
-        chosen = settings.choose_on_box(context, base, method, body.hyperparameters, dataset, wish)
+        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, wish)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    verdict = settings.verdict_on_box(context, base, chosen, method)
-    told = planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
-    device_hours = await _device_hours(context, body.model, method, chosen, dataset, caller)
-    drawn = estimated = None
-    if device_hours is None:
-        found = context.scheduler.status()["devices"]
-        known = accelerator_called(found[0]["name"]) if found else None
-        shown = verdict.numbers["devices"]
-        estimated = estimate(shape_of(base), method, chosen, dataset, shown, known)
-    else:
-        full = chosen.resolved["full"]
-        readings = context.health.newest()
-        drawn = await asyncio.to_thread(energy.estimate, context.db, readings, body.model, method.name, full,
-            device_hours,
-        )  # fmt: skip
-    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}
-
-
-async def _device_hours(
-    context: ControllerContext,
-    model: str,
-    method: Method,
-    chosen: settings.Settings,
-    dataset: auto.DatasetStats,
-    caller: Principal,
-) -> float | None:
-    """Device hours of the steps, at the speed that this box has had with jobs like it; None if there were none, or if
-    the data does not say how many tokens there will be."""
-    fields = chosen.resolved
-    speeds = list[float]()
-    if not method.rolls_out:
-        db = context.db
-        speeds = await asyncio.to_thread(job_records.device_speeds, db, model, method.name, fields["full"])
-    return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None
+    fields, verdict = chosen.resolved, settings.verdict(context, base, chosen, method)
+    answer = verdict.as_dict()
+    if counted:
+        answer["warnings"] += settings.warnings(context, base, method, body.hyperparameters, dataset, fields)
+    common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
+    return {
+        "object": "plan",
+        "kind": "job",
+        "model": base.name,
+        "method": method.name,
+        "hyperparameters": fields.get("options", {}) | common,
+        "data": {
+            "counted": counted,
+            "examples": dataset.n_examples,
+            "tokens": dataset.n_tokens,
+            "longest_example_tokens": dataset.longest_example_tokens,
+            "steps": auto.steps(method.rows(dataset), fields),
+        },
+        **answer,
+        **await asyncio.to_thread(_cost, context, base, method, fields, dataset),
+    }
 
 
 async def _counted(
@@ -136,13 +128,23 @@ async def _counted(
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
     row = FILES.known(context.db, file_id, caller, "training_file")
     await settings.refuse_unsafe(context, base)
-    report = await storage.checked(
-        context, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)
-    )
-    if report.ok and (reason := method.refuses(report.shape)) is not None:
-        report.add_error(1, reason)
+    tokenizer = settings.tokenizer_of(context, base)
+    report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
     if not report.ok:
         raise BadRequest(
             f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
         )
     return settings.dataset_of(report)
+
+
+def _cost(
+    context: ControllerContext, base: Resolved, method: Method, fields: dict[str, Any], dataset: auto.DatasetStats
+) -> dict[str, Any]:
+    """Device-hours and energy at the speed that this box has had with jobs like it; None each if there were none, or if
+    the data does not say how many tokens there will be."""
+    db, like = context.db, (base.name, method.name, fields["full"])
+    speeds = [] if method.rolls_out else job_records.device_speeds(db, *like)
+    if not speeds:
+        return {"device_hours": None, "energy": None}
+    hours = dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600
+    return {"device_hours": hours, "energy": energy.estimate(db, context.health.newest(), *like, hours)}

@@ -1,21 +1,19 @@
-"""Validates a job request and resolves it to training settings: pure checks, nothing is stored here."""
+"""The request for a fine-tuning job, and what it says of the training: pure checks, nothing is stored here."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints
 
-from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
-from appliance.controller.jobs import devices
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan.errors import InvalidHyperparameter
 
-MAX_METADATA_PAIRS = 16
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Devices = Annotated[int, Field(ge=1, le=65536)]
 Sizes = Annotated[list[Devices], Field(min_length=1, max_length=64)]
@@ -23,23 +21,18 @@ Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Moment = Annotated[float, Field(gt=0, lt=1e11)]
 MOST_BYTES = 16_384
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
-
-
-class MethodBlock(StrictBody):
-    hyperparameters: Hyperparameters | None = None
+_JUDGES = {
+    "grader": "which gives an answer its reward",
+    "teacher": "the model of the box that says how likely it finds an answer",
+}
 
 
 class MethodChoice(StrictBody):
-    """Accepts blocks of the methods not chosen without reading them beside that of the chosen one, as OpenAI does (its
-    SDK's own tests send all). The declared names are OpenAI's;
-    train.methods.methods lists which of them the box has, and its own (`check` refuses any others)."""
+    """The name of a method of `train.methods.methods`, and the blocks of methods by their names (`asked`)."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: Name
-    supervised: MethodBlock | None = None
-    dpo: dict[str, Any] | None = None
-    reinforcement: dict[str, Any] | None = None
 
 
 class Wandb(StrictBody):
@@ -80,7 +73,7 @@ class JobCreate(StrictBody):
     validation_file: Name | None = None
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     method: MethodChoice | None = None
     hyperparameters: Hyperparameters | None = None
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
@@ -96,122 +89,85 @@ class JobCreate(StrictBody):
     gate: Gate | None = None
 
 
-def check(request: JobCreate) -> None:
-    """Checks beyond types. Raises BadRequest."""
-    if request.method is not None:
-        supported(request.method.type, "method.type")
-        for name in sorted((request.method.model_extra or {}).keys() - METHODS.keys()):
-            raise BadRequest(
-                f"Unrecognized request argument supplied: method.{name[:64]}.",
-                param=f"method.{name[:64]}",
-                code="unknown_parameter",
-            )
-        _refuse_block_of_another(request.method)
-    if request.suffix is not None and not is_suffix(request.suffix):
-        raise InvalidValue(
-            f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.", "suffix"
-        )
-    devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
-    check_metadata(request.metadata)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request says of the training. where: the path of the hyperparameters, for errors. beside: the fields of
+    the method's block that are no hyperparameters (`Method.takes`)."""
+
+    method: Method
+    hyperparameters: dict[str, Any]
+    where: str
+    beside: dict[str, Any]
+
+    def path(self, name: str) -> str:
+        """Where the request has a field of `beside`."""
+        return f"method.{self.method.name}.{name}"
 
 
-def _refuse_block_of_another(given: MethodChoice) -> None:
-    """Nobody who writes `{"type": "dpo", "supervised": {…}}` means the block to be dropped. Raises BadRequest."""
-    if getattr(given, given.type, None) is not None:
-        return
-    for name in METHODS:
-        if getattr(given, name, None) is not None:
-            raise InvalidValue(
-                f"Invalid value for 'method.{name}': the type of the method is {shown(given.type)}, which reads "
-                f"'method.{given.type}'.",
-                f"method.{name}",
-            )
-
-
-def supported(name: str, param: str) -> Method:
-    """Raises BadRequest."""
-    if name not in METHODS:
-        known = " and ".join(f"'{name}'" for name in METHODS)
+def asked(request: JobCreate) -> Asked:
+    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
+    intent is unknown. Raises BadRequest."""
+    method = METHODS.get(request.method.type) if request.method else DEFAULT
+    if method is None:
+        assert request.method is not None
         raise BadRequest(
-            f"The method {shown(name)} is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
-            param=param,
+            f"The method {shown(request.method.type)} is not supported; expected one of {', '.join(METHODS)}.",
+            param="method.type",
             code="unsupported_method",
         )
-    return METHODS[name]
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """OpenAI's limits: 16 pairs, keys of 64 and values of 512 characters. Raises BadRequest."""
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise BadRequest(
-            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
-            param="metadata",
-            code="object_above_max_properties",
-        )
-    for key, value in metadata.items():
-        if not 1 <= len(key) <= 64 or len(value) > 512:
-            raise BadRequest(
-                f"metadata {shown(key, 70)}: keys have 1 to 64 characters and values at most 512; "
-                f"{len(key)} and {len(value)} were given.",
-                param=f"metadata.{key[:64]}",
-                code="string_above_max_length" if key else "invalid_value",
-            )
-
-
-def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
-    """All requested hyperparameters, and the path of their block (for error messages).
-
-    The deprecated top-level block and that of the method may both be present; where they disagree, the intent is
-    unknown. Raises BadRequest.
-    """
-    old = request.hyperparameters or {}
-    name_of_method = method(request).name
-    where = f"method.{name_of_method}.hyperparameters"
-    block = getattr(request.method, name_of_method, None)
-    if isinstance(block, dict):
-        rest = {k: v for k, v in block.items() if k not in method(request).takes}
-        for name in sorted(rest.keys() - MethodBlock.model_fields.keys()):
-            param = f"method.{name_of_method}.{name[:64]}"
-            raise BadRequest(f"Unrecognized request argument supplied: {param}.", param=param, code="unknown_parameter")
-        try:
-            block = MethodBlock.model_validate(rest)
-        except ValidationError as error:
-            raise InvalidValue(
-                f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
-                "{'hyperparameters': {...}}.",
-                f"method.{name_of_method}",
-            ) from error
-    new = (block.hyperparameters if block else None) or {}
+    where = f"method.{method.name}.hyperparameters"
+    block = _block(request.method, method)
+    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
+    if not isinstance(new, dict):
+        raise InvalidValue(f"Invalid value for '{where}': {shown(new)} was given, expected an object.", where)
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             raise InvalidValue(
                 f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
                 f"hyperparameters.{name}",
             )
-    both = old | new
-    where = where if request.method else "hyperparameters"
+    found = Asked(method, old | new, where if request.method else "hyperparameters", block)
     # The scheduler reads the job's row in each of its rounds: 8 MB of hyperparameters each took it seconds.
-    if (size := len(orjson.dumps(both, default=str))) > MOST_BYTES:
+    if (size := len(orjson.dumps(found.hyperparameters, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
-            param=where,
+            param=found.where,
             code="invalid_hyperparameters",
         )
-    return both, where
+    if method.judged_by and method.judged_by not in block:
+        param = found.path(method.judged_by)
+        raise BadRequest(
+            f"Missing required parameter: '{param}', {_JUDGES[method.judged_by]}.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    return found
 
 
-def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
-    """The fields of the requested method's block that are no hyperparameters (`Method.takes`)."""
-    chosen = method(request)
-    block = getattr(request.method, chosen.name, None)
-    return {k: v for k, v in block.items() if k in chosen.takes} if isinstance(block, dict) else {}
+def _block(given: MethodChoice | None, method: Method) -> dict[str, Any]:
+    """The block of the method. Those of others may stand beside it, unread, as at OpenAI (its SDK's own tests send
+    all), but not in its place. Raises BadRequest."""
+    blocks = (given.model_extra if given else None) or {}
+    if unknown := sorted(blocks.keys() - METHODS.keys()):
+        raise _unknown(f"method.{unknown[0][:64]}")
+    block, own = blocks.get(method.name), f"method.{method.name}"
+    other = next((name for name, block in blocks.items() if block is not None), None)
+    if block is None and other is not None:
+        raise InvalidValue(
+            f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads '{own}'.",
+            f"method.{other}",
+        )
+    if not isinstance(block, dict | None):
+        expected = "{'hyperparameters': {...}}"
+        raise InvalidValue(f"Invalid value for '{own}': {shown(block)} was given, expected {expected}.", own)
+    block = dict(block or {})
+    if unknown := sorted(block.keys() - {"hyperparameters", *method.takes}):
+        raise _unknown(f"{own}.{unknown[0][:64]}")
+    return block
 
 
-def method(request: JobCreate) -> Method:
-    """The requested method, which `check` has found to be supported."""
-    return METHODS[request.method.type] if request.method else DEFAULT
+def _unknown(param: str) -> BadRequest:
+    return BadRequest(f"Unrecognized request argument supplied: {param}.", param=param, code="unknown_parameter")
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

@@ -1,5 +1,5 @@
-"""Chooses the settings of a job from model, data and box. Requests, validation and `plan job` call the same function,
-so that a plan and the job that follows cannot differ."""
+"""Chooses the settings of a job, and its numbers of devices, from model, data and box. Requests, validation and
+`plan job` call the same function, so that a plan and the job that follows cannot differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.jobs import devices
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity, node_sizes
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.controller.models.node_sizes import NodeSizes
@@ -41,6 +40,88 @@ _NEED_NO_VALIDATION = {
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """The devices that a request asks for, as a JobRow has them."""
+
+    min_devices: int | None = None
+    max_devices: int | None = None
+    asked_sizes: list[int] | None = None
+
+    @property
+    def least(self) -> int:
+        return self.min_devices or 1
+
+    def most(self, nodes: NodeSizes, tensor_parallel: int = 1) -> int:
+        """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
+        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel, *(self.asked_sizes or ()))
+
+    def check(self, nodes: NodeSizes | None) -> None:
+        """It must leave at least one size, of which the smallest must fit on a node; a larger `max_devices` only
+        limits. Raises BadRequest."""
+        least, asked = self.least, self.asked_sizes or []
+        most = self.max_devices or max([least, *asked])
+        if least > most:
+            raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
+        sizes = [size for size in asked if least <= size <= most]
+        if asked and not sizes:
+            raise InvalidValue(
+                f"allowed_sizes is {asked}; expected at least one size from {least} to {most}.", "allowed_sizes"
+            )
+        if nodes is not None:
+            nodes.refuse_more("min_devices", least)
+            if sizes:
+                nodes.refuse_more("allowed_sizes", min(sizes), str(asked))
+
+    def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
+        """Sizes that divide the work of a step, and the requested ones among them."""
+        shards = resolved.get("tensor_parallel", 1)
+        most = self.most(nodes, shards)
+        by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
+        asked = self.asked_sizes
+        return by_batch, [size for size in by_batch if size >= self.least and (asked is None or size in asked)]
+
+    def check_divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
+        """The requested ones of `divided`, including those that only a node yet to join could provide. Raises
+        BadRequest when there is none, or none for the known nodes."""
+        by_batch, fitting = self.divided(resolved, nodes)
+        param = "allowed_sizes" if self.asked_sizes else "min_devices"
+        if not fitting:
+            raise InvalidValue(no_size(resolved, by_batch), param)
+        sizes = ", ".join(map(str, fitting))
+        reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
+        nodes.refuse_more(param, fitting[0], reason)
+        return fitting
+
+
+def wish_of(row: JobRow) -> Wish:
+    return Wish(row.min_devices, row.max_devices, row.asked_sizes)
+
+
+def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
+    """The message for a job that has no valid number of devices."""
+    shards = resolved.get("tensor_parallel", 1)
+    grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
+    return (
+        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
+        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices, max_devices and "
+        "allowed_sizes leave none of them."
+    )
+
+
+def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
+    """(fewest, most, allowed sizes or none) of a job for the planner.
+
+    A job too large for the box's current size keeps its sizes and waits: the box may get its devices back.
+    """
+    least = row.min_devices or 1
+    if not row.allowed_sizes:
+        return least, max(row.max_devices or device_count, least), ()
+    most = row.max_devices or max(row.allowed_sizes)
+    fitting = sorted(size for size in row.allowed_sizes if least <= size <= most) or sorted(row.allowed_sizes)
+    return fitting[0], fitting[-1], tuple(fitting)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step; sizes: those of
     them that were asked for."""
@@ -50,23 +131,42 @@ class Settings:
     sizes: list[int]
 
 
-def box_facts(context: ControllerContext) -> BoxFacts:
-    now = context.scheduler.status()
-    # Home's devices come first; an engine or a job is on devices of home's kind.
-    devices = [device for device in now["devices"] if device["kind"] == now["devices"][0]["kind"]]
-    nodes = node_sizes.known(context)
-    budget = now["memory"]["budget_bytes"]
-    room = now["memory"].get("room_bytes")
-    return BoxFacts(
-        devices=max(1, len(devices)),
-        node_devices=max(1, nodes.largest),
-        device_kind=devices[0]["kind"] if devices else HOST.name,
-        device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
-        store_budget_bytes=budget,
-        host_memory_bytes=now["memory"].get("host_bytes"),
-        reserve_bytes=now["memory"].get("reserve_bytes"),
-        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
-        store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
+def choose(
+    context: ControllerContext,
+    base: Resolved,
+    method: Method,
+    given: dict[str, Any],
+    dataset: auto.DatasetStats,
+    wish: Wish,
+) -> Settings:
+    """given: the requested hyperparameters. Raises InvalidHyperparameter."""
+    nodes, model = node_sizes.known(context), model_stats(context, base)
+    shards = given.get("tensor_parallel")
+    most = max(1, min(wish.most(nodes, shards if isinstance(shards, int) else 1), nodes.largest))
+    resolved = method.resolve(given, dataset, model, most)
+    by_batch, sizes = wish.divided(resolved, nodes)
+    least = next((size for size in sorted(wish.asked_sizes or ()) if size >= wish.least), wish.min_devices)
+    if not sizes and least and given.get("batch_size", "auto") == "auto":
+        # An automatic batch follows the requested devices, not the other way round.
+        rows = math.ceil(resolved["batch_size"] / least) * least
+        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
+        by_batch, sizes = wish.divided(resolved, nodes)
+    return Settings(resolved, by_batch, sizes)
+
+
+def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
+    """What `train.plan.auto` asks of a base model and of the box."""
+    found, shape = context.scheduler.status()["devices"], shape_of(base)
+    kind = found[0]["kind"] if found else HOST.name
+    return auto.ModelStats(
+        n_parameters=shape.n_parameters,
+        max_position_embeddings=base.model.max_model_len or DEFAULT_CONTEXT_TOKENS,
+        device_kind=kind,
+        # Training on an adapter uses merged weights below it, which no engine serves.
+        adapter_max_rank=0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model),
+        computes_bf16=kind_of(kind).computes_bf16(),
+        tensor_slices=shape.tensor_slices,
+        hidden=shape.hidden,
     )
 
 
@@ -74,34 +174,6 @@ def shape_of(base: Resolved) -> ModelShape:
     """From the version's config.json; if the model's files are not available, only the number of parameters counts."""
     config = config_in(base.version.disk_path, base.version.shm_path)
     return ModelShape(base.model.params) if config is None else ModelShape.from_config(config, base.model.params)
-
-
-def of_model(context: ControllerContext, base: Resolved) -> auto.ModelStats:
-    """What `train.plan.auto` asks of a base model and of the box."""
-    found = context.scheduler.status()["devices"]
-    # Training on an adapter uses merged weights below it, which no engine serves.
-    rank = 0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model)
-    kind = found[0]["kind"] if found else HOST.name
-    return of_shape(shape_of(base), base.model.max_model_len, kind, rank)
-
-
-def of_shape(
-    shape: ModelShape,
-    context_tokens: int | None,
-    device_kind: str,
-    adapter_max_rank: int,
-    computes_bf16: bool | None = None,
-) -> auto.ModelStats:
-    """computes_bf16: None asks the devices of this machine."""
-    return auto.ModelStats(
-        n_parameters=shape.n_parameters,
-        max_position_embeddings=context_tokens or DEFAULT_CONTEXT_TOKENS,
-        device_kind=device_kind,
-        adapter_max_rank=adapter_max_rank,
-        computes_bf16=kind_of(device_kind).computes_bf16() if computes_bf16 is None else computes_bf16,
-        tensor_slices=shape.tensor_slices,
-        hidden=shape.hidden,
-    )
 
 
 def dataset_of(report: DataReport) -> auto.DatasetStats:
@@ -113,27 +185,26 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
     )
 
 
-def choose(
-    method: Method,
-    given: dict[str, Any],
-    dataset: auto.DatasetStats,
-    model: auto.ModelStats,
-    wish: devices.Wish | JobRow,
-    nodes: NodeSizes,
-) -> Settings:
-    """Raises train.plan.errors.InvalidHyperparameter."""
-    shards = given.get("tensor_parallel")
-    wished = devices.most_devices(wish, nodes, shards if isinstance(shards, int) else 1)
-    most = max(1, min(wished, nodes.largest))
-    resolved = method.resolve(given, dataset, model, most)
-    by_batch, sizes = devices.sizes(wish, resolved, nodes)
-    least = next((size for size in sorted(wish.asked_sizes or ()) if size >= (wish.min_devices or 1)), wish.min_devices)
-    if not sizes and least and given.get("batch_size", "auto") == "auto":
-        # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / least) * least
-        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
-        by_batch, sizes = devices.sizes(wish, resolved, nodes)
-    return Settings(resolved, by_batch, sizes)
+def verdict(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
+    """Whether it fits, at which of the sizes; `settings` has at least one."""
+    return capacity.job(shape_of(base), settings.resolved, settings.sizes, box_facts(context), method)
+
+
+def box_facts(context: ControllerContext) -> BoxFacts:
+    now = context.scheduler.status()
+    # Home's devices come first; an engine or a job is on devices of home's kind.
+    devices = [device for device in now["devices"] if device["kind"] == now["devices"][0]["kind"]]
+    budget, room = now["memory"]["budget_bytes"], now["memory"].get("room_bytes")
+    return BoxFacts(
+        devices=max(1, len(devices)),
+        node_devices=max(1, node_sizes.known(context).largest),
+        device_kind=devices[0]["kind"] if devices else HOST.name,
+        device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
+        store_budget_bytes=budget,
+        host_memory_bytes=now["memory"].get("host_bytes"),
+        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
+        store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
+    )
 
 
 def refuse_without_validation(resolved: dict[str, Any]) -> None:
@@ -144,18 +215,7 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
             raise InvalidHyperparameter(name, resolved[name], expected)
 
 
-def cut_examples(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
-    """A warning where max_length cuts examples of a counted dataset; prompts are never cut."""
-    longest, most = dataset.longest_example_tokens, resolved["max_length"]
-    if method.rolls_out or longest <= most:
-        return []
-    return [
-        f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
-        "example with nothing left to learn is left out, or refused by the method."
-    ]
-
-
-def high_rate(
+def warnings(
     context: ControllerContext,
     base: Resolved,
     method: Method,
@@ -163,34 +223,23 @@ def high_rate(
     dataset: auto.DatasetStats,
     resolved: dict[str, Any],
 ) -> list[str]:
-    """A warning where the requested learning rate is far above the automatic one; `auto` refuses still higher ones."""
+    """Of a learning rate far above the automatic one (`auto` refuses still higher ones), and of examples of a counted
+    dataset that max_length cuts; prompts are never cut."""
+    found, rate = list[str](), resolved["learning_rate"]
     others = {name: value for name, value in given.items() if name not in auto.RATES}
-    unasked = node_sizes.known(context).unasked
-    usual = method.resolve(others, dataset, of_model(context, base), unasked)["learning_rate"]
-    rate = resolved["learning_rate"]
-    if rate <= auto.HIGH_RATE * usual:
-        return []
-    return [
-        f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what it "
-        "knows. Lower it if the loss jumps or the answers get worse."
-    ]
-
-
-def choose_on_box(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    given: dict[str, Any],
-    dataset: auto.DatasetStats,
-    wish: devices.Wish | JobRow,
-) -> Settings:
-    """As `choose`, on this box."""
-    return choose(method, given, dataset, of_model(context, base), wish, node_sizes.known(context))
-
-
-def verdict_on_box(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
-    """Whether it fits, at which of the sizes; `settings` has at least one."""
-    return capacity.job(shape_of(base), settings.resolved, settings.sizes, box_facts(context), method)
+    usual = choose(context, base, method, others, dataset, Wish()).resolved["learning_rate"]
+    if rate > auto.HIGH_RATE * usual:
+        found.append(
+            f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what "
+            "it knows. Lower it if the loss jumps or the answers get worse."
+        )
+    longest, most = dataset.longest_example_tokens, resolved["max_length"]
+    if longest > most and not method.rolls_out:
+        found.append(
+            f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
+            "example with nothing left to learn is left out, or refused by the method."
+        )
+    return found
 
 
 async def check_opening(context: ControllerContext, base: Resolved) -> None:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
 
-from appliance.controller.access.model_access import Resolved, base_of
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_of
+from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, is_full
 from appliance.controller.files import storage
-from appliance.controller.jobs import data, settings
-from appliance.controller.jobs import devices as job_devices
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.objects import files as file_rows
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import files, job_records, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.data.same_tokens import differ_apart
@@ -35,6 +35,11 @@ from weights.checkpoint.errors import CheckpointRefused
 
 TELL_EVERY_S = 30.0
 VALIDATIONS = "validations"
+_COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
+MOST_ROWS = 1_000_000
+"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
+SHARED_SHARE = 0.1
+"""The share of validation rows that are training rows too, from which a warning is given."""
 
 
 class InvalidData(TaskFailed):
@@ -52,17 +57,23 @@ def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]
     return [(data["line"], data["reason"]) for data in refused], refused[-1]["of"] if refused else 0
 
 
+def remove_copies(context: ControllerContext, job_id: str) -> None:
+    """Delete the data of a job that has ended: nothing reads it any more."""
+    for name in _COPIES.values():
+        (context.jobs_dir / job_id / name).unlink(missing_ok=True)
+
+
 class JobValidation:
     """Validates jobs as tasks; file work happens on a thread. A job whose key ends is paused, not failed."""
 
     def __init__(self, context: ControllerContext):
-        self._context = context
+        self._context, self._db = context, context.db
         context.tasks.add(Kind(VALIDATIONS, self.run, self.fail, at_once=8, per_owner=2))
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
-        row = jobs.find(self._context.db, task.id)
-        if row is None or row.phase != "validating":
+        row = self._validating(task.id)
+        if row is None:
             return
         try:
             await self._validate(row)
@@ -77,63 +88,82 @@ class JobValidation:
         self._ended(row.id)
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
-        db = self._context.db
-        if self._still_validating(task.id):
-            with db.transaction():
+        if self._validating(task.id) is not None:
+            with self._db.transaction():
                 if isinstance(error, InvalidData):
                     for line, reason in error.report.errors:
                         told = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
-                        add_message(db, task.id, f"line {line}: {reason}", level="error", data=told)
-                fail(db, task.id, error.code, str(error), error.param)
+                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=told)
+                fail(self._db, task.id, error.code, str(error), error.param)
         self._ended(task.id)
 
     def _ended(self, job_id: str) -> None:
-        if (row := jobs.find(self._context.db, job_id)) is None or row.finished:
-            data.remove(self._context, job_id)
+        if (row := jobs.find(self._db, job_id)) is None or row.finished:
+            remove_copies(self._context, job_id)
         self._context.scheduler.nudge(f"{job_id} was validated")
 
-    def _still_validating(self, job_id: str) -> bool:
-        # The job may have been cancelled while the thread read files.
-        row = jobs.find(self._context.db, job_id)
-        return row is not None and row.phase == "validating"
+    def _validating(self, job_id: str) -> JobRow | None:
+        """The job as it is now, unless it was cancelled meanwhile."""
+        row = jobs.find(self._db, job_id)
+        return row if row is not None and row.phase == "validating" else None
 
     async def _validate(self, row: JobRow) -> None:
         """Check everything and queue the job. Raises TaskFailed, InvalidHyperparameter, CheckpointRefused, OSError."""
         context, method = self._context, method_of(row.method)
-        base = self._base(row)
+        base = base_of(self._db, row)
+        if base is None:
+            raise _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         if method.judged_by == "teacher":
             await self._check_teacher(row, base)
         await settings.check_opening(context, base)
         folder, tokenizer = context.jobs_dir / row.id, settings.tokenizer_of(context, base)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        messages: list[tuple[str, str]] = []
-        reports: dict[str, DataReport] = {}
-        paths = {"training_file": folder / "train.jsonl", "validation_file": folder / "valid.jsonl"}
+        messages, reports = list[tuple[str, str]](), dict[str, DataReport]()
+        paths = {param: folder / name for param, name in _COPIES.items() if getattr(row, param) is not None}
         for param, path in paths.items():
-            if (file_id := getattr(row, param)) is not None:
-                file = self._file(file_id)
-                report = reports[param] = await self._convert(row, param, file, path, tokenizer)
-                for level, texts in (("warn", report.warnings), ("info", report.notes)):
-                    messages += [(level, f"{file.filename}: {text}") for text in texts]
-        if "validation_file" in reports:
-            compare = partial(data.compare_rows, *paths.values())
-            are_same, warnings = await to_thread.run_sync(compare, limiter=context.file_threads)
-            if are_same:
-                raise TaskFailed("invalid_validation_file", data.SAME_FILES, "validation_file")
-            messages += [("warn", text) for text in warnings]
+            file = self._file(getattr(row, param))
+            report = await self._check(row, file, chat_path=path, method=method, tokenizer=tokenizer)
+            if not report.ok:
+                raise InvalidData(param, file.id, report, row.id)
+            reports[param] = report
+            for level, texts in (("warn", report.warnings), ("info", report.notes)):
+                messages += [(level, f"{file.filename}: {text}") for text in texts]
+        if "validation_file" in paths:
+            compare = partial(_compare_rows, *paths.values())
+            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
-        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, dataset, row)
+        choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
-            most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
-            await self._check_cut(row, tokenizer, most, reports)
-        if self._still_validating(row.id):
-            self._queue(row.id, reports["training_file"], messages)
+            fields = choose(settings.wish_of(row)).resolved
+            await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
+        if (now := self._validating(row.id)) is None:
+            return
+        chosen = choose(settings.wish_of(now))  # an operator may have changed it during the check
+        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
+        resolved = {**chosen.resolved, "base_version": base.version.version}
+        if not chosen.sizes:
+            param = "allowed_sizes" if now.asked_sizes else "min_devices"
+            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), param)
+        verdict = settings.verdict(context, base, chosen, method)
+        if not verdict.fits:
+            instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
+            raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
+        found = settings.warnings(context, base, method, row.hyperparameters, dataset, resolved)
+        messages += [("warn", text) for text in (*verdict.warnings, *found)]
+        count = reports["training_file"].n_examples
+        messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
+        with self._db.transaction():
+            for level, text in messages:
+                add_message(self._db, row.id, text, level=level)
+            # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes))
+            jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
-        context, judge = self._context, job_records.find_judge(self._context.db, row.id)
+        context, judge = self._context, job_records.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
-        teacher = resolve(context.db, name)
+        teacher = resolve(self._db, name)
         ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))
         if teacher is None:
             why = f"the teacher {name} was deleted"
@@ -156,31 +186,12 @@ class JobValidation:
             if not cut.ok:
                 raise InvalidData(param, file.id, cut, row.id)
 
-    def _base(self, row: JobRow) -> Resolved:
-        """Raises TaskFailed."""
-        base = base_of(self._context.db, row)
-        if base is None:
-            why = f"the model {row.model} was deleted, or is not shared with the job's owner any more"
-            raise _unreadable(why)
-        return base
-
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
-        row = file_rows.find(self._context.db, file_id, viewer=None, now_s=0)
+        row = files.find(self._db, file_id, viewer=None, now_s=0)
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
         return row
-
-    async def _convert(
-        self, row: JobRow, param: str, file: FileRow, target: Path, tokenizer: Path | None
-    ) -> DataReport:
-        method = method_of(row.method)
-        report = await self._check(row, file, chat_path=target, method=method, tokenizer=tokenizer)
-        if report.ok and (reason := method.refuses(report.shape)) is not None:
-            report.add_error(1, reason)
-        if not report.ok:
-            raise InvalidData(param, file.id, report, row.id)
-        return report
 
     async def _check(self, row: JobRow, file: FileRow, **how: Any) -> DataReport:
         """`storage.checked`, which meanwhile reports its progress in the job's events."""
@@ -196,38 +207,38 @@ class JobValidation:
         checking = asyncio.ensure_future(storage.checked(self._context, source, heard=heard, **how))
         try:
             while not (await asyncio.wait([checking], timeout=TELL_EVERY_S))[0]:
-                if self._still_validating(row.id):
-                    add_message(self._context.db, row.id, f"{file.filename} is being checked{far}")
+                if self._validating(row.id) is not None:
+                    add_message(self._db, row.id, f"{file.filename} is being checked{far}")
             return checking.result()
         finally:
             abandoned.set()
             checking.cancel()
 
-    def _queue(self, job_id: str, report: DataReport, messages: list[tuple[str, str]]) -> None:
-        """Raises TaskFailed, InvalidHyperparameter, CheckpointRefused."""
-        context, db = self._context, self._context.db
-        row = jobs.get(db, job_id)  # an operator may have changed it during the check
-        base, method, dataset = self._base(row), method_of(row.method), settings.dataset_of(report)
-        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, dataset, row)
-        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
-        resolved = {**chosen.resolved, "base_version": base.version.version}
-        if not chosen.sizes:
-            param = "allowed_sizes" if row.asked_sizes else "min_devices"
-            raise TaskFailed("invalid_devices", job_devices.no_size(resolved, chosen.by_batch), param)
-        verdict = settings.verdict_on_box(context, base, chosen, method)
-        if not verdict.fits:
-            instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
-            raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        warnings = [*verdict.warnings, *settings.cut_examples(method, dataset, chosen.resolved)]
-        warnings += settings.high_rate(context, base, method, row.hyperparameters, dataset, chosen.resolved)
-        with db.transaction():
-            for level, text in [*messages, *(("warn", text) for text in warnings)]:
-                add_message(db, row.id, text, level=level)
-            examples = report.n_examples
-            add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")
-            # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            jobs.update(db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes))
-            jobs.set_phase(db, row.id, "queued", reason="waiting for devices")
+
+def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
+    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
+    trained, held_out = set(_hashes(training)), set(_hashes(validation))
+    if held_out == trained:
+        raise TaskFailed(
+            "invalid_validation_file",
+            "The validation file has the same examples as the training file, so its loss would only repeat the "
+            "training loss. Give examples that are not trained on, or no validation_file.",
+            "validation_file",
+        )
+    shared = len(held_out & trained)
+    if not shared or shared < SHARED_SHARE * len(held_out):
+        return []
+    text = (
+        f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
+        "better than it is. Keep them in one of the files."
+    )
+    return [("warn", text)]
+
+
+def _hashes(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        for line in islice(file, MOST_ROWS):
+            yield blake2b(line, digest_size=8).digest()
 
 
 def _unreadable(why: object) -> TaskFailed:

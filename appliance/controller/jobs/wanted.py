@@ -1,25 +1,22 @@
-"""Records what users want of a job (cancel, pause, resume) and wakes the scheduler, which carries it out."""
+"""What people want of a job (cancel, pause, resume), recorded for the scheduler, which carries it out; and the pauses
+that follow from what the job's key may do."""
 
 from __future__ import annotations
 
-from appliance.controller.access.model_access import base_of, caller_may_use, unknown_model
+from typing import Any
+
+from appliance.controller.access.model_access import base_of, caller_may_use, may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.resource import Resource
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal
-from appliance.controller.jobs import claims
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.validation import VALIDATIONS
+from appliance.store.database import Database
 from appliance.store.errors import IllegalTransition
 from appliance.store.objects import jobs
+from appliance.store.records import keys
 from appliance.store.rows import JobRow, JobWanted
-
-_SAID = {
-    "cancel": "Fine-tuning job cancelled by request.",
-    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
-    "run": "Fine-tuning job resumed by request.",
-}
-
 
 JOBS = Resource(
     "job",
@@ -31,21 +28,19 @@ JOBS = Resource(
     code="fine_tune_not_found",
     fields=("status", "model", "training_file", "validation_file"),
 )
-
-
-def _taken_over(context: ControllerContext, row: JobRow, caller: Principal) -> JobRow:
-    """The job as the caller resumes it, with the caller's key and claims. Raises NotFound once the caller's or the
-    job's key may not use the model that the job trains."""
-    db, changes = context.db, claims.taken_over(context.db, row, caller)
-    if changes:
-        jobs.update(db, row.id, **changes)
-        row = jobs.get(db, row.id)
-    if lost := sorted(changes.keys() - {"key_id"}):
-        text = f"It was resumed with an API key that may claim less; changed: {', '.join(lost)}."
-        add_message(db, row.id, text, level="warn")
-    if not caller_may_use(context.db, caller, row.model) or base_of(context.db, row) is None:
-        raise unknown_model(row.model)
-    return row
+KEY_REVOKED = (
+    "Its API key was revoked or has expired; its owner with another key, or an operator, can resume it "
+    "(`appliance job resume`)."
+)
+MODEL_WITHDRAWN = (
+    "Its API key may not use the model that it trains any more: the sharing has ended, or the key's list of models was "
+    "cut. Once it may again, its owner or an operator can resume it (`appliance job resume`)."
+)
+_SAID = {
+    "cancel": "Fine-tuning job cancelled by request.",
+    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
+    "run": "Fine-tuning job resumed by request.",
+}
 
 
 def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
@@ -56,7 +51,7 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
     try:
         with db.transaction():
             if wanted == "run" and row.wanted == "pause" and not row.finished:
-                row = _taken_over(context, row, caller)
+                row = _taken_over(db, row, caller)
             after = jobs.set_wanted(db, job_id, wanted)
             # A job without devices ends at once; a running one when the scheduler has stopped its ranks.
             if wanted == "cancel" and not row.finished and row.phase != "running":
@@ -74,3 +69,61 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
         context.tasks.restart(VALIDATIONS, job_id)  # frees its slot
     context.scheduler.nudge(f"{verb} of {job_id}")
     return after
+
+
+def max_priority(db: Database, caller: Principal) -> int:
+    """The highest priority that the jobs of the caller's key may have; 0 for a caller without a key."""
+    key = keys.find(db, caller.key_id) if caller.key_id else None
+    return 0 if key is None else key.max_priority
+
+
+def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
+    """The job as the caller resumes it. One whose key was revoked becomes a job of the caller's key, and loses what
+    that key may not claim; not if an admin resumes it. Raises NotFound once the caller's or the job's key may not use
+    the model that the job trains."""
+    if not caller.is_admin and keys.is_revoked(db, row.key_id):
+        most = max_priority(db, caller)
+        claims: dict[str, Any] = {"priority": min(row.priority, most)}
+        if most <= 0:
+            claims |= {"preemptible": 1, "deadline_s": None}
+        if lost := sorted(name for name, value in claims.items() if getattr(row, name) != value):
+            text = f"It was resumed with an API key that may claim less; changed: {', '.join(lost)}."
+            add_message(db, row.id, text, level="warn")
+        jobs.update(db, row.id, key_id=caller.key_id, **claims)
+        row = jobs.get(db, row.id)
+    if not caller_may_use(db, caller, row.model) or base_of(db, row) is None:
+        raise unknown_model(row.model)
+    return row
+
+
+def pause_reason(db: Database, row: JobRow) -> str | None:
+    """The reason to show in place of the planner's; None: show the planner's."""
+    if row.wanted != "pause":
+        return None
+    if keys.is_revoked(db, row.key_id):
+        return KEY_REVOKED
+    return None if may_use(db, row.key_id, row.model) else MODEL_WITHDRAWN
+
+
+def pause_jobs_of(db: Database, key_id: str) -> list[str]:
+    """Pause the jobs of a revoked key; returns their ids. They are not cancelled, because the owner with another key,
+    or a successor, may want the results so far."""
+    return _pause(db, [row for row in jobs.list_unfinished(db) if row.key_id == key_id], KEY_REVOKED)
+
+
+def pause_jobs_without_model(db: Database) -> list[str]:
+    """Pause the jobs whose keys may not use the models that they train any more; returns their ids. Call it in every
+    transaction that takes access to a model away: one that waits would fail at its start, and one that runs would go on
+    learning from what its owner may not see."""
+    lost = [row for row in jobs.list_unfinished(db) if not may_use(db, row.key_id, row.model)]
+    return _pause(db, lost, MODEL_WITHDRAWN)
+
+
+def _pause(db: Database, rows: list[JobRow], why: str) -> list[str]:
+    """Running ones stop at their next step, as after any pause."""
+    paused = [row.id for row in rows if row.wanted == "run"]
+    for job_id in paused:
+        jobs.set_wanted(db, job_id, "pause")
+        jobs.update(db, job_id, reason=why)
+        add_message(db, job_id, f"Fine-tuning job paused: {why}", level="warn")
+    return paused

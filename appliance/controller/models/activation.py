@@ -11,8 +11,10 @@ import asyncio
 from typing import Any
 from weakref import WeakValueDictionary
 
+from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import SwapFailed
+from appliance.controller.interfaces.errors import Conflict, SwapFailed
+from appliance.controller.interfaces.principal import Principal
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow
@@ -22,6 +24,17 @@ _LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names 
 
 def lock(model: str) -> asyncio.Lock:
     return _LOCKS.setdefault(model, asyncio.Lock())
+
+
+async def change(
+    context: ControllerContext, row: ModelRow, version: str, caller: Principal, action: str, why: str
+) -> dict[str, Any]:
+    """`switch` at a person's request, whose failure is audited as `action`. Raises Conflict."""
+    try:
+        return await switch(context, row, version, f"{row.id} {why}")
+    except SwapFailed as error:
+        record(context, caller, action, row.id, outcome="failed", to=version, error=str(error))
+        raise Conflict(f"The change of {row.id} failed: {error}", param="version", code="swap_failed") from error
 
 
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Canaries: started, checked, and ended by promotion or roll back, manually or automatically.
+"""Canaries: versions that get a share of their model's requests, compared with the active one, and promoted or rolled
+back, by hand or automatically.
 
-The row in the store is authoritative: the canary's engine and its share of the requests exist only while it does. The
+A canary's row in the store is authoritative: its engine and its share of the requests exist only while it does. The
 gateways keep the request counts, since they outlive this process.
 """
 
@@ -11,17 +12,17 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from appliance.controller.access.model_access import caller_of, no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
+from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models import activation
-from appliance.gateway.access.load import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.core.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
@@ -37,11 +38,6 @@ SLOWER_SLACK_S = 0.005
 """How much higher the 95th percentile may be than the other version's: a factor, and seconds of tolerance."""
 
 
-class Decision(NamedTuple):
-    verdict: Literal["wait", "promote", "roll back"]
-    reason: str
-
-
 class Canaries:
     """All canaries of a box. Whatever ends one holds its model's lock of `activation`."""
 
@@ -54,102 +50,85 @@ class Canaries:
         take minutes, in which another model's bad canary has to be rolled back."""
         for row in canaries.list_running(self._db):
             if not activation.lock(row.model).locked():
-                self.tasks.add(asyncio.create_task(self._look_at(row, now_s), name=f"canary {row.name}"))
+                self.tasks.add(asyncio.create_task(self._look_at(row.model, now_s), name=f"canary {row.name}"))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
-    async def _look_at(self, row: CanaryRow, now_s: float) -> None:
-        with self._context.background.guard(f"canary: {row.name}"):
-            async with activation.lock(row.model):
-                try:
-                    await self._end_if_due(self._running(row.model), now_s)
-                except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
-                    log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+    async def _look_at(self, name: str, now_s: float) -> None:
+        with (
+            self._context.background.guard(f"canary: {name}"),
+            suppress(NotFound),
+        ):  # the model may be deleted meanwhile
+            async with activation.lock(name):
+                row = canaries.find_running(self._db, name)
+                if row is None:
+                    return
+                model, caller = stored_model(self._db, name), caller_of(self._db, None)
+                decision = self._decision(row, model, now_s)
+                if model.active_version == row.version:
+                    # Published by another caller, or the process ended between the swap and this.
+                    self._end(row, "promoted", caller, f"{row.version} answers all requests")
+                elif model.active_version != row.before or (row.auto and decision.verdict == "roll back"):
+                    self._end(row, "rolled_back", caller, decision.reason)
+                elif row.auto and decision.verdict == "promote":
+                    try:
+                        await self.promote(model, caller, decision.reason)
+                    except Conflict as error:
+                        self._end(row, "rolled_back", caller, error.message)
 
-    async def _end_if_due(self, row: CanaryRow, now_s: float) -> None:
-        model, caller = stored_model(self._db, row.model), caller_of(self._db, None)
-        decision = await self.decision(row, now_s)
-        if model.active_version == row.version:
-            # Published by another caller, or the process ended between the swap and this.
-            self._end(row, "promoted", caller, f"{row.version} answers all requests")
-        elif model.active_version != row.before or (row.auto and decision.verdict == "roll back"):
-            self._end(row, "rolled_back", caller, decision.reason)
-        elif row.auto and decision.verdict == "promote":
-            try:
-                await self._promote(model, row, caller, decision.reason)
-            except Conflict as error:
-                self._end(row, "rolled_back", caller, error.message)
-
-    def begin(self, row: CanaryRow, caller: Principal) -> None:
-        """Raises NotFound, Conflict, BadRequest."""
-        db = self._db
-        model = stored_model(db, row.model)
-        version = models.find_version(db, row.model, row.version)
-        if version is None:
-            raise no_version(db, row.model, row.version)
-        running = canaries.find_running(db, row.model)
-        if running is not None and running.version != row.version:
-            raise Conflict(
-                f"{running.version} is the canary of {row.model}; promote it or roll it back first.",
-                param="version",
-                code="canary_running",
-            )
-        if row.version == row.before:
-            raise InvalidValue(
-                f"{row.version} is already the active version of {row.model}; name another one.", "version"
-            )
-        self._check_room(model, version)
-        if running is not None:  # with other settings: the counts are kept
-            row = replace(row, created_s=running.created_s)
+    def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
+        """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
+        db, model = self._db, stored_model(self._db, name)
+        found = models.find_version(db, name, version)
+        if found is None:
+            raise no_version(db, name, version)
+        if version == model.active_version:
+            raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
+        running = canaries.find_running(db, name)
+        if running is not None and running.version != version:
+            text = f"{running.version} is the canary of {name}; promote it or roll it back first."
+            raise Conflict(text, param="version", code="canary_running")
+        self._check_room(model, found)
+        created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
+        row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         canaries.put(db, row)
         self._context.scheduler.reset_failures(row.name)
-        self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
-        settings = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
-        record(self._context, caller, "model.canary", row.model, **settings)
+        self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {name}")
+        record(self._context, caller, "model.canary", name, version=version, **settings)
+        return row
 
-    async def promote(self, name: str, caller: Principal) -> dict[str, Any]:
-        """Make the canary the active version. A request that comes again is told what the first has changed. Raises
-        Conflict if there is none, or if the swap failed; it then stays a canary."""
-        async with activation.lock(name):
-            model, last = stored_model(self._db, name), canaries.find(self._db, name)
-            if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version, "swap": {}}
-            return await self._promote(model, self._running(name), caller, "asked for")
-
-    async def _promote(self, model: ModelRow, row: CanaryRow, caller: Principal, reason: str) -> dict[str, Any]:
-        compared = self.compared(row)
-        try:
-            measured = await activation.switch(self._context, model, row.version, f"{row.name} is promoted: {reason}")
-        except SwapFailed as error:
-            record(self._context, caller, "model.promote", model.id, outcome="failed", to=row.version, error=str(error))
-            raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
+    async def promote(self, model: ModelRow, caller: Principal, reason: str) -> dict[str, Any]:
+        """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
+        canary."""
+        row = self._running(model.id)
+        compared = self._compared(row)  # before the swap, which makes both versions one
+        why = f"promotes {row.version}: {reason}"
+        measured = await activation.change(self._context, model, row.version, caller, "model.promote", why)
         self._end(row, "promoted", caller, reason, compared)
         return {"model": model.id, "from": row.before, "to": row.version, "swap": measured}
 
-    async def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
+    def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
         """Send all requests to the previous version again. Raises Conflict: there is no canary."""
-        async with activation.lock(name):
-            row, to = self._running(name), stored_model(self._db, name).active_version
-            self._end(row, "rolled_back", caller, "asked for")
-            return {"model": name, "from": row.version, "to": to, "swap": {}}
+        row, to = self._running(name), stored_model(self._db, name).active_version
+        self._end(row, "rolled_back", caller, "asked for")
+        return {"model": name, "from": row.version, "to": to, "swap": {}}
 
-    async def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
+    def view(self, row: CanaryRow) -> dict[str, Any]:
         """`message`: what the canary does now, or why it ended, as a sentence."""
         running = row.state == "running"
-        decision = await self.decision(row, now_s) if running else None
+        decision = self._decision(row, stored_model(self._db, row.model), time.time()) if running else None
         return {
-            **columns(row, "model name version before share"),
+            **columns(row, "model name version before share watch_s min_requests state created_s ended_s"),
             "auto": bool(row.auto),
-            **columns(row, "watch_s min_requests state created_s ended_s"),
             "reason": row.reason or None,
             "decision": None if decision is None else decision._asdict(),
             "message": self._message(row) if running else row.reason,
-            "versions": self.compared(row) if running else row.compared,
+            "versions": self._compared(row) if running else row.compared,
         }
 
-    async def decision(self, row: CanaryRow, now_s: float) -> Decision:
-        active = stored_model(self._db, row.model).active_version
+    def _decision(self, row: CanaryRow, model: ModelRow, now_s: float) -> Decision:
+        active = model.active_version
         if active == row.version:
             return Decision("promote", f"{active} becomes the active version")
         if active != row.before:
@@ -159,14 +138,13 @@ class Canaries:
             if trouble["model"] == row.name and trouble["lasting"]:
                 return Decision("roll back", f"the engine of {row.version} does not start: {trouble['reason']}")
         loads = self._loads(row)
-        return await asyncio.to_thread(decide, row, loads[row.version], loads[row.before], now_s)
+        return decide(row, loads[row.version], loads[row.before], now_s)
 
-    def compared(self, row: CanaryRow) -> dict[str, Any]:
+    def _compared(self, row: CanaryRow) -> dict[str, Any]:
         """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s"}."""
         return {
             version: {
-                "requests": load.requests,
-                "errors": load.errors,
+                **columns(load, "requests errors"),
                 "first_byte_p95_s": p95_s(load.first_byte),
                 "duration_p95_s": p95_s(load.duration),
             }
@@ -184,8 +162,7 @@ class Canaries:
         takes = f"{row.version} takes {row.share:.0%} of the requests"
         if version is not None and version.meta.get("adapter"):
             return f"{takes}, on the engines of its base"
-        states = {replica["state"] for replica in status["replicas"] if replica["model"] == row.name}
-        if "open" in states:
+        if any(replica["model"] == row.name and replica["state"] == "open" for replica in status["replicas"]):
             return takes
         notes = [note for note in status["notes"] if row.name in note]
         return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
@@ -225,32 +202,30 @@ class Canaries:
         reason: str,
         compared: dict[str, Any] | None = None,
     ) -> None:
-        """compared: of the time before a swap, which makes both versions one."""
-        active, compared = stored_model(self._db, row.model).active_version, compared or self.compared(row)
+        active, compared = stored_model(self._db, row.model).active_version, compared or self._compared(row)
         canaries.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
-        action, before, to = (
-            ("model.promote", row.before, row.version)
-            if state == "promoted"
-            else ("model.rollback", row.version, active)
-        )
-        record(self._context, caller, action, row.model, before=before, to=to, reason=reason)
+        action, before = ("promote", row.before) if state == "promoted" else ("rollback", row.version)
+        record(self._context, caller, f"model.{action}", row.model, before=before, to=active, reason=reason)
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
-    def _running(self, model: str) -> CanaryRow:
-        row = canaries.find_running(self._db, model)
-        if row is None:
-            raise Conflict(
-                f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
-            )
+    def _running(self, name: str) -> CanaryRow:
+        if (row := canaries.find_running(self._db, name)) is None:
+            text = f"{shown(name)} has no canary; `appliance model canary` begins one."
+            raise Conflict(text, param="model", code="no_canary")
         return row
+
+
+class Decision(NamedTuple):
+    verdict: Literal["wait", "promote", "roll back"]
+    reason: str
 
 
 def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> Decision:
     """new, old: counts of the canary and of the version before it. The first rule that finds something decides."""
     sides = ((row.version, new), (row.before, old))
     counts = ", ".join(f"{name} failed {load.errors} of {load.requests} requests" for name, load in sides)
-    if _chance_of_errors(new, old) < ERROR_CHANCE:
+    if chance_of_errors(new, old) < ERROR_CHANCE:
         return Decision("roll back", counts)
     for name, load in sides:
         if load.requests < row.min_requests:
@@ -263,8 +238,8 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
         ("duration", p95_s(new.duration), p95_s(old.duration)),
     ):
         if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
-            whose = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
-            return Decision("roll back", f"the 95th percentile of the {what} is {whose}")
+            both = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
+            return Decision("roll back", f"the 95th percentile of the {what} is {both}")
     return Decision("promote", f"{row.version} is as good as {row.before}: {counts}")
 
 
@@ -278,11 +253,17 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
     return None
 
 
-def _chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
-    """By Fisher's exact test."""
+def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
+    """The chance of at least as many errors of `new`, if all errors fell on requests at random: Fisher's exact test."""
+    errors = new.errors + old.errors
     if not new.errors or not old.requests:
         return 1.0
-    from scipy.stats import fisher_exact  # takes a second, of boxes with a failing canary alone
 
-    table = [[load.errors, load.requests - load.errors] for load in (new, old)]
-    return float(fisher_exact(table, alternative="greater").pvalue)
+    def log_ways(total: int, chosen: int) -> float:
+        return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
+
+    log_all = log_ways(new.requests + old.requests, errors)
+    counts = range(max(new.errors, errors - old.requests), min(errors, new.requests) + 1)
+    return sum(
+        math.exp(log_ways(new.requests, count) + log_ways(old.requests, errors - count) - log_all) for count in counts
+    )

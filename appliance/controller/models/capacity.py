@@ -7,13 +7,13 @@ show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from serve.core.sizing import EngineMemory, EngineSize
+from serve.core.sizing import EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
@@ -31,8 +31,7 @@ class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown. reserve_bytes: of it, what is kept available for other
-    processes. asleep_per_device: sleeping engines that may keep
+    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
     memory of one."""
 
     devices: int
@@ -42,7 +41,6 @@ class BoxFacts:
     store_room_bytes: int
     node_devices: int = 0
     host_memory_bytes: int | None = None
-    reserve_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
 
     @property
@@ -89,7 +87,7 @@ class Verdict:
     numbers: dict[str, Any]
     waits: str = ""
     warnings: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = field(default=())
+    sizes: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
@@ -111,91 +109,68 @@ def job(
     fields = {**fields, "device_kind": box.device_kind}
     memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
-    problems = [] if fitting else [_too_large(memory, box)]
-    stored = _Stored(estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields), box)
-    problems += _over_budget("The result takes", stored.version, box)
     shown = fitting[-1] if fitting else sizes[-1]
-    ranks_bytes = box.ranks_bytes(memory[shown], shown)
+    version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
+    budget = box.store_budget_bytes
+    snapshot_on_disk = budget is not None and version + snapshot > budget >= version
+    needed = version if snapshot_on_disk else version + snapshot
     offloaded = shown * memory[shown].host_bytes
-    beyond_host = _offload_problems(offloaded, stored.needed, box)
+    problems = [] if fitting else [_too_large(memory, box)]
+    problems += _over_budget("The result takes", version, box)
+    beyond_host = _offload_problem(offloaded, needed, box)
     problems += beyond_host
-    waits = "" if problems else stored.waits()
+    instead = _milder(shape, fields, sizes, box, method) if not fitting or beyond_host else []
+    if not fitting and not instead:
+        problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
+    waits, warnings = "", []
+    if not problems and needed > box.store_room_bytes:
+        waits = (
+            f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
+            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
+            "jobs have freed some."
+        )
+    if snapshot_on_disk:
+        warnings.append(
+            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
+            f"{gb(budget or 0)}: snapshots go to disk, and moving the job between devices takes longer."
+        )
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
         "devices": shown,
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
-        "host_memory": {
-            "ranks_bytes": ranks_bytes,
-            "job_bytes": ranks_bytes + stored.needed,
-            "reserve_bytes": box.reserve_bytes,
+        "host_memory": {"job_bytes": box.ranks_bytes(memory[shown], shown) + needed},
+        "host": {
+            "version_bytes": version,
+            "snapshot_bytes": snapshot,
+            "needed_bytes": needed,
+            "room_bytes": box.store_room_bytes,
+            "budget_bytes": budget,
         },
-        "host": stored.numbers(),
     }
-    instead = tuple(_Milder(shape, fields, sizes, box, method).jobs()) if not fitting or beyond_host else ()
-    if not fitting and not instead:
-        problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
-    return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(stored.warnings()), fitting)
+    return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
 
 
 def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
     """memory: of a rank, by the number of ranks."""
     best = min(memory, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
+    rank = memory[best]
+    parts = ", ".join(
+        f"{part} {gb(getattr(rank, f'{part}_bytes'))}"
+        for part in ("weights", "gradients", "optimizer", "buffers", "activations")
+    )
+    if rank.offloaded_bytes:
+        parts += f", less {gb(rank.offloaded_bytes)} in host memory"
+        if box.on_host:
+            parts += f", which is the same memory here and takes {gb(rank.host_bytes)}"
     return (
-        f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
-        f"there are {gb(box.room_per_rank(best))}."
+        f"Training needs {gb(box.takes(rank))} on each of {_devices(best)} ({parts}); there are "
+        f"{gb(box.room_per_rank(best))}."
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Bytes of a job's result and of a snapshot of it."""
-
-    version: int
-    snapshot: int
-    box: BoxFacts
-
-    @property
-    def needed(self) -> int:
-        """What the job needs of shared memory."""
-        return self.version if self._snapshot_on_disk else self.version + self.snapshot
-
-    @property
-    def _snapshot_on_disk(self) -> bool:
-        budget = self.box.store_budget_bytes
-        return budget is not None and self.version + self.snapshot > budget >= self.version
-
-    def warnings(self) -> list[str]:
-        if not self._snapshot_on_disk:
-            return []
-        return [
-            f"A snapshot takes {gb(self.snapshot)} of shared memory and does not fit next to the result in the store's "
-            f"{gb(self.box.store_budget_bytes or 0)}: snapshots go to disk, and moving the job between devices takes "
-            "longer."
-        ]
-
-    def waits(self) -> str:
-        """Why the job cannot begin yet, "" if it can."""
-        if self.needed <= self.box.store_room_bytes:
-            return ""
-        return (
-            f"Shared memory is full: the result ({gb(self.version)}) and a snapshot ({gb(self.needed - self.version)}) "
-            f"need {gb(self.needed)}, {gb(max(0, self.box.store_room_bytes))} can be allocated now. It starts when "
-            "models or other jobs have freed some."
-        )
-
-    def numbers(self) -> dict[str, int | None]:
-        return {
-            "version_bytes": self.version,
-            "snapshot_bytes": self.snapshot,
-            "needed_bytes": self.needed,
-            "room_bytes": self.box.store_room_bytes,
-            "budget_bytes": self.box.store_budget_bytes,
-        }
-
-
-def _offload_problems(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[str]:
+def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[str]:
     """host_bytes: that all ranks of a job offload to, besides the job's `stored_bytes` in the store, which is also host
     memory. On logical CPU devices, device memory is host memory and counts there."""
     host = box.host_memory_bytes
@@ -207,6 +182,46 @@ def _offload_problems(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list
     ]
 
 
+def _milder(
+    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
+) -> list[str]:
+    """The mildest changes that make a job fit: of its memory, LoRA in place of full training, or else shorter rows."""
+    cut = fields.get("tensor_parallel", 1) > 1  # ZeRO-3 and offloading are not for it
+    saving = {"activation_checkpointing": True} if cut else {"activation_checkpointing": True, "zero_stage": 3}
+    memory: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"zero_stage": 2}]
+    if not cut:
+        memory += [{"zero_stage": 3}, saving]
+    if fields["offload"] == "parameters":
+        memory.append({"offload": "optimizer"})
+    if fields["offload"] != "none":
+        memory.append({"offload": "none"})
+    elif not cut and not box.on_host:
+        memory.append({**saving, "offload": "optimizer"})
+    lora = {"full": False, "activation_checkpointing": True}
+    adapters = [lora, {**lora, "zero_stage": 3}] if fields["full"] and not cut else []
+    tokens, shorter = fields["max_length"] // 2, []
+    while tokens >= _LEAST_TOKENS:
+        shorter.append({**saving, "max_length": tokens})
+        tokens //= 2
+
+    def fits(change: Mapping[str, Any]) -> str:
+        changed = {**fields, **change}
+        if changed == fields or changed["zero_stage"] < fields["zero_stage"]:
+            return ""
+        stored = estimate.version_bytes(shape, changed)
+        for size in reversed(sizes):
+            needs = method.rank_memory(shape, changed, size)
+            if box.holds(needs, size) and not _offload_problem(size * needs.host_bytes, stored, box):
+                what = [f"{name} {str(value).lower()}" for name, value in change.items() if name != "full"]
+                if "full" in change:
+                    what.insert(0, f"LoRA (full false, lora_rank {fields['lora_rank']})")
+                return f"{' with '.join(what)} on {_devices(size)}: {gb(box.takes(needs))} each"
+        return ""
+
+    found = [*islice(filter(None, map(fits, memory)), 2), *islice(filter(None, map(fits, adapters)), 1)]
+    return found or list(islice(filter(None, map(fits, shorter)), 1))
+
+
 def serve(
     sizes: Callable[[int], EngineSize], weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Verdict:
@@ -214,19 +229,22 @@ def serve(
 
     sizes: an engine over this many devices, as it would be started.
     """
-    used = replicas * tensor_parallel
-    size = sizes(tensor_parallel)
-    room = box.room_per_worker(size, used)
-    memory, needed = size.memory, size.memory.device_bytes
+    used, size = replicas * tensor_parallel, sizes(tensor_parallel)
+    room, needed = box.room_per_worker(size, used), size.memory.device_bytes
     problems, instead = _devices_short(replicas, tensor_parallel, box)
     warnings = []
-    if needed > room or size.problem:
-        problems.append(
-            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({_engine_parts(memory)}); "
-            f"there are {gb(room)}."
-            if needed > room
-            else f"An engine cannot be started: {size.problem}."
+    if needed > room:
+        parts = ", ".join(
+            f"{'KV cache' if name == 'kv_cache' else name} {gb(taken)}"
+            for name in ("weights", "kv_cache", "adapters", "activations", "engine")
+            if (taken := getattr(size.memory, f"{name}_bytes"))
         )
+        problems.append(
+            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({parts}); there are {gb(room)}."
+        )
+    elif size.problem:
+        problems.append(f"An engine cannot be started: {size.problem}.")
+    if needed > room or size.problem:
         instead += _other_serving(sizes, replicas, tensor_parallel, box)
     if size.shortened and not size.problem:
         warnings.append(f"The context is {size.max_model_len:,} tokens: {size.shortened}.")
@@ -240,7 +258,7 @@ def serve(
     numbers = {
         "devices": used,
         "device": {
-            **asdict(memory),
+            **asdict(size.memory),
             "device_bytes": needed,
             "room_bytes": room,
             "kv_cache_tokens": size.kv_tokens,
@@ -248,7 +266,6 @@ def serve(
         },
         "host": {
             "version_bytes": weight_bytes,
-            "staged_bytes": 2 * weight_bytes,
             "room_bytes": box.store_room_bytes,
             "budget_bytes": budget,
         },
@@ -277,82 +294,6 @@ def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[
     return [short], [f"{_replicas(fitting)} over {_devices(tensor_parallel)} each"] if fitting else []
 
 
-def _engine_parts(memory: EngineMemory) -> str:
-    parts = {
-        "weights": memory.weights_bytes,
-        "KV cache": memory.kv_cache_bytes,
-        "adapters": memory.adapters_bytes,
-        "activations": memory.activations_bytes,
-        "the engine itself": memory.engine_bytes,
-    }
-    return ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Milder:
-    """Changes that make a job fit."""
-
-    shape: ModelShape
-    fields: Mapping[str, Any]
-    sizes: Sequence[int]
-    box: BoxFacts
-    method: Method
-
-    def jobs(self) -> Iterator[str]:
-        """The two mildest, and LoRA instead of full training; shorter rows where none does."""
-        fields = self.fields
-        thrifty = {"activation_checkpointing": True, "zero_stage": 3}
-        cut = fields.get("tensor_parallel", 1) > 1
-        changes: list[tuple[str, dict[str, Any]]] = []
-        if not fields["activation_checkpointing"]:
-            changes.append(("activation_checkpointing true", {"activation_checkpointing": True}))
-        stages = (2,) if cut else (2, 3)
-        changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
-        if not cut:
-            changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
-        if fields["offload"] == "parameters":
-            changes.append(("offload optimizer", {"offload": "optimizer"}))
-        if fields["offload"] != "none":
-            changes.append(("offload none", {"offload": "none"}))
-        if not cut and fields["offload"] == "none" and not self.box.on_host:
-            name = "zero_stage 3 with activation_checkpointing true and offload optimizer"
-            changes.append((name, thrifty | {"offload": "optimizer"}))
-        mild = (text for name, change in changes if (text := self._fitting(change, name)))
-        found = list(islice(mild, 2))
-        if not cut:
-            found += islice(self._adapters(), 1)
-        yield from found or islice(self._shorter({} if cut else thrifty), 1)
-
-    def _adapters(self) -> Iterator[str]:
-        """LoRA instead of full training, with the base whole on every device before it is shared out."""
-        if not self.fields["full"]:
-            return
-        name = f"LoRA (full false, lora_rank {self.fields['lora_rank']})"
-        adapters = {"full": False, "activation_checkpointing": True}
-        for more, change in (("", {}), (" with zero_stage 3", {"zero_stage": 3})):
-            if text := self._fitting(adapters | change, name + more):
-                yield text
-
-    def _shorter(self, thrifty: Mapping[str, Any]) -> Iterator[str]:
-        """Rows of half the tokens, a quarter, and so on, with all else that saves memory."""
-        tokens = self.fields["max_length"] // 2
-        stage = {**self.fields, **thrifty}["zero_stage"]
-        while tokens >= _LEAST_TOKENS:
-            name = f"max_length {tokens} with zero_stage {stage} and activation_checkpointing true"
-            if text := self._fitting({**thrifty, "max_length": tokens}, name):
-                yield text
-            tokens //= 2
-
-    def _fitting(self, change: Mapping[str, Any], name: str) -> str:
-        fields = {**self.fields, **change}
-        stored = estimate.version_bytes(self.shape, fields)
-        for size in reversed(self.sizes):
-            needs = self.method.rank_memory(self.shape, fields, size)
-            if self.box.holds(needs, size) and not _offload_problems(size * needs.host_bytes, stored, self.box):
-                return f"{name} on {_devices(size)}: {gb(self.box.takes(needs))} each"
-        return ""
-
-
 def _other_serving(
     sizes: Callable[[int], EngineSize], replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Iterator[str]:
@@ -370,17 +311,6 @@ def _other_serving(
         if tensor_parallel < wider <= box.devices and fits(min(replicas, box.devices // wider), wider):
             yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
             break
-
-
-def _parts(memory: estimate.RankMemory, box: BoxFacts) -> str:
-    less = f", less {gb(memory.offloaded_bytes)} in host memory" if memory.offloaded_bytes else ""
-    if less and box.on_host:
-        less += f", which is the same memory here and takes {gb(memory.host_bytes)}"
-    return (
-        f"weights {gb(memory.weights_bytes)}, gradients {gb(memory.gradients_bytes)}, optimizer "
-        f"{gb(memory.optimizer_bytes)}, buffers {gb(memory.buffers_bytes)}, activations {gb(memory.activations_bytes)}"
-        f"{less}"
-    )
 
 
 def _devices(count: int) -> str:

@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from appliance.controller.access.naming import made_by_jobs
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.interfaces.records import AdapterBase, AdapterFound, ModelStats
-from appliance.controller.models.removal import paths_of
+from appliance.models.library import ModelVersion
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
 
 
-async def _refuse(context: ControllerContext, stats: ModelStats, message: str, code: str) -> NoReturn:
-    """Its bytes go. Raises OperationFailed."""
-    orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
-    await context.model_ops.remove(stats.name, [paths_of(orphan)])
-    raise OperationFailed(message, code=code)
-
-
-async def _refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> None:
-    """An import never becomes a version of what jobs make, whatever name its files gave it."""
-    if made_by_jobs(context.db, stats.name):
-        message = f"{shown(stats.name)} is the name of a model that jobs make; import this one with --name, by another."
-        await _refuse(context, stats, message, "model_exists")
-
-
-def adapter_base(context: ControllerContext, found: AdapterFound, base: str | None) -> AdapterBase:
-    """The version that an adapter is to be served on: of the model `base`, else of the one that the adapter names,
-    by its name here, its source, or the last part of a hub id or path. Raises BadRequest, Conflict."""
+def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
+    """The version that the adapter `name` is to be served on, as arguments of `ModelLibrary.import_adapter`: of the
+    model `base`, else of the one that the adapter names, by its name here, its source, or the last part of a hub id or
+    path. Raises BadRequest, Conflict."""
     db = context.db
-    row = models.find(db, base) if base is not None else _named(db, found.base)
+    row = models.find(db, base) if base is not None else _named(db, trained_on)
     if row is None:
-        wanted = shown(base) if base is not None else shown(found.base) if found.base else "a model it does not name"
+        wanted = shown(base or trained_on) if base or trained_on else "a model it does not name"
         raise BadRequest(
             f"The adapter is one of {wanted}, which is not on this box: import that model first, or name the one that "
             "it was trained on with --base NAME (`appliance model list` shows those that are here).",
             param="base",
             code="base_not_found",
         )
-    version = models.find_version(db, row.id, row.active_version) if row.active_version else None
+    version = _active(db, row)
     if version is None or version.meta.get("adapter"):
         what = "has no version that answers" if version is None else "is an adapter itself"
         raise BadRequest(
@@ -61,102 +46,95 @@ def adapter_base(context: ControllerContext, found: AdapterFound, base: str | No
             param="base",
             code="base_not_here",
         )
-    _check_same_kind(db, found.name, row.id)
-    return AdapterBase(row.id, version.version, path, context.sizes.adapter_rank_limit(row))
+    if (there := models.find(db, name)) is not None:
+        active = _active(db, there)
+        if active is None or (active.meta.get("adapter") or {}).get("base") != row.id:
+            raise Conflict(
+                f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name.",
+                param="name",
+                code="model_exists",
+            )
+    rank_limit = context.sizes.adapter_rank_limit(row)
+    return {"base": row.id, "base_version": version.version, "base_path": path, "rank_limit": rank_limit}
+
+
+def _active(db: Database, row: ModelRow) -> VersionRow | None:
+    return models.find_version(db, row.id, row.active_version) if row.active_version else None
 
 
 def _named(db: Database, named: str) -> ModelRow | None:
     if not named:
         return None
-    rows = [row for row in models.list_callable(db) if row.kind == "base"]
+    rows = models.list_callable(db)
+    bases = [row for row in rows if row.kind == "base"]
     last = named.rstrip("/").rpartition("/")[2]
     for matches in (
-        [row for row in models.list_callable(db) if row.id == named],
-        [row for row in rows if row.source == named or row.source.startswith(f"{named}@")],
-        [row for row in rows if row.id.rpartition("/")[2].lower() == last.lower()],
+        [row for row in rows if row.id == named],
+        [row for row in bases if row.source == named or row.source.startswith(f"{named}@")],
+        [row for row in bases if row.id.rpartition("/")[2].lower() == last.lower()],
     ):
         if len(matches) == 1:
             return matches[0]
     return None
 
 
-def _check_same_kind(db: Database, name: str, base: str) -> None:
-    """A new version of a model that is there: of an adapter on the same base. Raises Conflict."""
-    row = models.find(db, name)
-    if row is None:
-        return
-    active = models.find_version(db, name, row.active_version) if row.active_version else None
-    before = active.meta.get("adapter") if active is not None else None
-    if before is None or before["base"] != base:
-        raise Conflict(
-            f"The model {shown(name)} exists and is not an adapter of {base}; choose another name with --name.",
-            param="name",
-            code="model_exists",
-        )
-
-
-async def register_adapter(
-    context: ControllerContext, stats: ModelStats, base: AdapterBase, caller: Principal
+async def register(
+    context: ControllerContext, made: ModelVersion, caller: Principal, *, source: str, adapter: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Create the rows of an adapter whose bytes are in place. It is for those who may use its base, until somebody
-    changes that. Raises OperationFailed if the base was deleted meanwhile, or jobs make a model of this name."""
-    await _refuse_made_by_jobs(context, stats)
-    adapter = {"base": base.model, "base_version": base.version, "rank": stats.adapter_rank}
-    below = models.find(context.db, base.model)
-    if below is None or models.find_version(context.db, base.model, base.version) is None:
-        message = f"{base.model} {base.version} was deleted during the import"
-        await _refuse(context, stats, message, "base_not_found")
-    row = replace(_row(context, stats, below, caller), kind="fine-tuned", base=below.id)
-    audience = {*models.shared_with(context.db, below.id), below.owner} - {""}
-    return _insert(context, row, stats, {"adapter": adapter}, audience) | {"adapter of": f"{base.model} {base.version}"}
+    """Create the rows of a version whose bytes are in place: the model, the version, which becomes the active one, and
+    the deployment. An adapter is for those who may use its base, until somebody changes that.
 
+    Args:
+        source: where its files came from.
+        adapter: as `adapter_base` returns it; None for a whole model.
 
-async def register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
-    """Create the rows of a model whose bytes are in place: model or new active version, and its deployment. Raises
-    OperationFailed: jobs make a model of this name."""
-    await _refuse_made_by_jobs(context, stats)
-    row = _row(context, stats, stats, caller)
-    template = stats.info.get("chat_template")
-    return _insert(context, row, stats, {} if template is None else {"chat_template": template}, set())
-
-
-def _row(context: ControllerContext, stats: ModelStats, of: ModelStats | ModelRow, caller: Principal) -> ModelRow:
-    """of: what is computed, the model itself or the base of an adapter."""
-    return ModelRow(
-        id=stats.name,
-        kind="base",
-        bytes=stats.bytes,
+    Raises:
+        OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
+    """
+    db, info = context.db, {**made.info, "warnings": list(made.warnings)}
+    below, meta, refused = None, dict[str, Any](), ("", "")
+    if adapter is not None:
+        below = models.find(db, adapter["base"])
+        rank = made.info.get("adapter", {}).get("rank")
+        meta = {"adapter": {"base": adapter["base"], "base_version": adapter["base_version"], "rank": rank}}
+        if below is None or models.find_version(db, below.id, adapter["base_version"]) is None:
+            refused = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
+    elif info.get("chat_template") is not None:
+        meta = {"chat_template": info["chat_template"]}
+    if made_by_jobs(db, made.name):  # an import never becomes a version of what jobs make
+        text = f"{shown(made.name)} is the name of a model that jobs make; import this one with --name, by another."
+        refused = text, "model_exists"
+    now_s = time.time()
+    version = VersionRow(made.name, made.version, source, made.bytes, now_s, str(made.path), meta=meta)
+    if refused[0]:
+        await context.model_ops.remove(made.name, [version])
+        raise OperationFailed(refused[0], code=refused[1])
+    row = ModelRow(
+        id=made.name,
+        kind="base" if below is None else "fine-tuned",
+        base=None if below is None else below.id,
+        bytes=made.bytes,
         owned_by=f"org-{context.config.organization}",
-        source=stats.source,
-        created_s=time.time(),
+        source=source,
+        created_s=now_s,
         owner=caller.owner,
-        **columns(of, "arch params task max_model_len info"),
+        info=info if below is None else below.info,
+        **columns(made if below is None else below, "arch params task max_model_len"),
     )
-
-
-def _insert(
-    context: ControllerContext, row: ModelRow, stats: ModelStats, meta: dict[str, Any], audience: set[str]
-) -> dict[str, Any]:
-    db = context.db
     with db.transaction():
         if models.find(db, row.id) is None:
             models.insert(db, row)
-            for owner in sorted(audience):
+            for owner in sorted({*models.shared_with(db, below.id), below.owner} - {""}) if below is not None else ():
                 models.share(db, row.id, owner)
-        if models.find_version(db, row.id, stats.version) is None:
-            models.insert_version(
-                db,
-                VersionRow(
-                    model=row.id,
-                    created_s=row.created_s,
-                    meta=meta,
-                    **columns(stats, "version source bytes disk_path"),
-                ),
-            )
-        models.activate(db, row.id, stats.version)
+        if models.find_version(db, row.id, made.version) is None:
+            models.insert_version(db, version)
+        models.activate(db, row.id, made.version)
         if deployments.find(db, row.id) is None:
-            deployments.insert(db, DeploymentRow(model=row.id, created_s=row.created_s))
-    context.scheduler.nudge(f"model {row.id} version {stats.version} is ready")
-    made = {"name": row.id, "version": stats.version, "params": stats.params, "bytes": stats.bytes}
-    warnings = stats.info.get("warnings")
-    return {**made, "warnings": warnings} if warnings else made
+            deployments.insert(db, DeploymentRow(model=row.id, created_s=now_s))
+    context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
+    result: dict[str, Any] = {"name": row.id, "version": made.version, "params": made.params, "bytes": made.bytes}
+    if made.warnings:
+        result["warnings"] = list(made.warnings)
+    if adapter is not None:
+        result["adapter of"] = f"{adapter['base']} {adapter['base_version']}"
+    return result

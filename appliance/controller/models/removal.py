@@ -10,7 +10,6 @@ from appliance.controller.access.model_access import base_of, known_model, why_n
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.interfaces.records import VersionPaths
 from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, jobs, models
 from appliance.store.records import canaries
@@ -34,61 +33,43 @@ class Doomed:
 
 def doomed(context: ControllerContext, name: str) -> Doomed:
     """Raises NotFound."""
-    model = models.find(context.db, name)
-    if model is not None:
+    if (model := models.find(context.db, name)) is not None:
         return Doomed(name, model, None)
     found = known_model(context.db, name)
     return Doomed(name, found.model, found.version)
 
 
-def paths_of(row: VersionRow) -> VersionPaths:
-    kind = "adapter" if row.meta.get("adapter") else "version"
-    return VersionPaths(row.version, row.disk_path, row.shm_path, kind)
-
-
 async def remove(context: ControllerContext, found: Doomed, caller: Principal) -> None:
-    """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name. `found` is of this very
+    moment.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
-    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict, and NotFound for what
-    another request has deleted meanwhile.
+    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
     """
-    db, model = context.db, found.model
-    refuse_if_in_use(context, found, caller)
-    if (version := found.version) is not None:
-        if model.active_version == version.version:
-            raise Conflict(
-                f"{found.name} is the active version of {model.id}; roll back to another version first, "
-                "or delete the model.",
-                param="model",
-                code="version_in_use",
-            )
-        running = canaries.find_running(db, model.id)
-        if running is not None and running.version == version.version:
-            raise Conflict(
-                f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
-                param="model",
-                code="version_in_use",
-            )
-        models.delete_version(db, model.id, version.version)
-        await remove_bytes(context, version)
-        context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
-        return
+    db, model, version = context.db, found.model, found.version
     with db.transaction():
-        doomed(context, found.name)  # NotFound: another request has deleted it meanwhile
         refuse_if_in_use(context, found, caller)
-        versions = models.list_versions(db, model.id)
-        models.delete(db, model.id)
-    context.scheduler.nudge(f"model {model.id} was deleted")
-    await context.scheduler.withdraw(model.id)
-    await _unload(context, versions)
-    await context.model_ops.remove(model.id, [paths_of(row) for row in versions])
+        if version is None:
+            versions = models.list_versions(db, model.id)
+            models.delete(db, model.id)
+        else:
+            versions = [version]
+            models.delete_version(db, model.id, version.version)
+    context.scheduler.nudge(f"{found.name} was deleted")
+    if version is None:
+        await context.scheduler.withdraw(model.id)
+    await remove_bytes(context, *versions)
 
 
-async def remove_bytes(context: ControllerContext, version: VersionRow) -> None:
-    """Removes the bytes of a version whose row is gone."""
-    await _unload(context, [version])
-    await context.model_ops.remove(version.model, [paths_of(version)])
+async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> None:
+    """Removes the bytes of versions of one model whose rows are gone. Engines unload those that are adapters before."""
+    if names := [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]:
+        try:
+            await context.scheduler.unload_adapters(names)
+        except OperationFailed as error:  # the rows are gone: the rest of the deletion continues
+            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
+    if versions:
+        await context.model_ops.remove(versions[0].model, versions)
 
 
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
@@ -106,17 +87,24 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 def _rests_on(db: Database, row: VersionRow) -> bool:
     """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it, or what was made of
     it, or is being made or judged by it, needs it."""
-    model = models.find(db, row.model)
-    running = canaries.find_running(db, row.model)
     names = _names(db, row.model, row.version)
     return (
         bool(row.pinned)
-        or (model is not None and model.active_version == row.version)
-        or (running is not None and running.version == row.version)
+        or bool(_answers(db, row))
         or bool(jobs.list_unfinished_with(db, names, ""))
         or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
         or any(adapter.base_version == row.version for adapter in adapters.list_on(db, row.model))
     )
+
+
+def _answers(db: Database, row: VersionRow) -> str:
+    """How this version answers requests, and what ends that; "" if it does not."""
+    model, running = models.find(db, row.model), canaries.find_running(db, row.model)
+    if model is not None and model.active_version == row.version:
+        return f"the active version of {row.model}; roll back to another version first, or delete the model."
+    if running is not None and running.version == row.version:
+        return f"the canary of {row.model}; promote it or roll it back first."
+    return ""
 
 
 def _names(db: Database, model: str, version: str) -> set[str]:
@@ -127,46 +115,37 @@ def _names(db: Database, model: str, version: str) -> set[str]:
     return names
 
 
-async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
-    """Make engines unload those that are adapters, so that their bytes can be deleted."""
-    if names := [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]:
-        try:
-            await context.scheduler.unload_adapters(names)
-        except OperationFailed as error:  # the rows are gone: the rest of the deletion continues
-            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
-
-
 def refuse_if_in_use(
     context: ControllerContext, found: Doomed, caller: Principal, leaving: Collection[str] = ()
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
     db, model, one = context.db, found.model.id, found.version.version if found.version is not None else None
+    if found.version is not None and (how := _answers(db, found.version)):
+        raise Conflict(f"{found.name} is {how}", param="model", code="version_in_use")
     names = {found.name, *([model] if one is None else _names(db, model, one))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
-    judged = jobs.list_unfinished_judged_by(db, model, names, one is None)
-    for job in [*trained, *judged]:
+    for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, one is None)]:
         if job.wanted == "cancel" or job.id in leaving:
             continue
         # One whose key may not use the model any more never starts again, and its owner cannot keep it from others.
-        if job.phase == "running" or (
-            base_of(db, job) is not None
-            if job in trained
-            else not all(why_not_asked(db, job.key_id, name) for name in names)
-        ):
-            own = caller.viewer in (None, job.owner)
+        if job in trained:
+            may_start = base_of(db, job) is not None
+        else:
+            may_start = not all(why_not_asked(db, job.key_id, name) for name in names)
+        if job.phase == "running" or may_start:
             raise Conflict(
                 f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."
-                if own
+                if caller.viewer in (None, job.owner)
                 else f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
                 param="model",
                 code="model_in_use",
             )
-    for adapter in adapters.list_on(context.db, found.model.id):
+    for adapter in adapters.list_on(db, model):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
             on = f"an adapter on {adapter.base} {adapter.base_version} and cannot answer without it"
             raise Conflict(
                 f"{adapter.model} is {on}; delete the adapter first."
-                if models.is_visible(context.db, adapter.model, caller.viewer)
+                if models.is_visible(db, adapter.model, caller.viewer)
                 else f"Somebody whom it was shared with has {on}; it can be deleted once that is, by them or by an "
                 "administrator.",
                 param="model",

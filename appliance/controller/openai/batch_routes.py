@@ -17,10 +17,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
 from appliance.controller.http.resource import Resource
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
@@ -40,7 +39,7 @@ class BatchCreate(StrictBody):
     completion_window: Literal["24h"]
     endpoint: Annotated[str, StringConstraints(max_length=128)]
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -56,7 +55,6 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
                 f"{', '.join(ENDPOINTS)}.",
                 "endpoint",
             )
-        check_metadata(body.metadata)
         attempt = BATCHES.attempt(request, caller, body.model_dump())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)

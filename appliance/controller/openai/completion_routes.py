@@ -12,9 +12,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, metadata_of, part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.controller.jobs.requests import check_metadata
 from appliance.controller.responses.completions import asked_messages, completion_object, stored_messages
 from appliance.controller.responses.stored import StoredResponses, not_found
 from appliance.store.database import Part
@@ -23,7 +22,7 @@ from appliance.store.objects.responses import COMPLETION
 
 
 class CompletionUpdate(StrictBody):
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
@@ -40,7 +39,6 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
         metadata = metadata_of(request)
-        check_metadata(metadata)
         page = responses.page_completions(
             db, viewer=caller.viewer, model=model, metadata=metadata, messages=messages, **part
         )
@@ -55,7 +53,6 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
 
     @router.post("/{completion_id}", response_model=dict[str, Any])
     async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
-        check_metadata(body.metadata)
         await stored.find(completion_id, caller.viewer, COMPLETION)
         responses.set_metadata(db, completion_id, body.metadata)
         row = await stored.find(completion_id, caller.viewer, COMPLETION)

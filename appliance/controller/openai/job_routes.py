@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -21,8 +20,7 @@ from appliance.controller.http.paging import MOST, list_object, listed, metadata
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
-from appliance.controller.jobs import requests
-from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.jobs.requests import JobCreate, asked
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import check_judges, insert_job
@@ -79,34 +77,34 @@ def reading_routes(context: ControllerContext) -> APIRouter:
 
 
 def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
-    router, db, view = JOBS.router(), context.db, partial(_view, context)
+    router, db = JOBS.router(), context.db
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
-        if (row := attempt.earlier()) is not None:
-            return view(row, caller)
-        await check_judges(context, hosts, body, caller)
+        if (row := attempt.earlier()) is None:
+            training = asked(body)
+            await check_judges(hosts, training, caller)
 
-        def make() -> JobRow:
-            row = insert_job(context, body, caller)
-            context.tasks.start(VALIDATIONS, row.id, row.key_id)
-            return row
+            def make() -> JobRow:
+                row = insert_job(context, body, training, caller)
+                context.tasks.start(VALIDATIONS, row.id, row.key_id)
+                return row
 
-        row, _ = attempt.once(make)
-        return view(row, caller)
+            row, _ = attempt.once(make)
+        return _view(context, row, caller)
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "cancel", caller), caller)
+        return _view(context, ask(context, job_id, "cancel", caller), caller)
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "pause", caller), caller)
+        return _view(context, ask(context, job_id, "pause", caller), caller)
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
-        return view(ask(context, job_id, "run", caller), caller)
+        return _view(context, ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
@@ -145,7 +143,6 @@ def _metadata_filter(request: Request) -> dict[str, Any]:
         raise InvalidValue(f"metadata={shown(whole)}: expected metadata[key]=value, or metadata=null.", "metadata")
     if pairs and whole:
         raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
-    requests.check_metadata(pairs)
     return {"metadata": pairs, "null_metadata": whole is not None}
 
 

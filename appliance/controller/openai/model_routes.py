@@ -18,20 +18,13 @@ from appliance.controller.http.routers import make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.principal import (
-    ADMIN,
-    FINE_TUNING,
-    INFERENCE,
-    READ,
-    Caller,
-    Principal,
-)
-from appliance.controller.jobs.pauses import pause_jobs_without_model
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
+from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
-from appliance.store.rows import ModelRow
+from appliance.store.rows import ModelRow, columns
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -71,9 +64,19 @@ def routes(context: ControllerContext) -> APIRouter:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs. An operator, who sees all keys, is told under
         "without_key" which of the owners have none."""
-        model = _share(context, name, body, caller)
-        told = {"without_key": keys.without_key(db, body.owners)} if caller.is_admin else {}
-        return {"id": model.id, "object": "model", **_audience(db, model), **told}
+        model = _shareable(db, name, body, caller)
+        change = models.unshare if body.stop else models.share
+        with db.transaction():
+            for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
+                change(db, model.id, owner)
+            paused = pause_jobs_without_model(db) if body.stop else []
+            action, told = "model.unshare" if body.stop else "model.share", {"jobs": paused} if paused else {}
+            record(context, caller, action, model.id, **columns(body, "owners everybody"), **told)
+        context.routing.models_changed()
+        if paused:
+            context.scheduler.nudge(f"the sharing of {model.id} ended")
+        without = {"without_key": keys.without_key(db, body.owners)} if caller.is_admin else {}
+        return {"id": model.id, "object": "model", **_audience(db, model), **without}
 
     return router
 
@@ -86,33 +89,15 @@ class Share(StrictBody):
     stop: bool = False
 
 
-def _share(context: ControllerContext, name: str, body: Share, caller: Principal) -> ModelRow:
+def _shareable(db: Database, name: str, body: Share, caller: Principal) -> ModelRow:
     """Raises ApiError."""
-    db = context.db
-    found = usable_model(context.db, caller, name)
+    found = usable_model(db, caller, name)
     model = found.model
     if found.checkpoint or found.pinned:
         raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
     _refuse_unless_own(model, caller, "share")
     if not body.owners and not body.everybody:
         raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-    change = models.unshare if body.stop else models.share
-    with db.transaction():
-        for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
-            change(db, model.id, owner)
-        paused = pause_jobs_without_model(context) if body.stop else []
-        record(
-            context,
-            caller,
-            "model.unshare" if body.stop else "model.share",
-            model.id,
-            owners=body.owners,
-            everybody=body.everybody,
-            **({"jobs": paused} if paused else {}),
-        )
-    context.routing.models_changed()
-    if paused:
-        context.scheduler.nudge(f"the sharing of {model.id} ended")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Makes fine-tuning jobs: of what a request says, checked as far as it can be before the data is converted."""
+"""Makes fine-tuning jobs of requests, checked as far as possible before the data is converted."""
 
 from __future__ import annotations
 
@@ -7,17 +7,36 @@ import time
 from typing import Any
 
 from appliance.controller.access.model_access import usable_model
+from appliance.controller.access.naming import (
+    STABLE_NAME_RULE,
+    SUFFIX_RULE,
+    Resolved,
+    fine_tuned_name,
+    is_stable_name,
+    is_suffix,
+    resolve,
+    root_base,
+)
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import (
+    ApiError,
+    BadRequest,
+    Conflict,
+    Forbidden,
+    InvalidValue,
+    NotFound,
+    shown,
+)
 from appliance.controller.interfaces.principal import INFERENCE, Principal
-from appliance.controller.jobs import claims, devices, requests, settings, stable_names
+from appliance.controller.jobs import requests, settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Gate, JobCreate
+from appliance.controller.jobs.requests import Asked, Gate, JobCreate
+from appliance.controller.jobs.wanted import max_priority
 from appliance.controller.models import node_sizes
 from appliance.store.ids import new_id
-from appliance.store.objects import evals, files, job_records, jobs
+from appliance.store.objects import evals, files, job_records, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
@@ -26,91 +45,48 @@ from train.graders.hosts import GraderHosts
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
-
-def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
-    """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
-    ApiError."""
-    db = context.db
-    context.quotas.check(caller, begins=True, makes_model=True)
-    claims.check(db, body, caller)
-    row, resolved = _new_job(context, body, caller)
-    judge = _judge(context, body, resolved, caller)
-    _check_forms(context, body, caller)
-    jobs.insert(db, row)
-    if judge is not None:
-        job_records.insert_judge(db, JobJudgeRow(row.id, judge))
-    add_message(db, row.id, f"Created fine-tuning job: {row.id}")
-    if body.integrations:
-        add_message(db, row.id, _of_wandb(context.wandb_mode), level="info" if context.wandb_mode else "warn")
-    return row
+# What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
+# run here unchanged.
+_WANDB = {
+    "online": "W&B gets a run of this job when it starts; its address follows here.",
+    "offline": "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here.",
+    None: "The wandb integration is recorded but not contacted: this box has none ([tracking] wandb_mode) and sends "
+    "nothing out by itself. Metrics are in this job's events and in TensorBoard files.",
+}
 
 
-async def check_judges(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Reads the code of its grader's python graders; `insert_job` checks all else. Raises ApiError."""
-    requests.check(body)
+async def check_judges(hosts: GraderHosts, asked: Asked, caller: Principal) -> None:
+    """Reads the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
     try:
-        grader = parse(requests.beside_hyperparameters(body).get("grader"))
+        grader = parse(asked.beside.get("grader"))
     except InvalidGrader:
         return
-    await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
-    await _check_form(hosts, body, caller)
+    await check_code(hosts, grader, caller, asked.path("grader"))
+    await check_form(hosts, asked.beside.get("response_format"), caller, asked.path("response_format"))
 
 
-async def _check_form(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    given = requests.beside_hyperparameters(body).get("response_format")
-    await check_form(hosts, given, caller, f"method.{requests.method(body).name}.response_format")
-
-
-def _of_wandb(mode: str | None) -> str:
-    """What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are
-    to run here unchanged."""
-    if mode == "online":
-        return "W&B gets a run of this job when it starts; its address follows here."
-    if mode == "offline":
-        return "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here."
-    return (
-        "The wandb integration is recorded but not contacted: this box has none ([tracking] wandb_mode) and sends "
-        "nothing out by itself. Metrics are in this job's events and in TensorBoard files."
-    )
-
-
-def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> tuple[JobRow, dict[str, Any]]:
-    """With its settings as far as they are known. Raises BadRequest and NotFound for all errors detectable before the
-    data is converted."""
-    requests.check(body)
-    base = usable_model(context.db, caller, body.model)
-    if base.model.task != "generate":
-        raise BadRequest(
-            f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
-            param="model",
-            code="model_not_supported",
-        )
-    if base.model.info.get("quantized"):
-        raise BadRequest(
-            f"The weights of {shown(body.model)} are quantised: they can be served, not trained. Import the model as "
-            "its publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised.",
-            param="model",
-            code="model_not_supported",
-        )
-    training = _data_file(context, body.training_file, "training_file", caller)
+def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller: Principal) -> JobRow:
+    """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
+    ApiError."""
+    db, method = context.db, asked.method
+    context.quotas.check(caller, begins=True, makes_model=True)
+    _check_claims(context, body, caller)
+    base = _base(context, body.model, caller)
+    data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
-        _data_file(context, body.validation_file, "validation_file", caller)
-    given, where = requests.hyperparameters(body)
-    method = requests.method(body)
-    nodes = node_sizes.known(context)
-    devices.check_room(body.min_devices, body.allowed_sizes, nodes)
-    asked_sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    wish = devices.Wish(body.min_devices, body.max_devices, asked_sizes)
+        data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
+    sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
+    wish, nodes = settings.Wish(body.min_devices, body.max_devices, sizes), node_sizes.known(context)
+    wish.check(nodes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)
+        seen = _seen(data["training_file"])
+        resolved = settings.choose(context, base, method, asked.hyperparameters, seen, wish).resolved
         if body.validation_file is None:
-            settings.refuse_without_validation(chosen.resolved)
+            settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
-        raise requests.refused(error, where) from error
-    devices.check_sizes(wish, chosen.resolved, nodes)
-    makes_adapter = not chosen.resolved["full"] and chosen.resolved["lora_publish"] == "adapter"
-    output_model = stable_names.output_of(context, body, base, caller, makes_adapter=makes_adapter)
+        raise requests.refused(error, asked.where) from error
+    wish.check_divided(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
@@ -119,19 +95,120 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         **columns(body, "priority min_devices max_devices deadline_s"),
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
-        hyperparameters=given,
-        asked_sizes=asked_sizes,
+        hyperparameters=asked.hyperparameters,
+        asked_sizes=sizes,
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,
-        output_model=output_model,
+        output_model=_output_model(context, body, base, resolved, caller),
         stable_name=int(body.publish_as is not None),
         activate=int(body.activate),
         gate=None if body.gate is None else _gate(context, body.gate, caller),
         created_s=time.time(),
         reason="the training file is being validated",
     )
-    return row, chosen.resolved
+    judge = _judge(context, asked, base, resolved, caller) if method.judged_by else None
+    for param, file in data.items():
+        # By what its upload has found. The validation reports bad lines, each by its number.
+        found = file.report or {}
+        if found.get("n_errors") == 0 and (why := method.refuses(found["shape"])) is not None:
+            message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
+            raise BadRequest(message, param=param, code=f"invalid_{param}")
+    jobs.insert(db, row)
+    if judge is not None:
+        job_records.insert_judge(db, JobJudgeRow(row.id, judge))
+    add_message(db, row.id, f"Created fine-tuning job: {row.id}")
+    if body.integrations:
+        add_message(db, row.id, _WANDB[context.wandb_mode], level="info" if context.wandb_mode else "warn")
+    return row
+
+
+def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
+    """What a job may claim over others follows from the `max_priority` of its key; admins have no limit. A key whose
+    jobs may have a priority above 0 may also make jobs that are not preemptible, or have a deadline. Raises
+    ApiError."""
+    most = max_priority(context.db, caller)
+    if caller.is_admin:
+        return
+    if body.priority > most:
+        refused, param = f"priority is {body.priority}; jobs of this API key have at most {most}.", "priority"
+    elif most <= 0 and (not body.preemptible or body.deadline_s is not None):
+        param = "deadline_s" if body.preemptible else "preemptible"
+        refused = f"Only jobs of keys with a priority above 0 may set {param!r}."
+    else:
+        return
+    remedy = "An operator can raise that (`appliance key limit NAME --max-priority N`)."
+    raise ApiError(403, f"{refused} {remedy}", param=param, code="insufficient_permissions")
+
+
+def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
+    """The model to begin from. Raises BadRequest, NotFound."""
+    base = usable_model(context.db, caller, name)
+    why = ""
+    if base.model.task != "generate":
+        why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
+    elif base.model.info.get("quantized"):
+        why = (
+            f"The weights of {shown(name)} are quantised: they can be served, not trained. Import the model as its "
+            "publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised."
+        )
+    if why:
+        raise BadRequest(why, param="model", code="model_not_supported")
+    return base
+
+
+def _output_model(
+    context: ControllerContext, body: JobCreate, base: Resolved, resolved: dict[str, Any], caller: Principal
+) -> str:
+    """The name of the model that the job makes: a new one, or the model that it was asked to make a version of. Raises
+    BadRequest and Conflict."""
+    db, name, suffix = context.db, body.publish_as, body.suffix
+    if suffix is not None and not is_suffix(suffix):
+        raise InvalidValue(f"Invalid value for 'suffix': {shown(suffix)} was given, expected {SUFFIX_RULE}.", "suffix")
+    if name is None:
+        if not body.activate or body.gate is not None:
+            param = "gate" if body.gate is not None else "activate"
+            raise InvalidValue(
+                f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
+            )
+        return fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+    if suffix is not None:
+        raise InvalidValue(
+            "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
+            "suffix",
+        )
+    others, existing = jobs.unfinished_making(db, name), models.find(db, name)
+    if existing is None and not is_stable_name(name):
+        raise InvalidValue(
+            f"Invalid value for 'publish_as': {shown(name)} was given, expected the name of a fine-tuned model of "
+            f"yours, or a new one: {STABLE_NAME_RULE}.",
+            "publish_as",
+        )
+    owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
+    is_import = existing is not None and existing.job_id is None
+    if is_import or owners - {caller.owner} or job_records.find_checkpoint(db, name) is not None:
+        raise _refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
+    # Engines are set up for a model, so its versions may differ only in their numbers.
+    root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
+    roots = {root_base(db, found.model) if found is not None else model for model, found in bases}
+    if wrong := sorted((roots | ({root_base(db, existing)} if existing is not None else set())) - {root}):
+        raise _refused(name, f"is made of {', '.join(wrong)}, and this job trains {root}.")
+    active = resolve(db, name)
+    makes_adapter = not resolved["full"] and resolved["lora_publish"] == "adapter"
+    if active is not None and bool(active.version.meta.get("adapter")) is not makes_adapter:
+        has, makes, publish = (
+            ("whole weights", "an adapter", "merged") if makes_adapter else ("an adapter", "whole weights", "adapter")
+        )
+        raise _refused(
+            name,
+            f"is served as {has}, and this job would make {makes}: set the hyperparameter lora_publish to {publish}, "
+            "or choose another name. (What is trained on an adapter is merged; train on its base.)",
+        )
+    return name
+
+
+def _refused(name: str, why: str) -> Conflict:
+    return Conflict(f"The model {shown(name)} {why}", param="publish_as", code="model_exists")
 
 
 def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[str, Any]:
@@ -152,49 +229,27 @@ def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[st
     return {**given.model_dump(), **open_gate}
 
 
-_MISSING = {
-    "grader": "which gives an answer its reward",
-    "teacher": "the model of the box that says how likely it finds an answer",
-}
-
-
 def _judge(
-    context: ControllerContext, body: JobCreate, resolved: dict[str, Any], caller: Principal
-) -> dict[str, Any] | None:
-    """Who judges the answers, for a method that learns from the model's own. Raises ApiError."""
-    method = requests.method(body)
-    if not method.judged_by:
-        return None
-    given, param = _who_judges(body)
-    options, where = requests.beside_hyperparameters(body), f"method.{method.name}"
-    if method.judged_by == "grader":
-        grader = grader_of(context, given, caller, param).as_given()
-        if resolved["options"]["rollouts"] == "engine" and not caller.may(INFERENCE):  # its key asks the engine
-            raise Forbidden(INFERENCE)
-        form = form_of(options.get("response_format"), f"{where}.response_format")
-        if form and resolved["options"]["rollouts"] == "engine":
-            raise BadRequest(
-                f"'{where}.response_format' needs 'rollouts' to be 'ranks' or 'auto': what is learnt of a token "
-                "depends on which others the form left, which an engine does not say.",
-                param=f"{where}.response_format",
-                code="unsupported_value",
-            )
-        return {"grader": grader, **({"response_format": form} if form else {})}
-    student = usable_model(context.db, caller, body.model)
-    return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
-
-
-def _who_judges(body: JobCreate) -> tuple[Any, str]:
-    """What the request says of it, and where. Raises BadRequest: it says nothing."""
-    method, options = requests.method(body), requests.beside_hyperparameters(body)
-    param = f"method.{method.name}.{method.judged_by}"
-    if method.judged_by not in options:
+    context: ControllerContext, asked: Asked, student: Resolved, resolved: dict[str, Any], caller: Principal
+) -> dict[str, Any]:
+    """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
+    kind, on_engine = asked.method.judged_by, resolved["options"]["rollouts"] == "engine"
+    given, param = asked.beside[kind], asked.path(kind)
+    if kind == "teacher":
+        return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
+    grader = grader_of(context, given, caller, param).as_given()
+    if on_engine and not caller.may(INFERENCE):  # its key asks the engine
+        raise Forbidden(INFERENCE)
+    form_at = asked.path("response_format")
+    form = form_of(asked.beside.get("response_format"), form_at)
+    if form and on_engine:
         raise BadRequest(
-            f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
-            param=param,
-            code="missing_required_parameter",
+            f"'{form_at}' needs 'rollouts' to be 'ranks' or 'auto': what is learnt of a token depends on which others "
+            "the form left, which an engine does not say.",
+            param=form_at,
+            code="unsupported_value",
         )
-    return options[method.judged_by], param
+    return {"grader": grader, **({"response_format": form} if form else {})}
 
 
 def _seen(file: FileRow) -> auto.DatasetStats:
@@ -204,35 +259,13 @@ def _seen(file: FileRow) -> auto.DatasetStats:
     return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
 
 
-def _check_forms(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """Refuse files whose check at the upload has found a form that the method does not take. The validation tells of
-    bad lines, each by its number. Raises BadRequest."""
-    method = requests.method(body)
-    for param, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
-        if file_id is None:
-            continue
-        row = _data_file(context, file_id, param, caller)
-        report = row.report or {}
-        if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
-            raise BadRequest(
-                f"invalid {param}: {shown(file_id)} ({shown(row.filename)}) {why}.",
-                param=param,
-                code=f"invalid_{param}",
-            )
-
-
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
-    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
+    """Raises BadRequest."""
+    row = files.find(context.db, file_id, viewer=caller.viewer)
     if row is None:
-        raise BadRequest(
-            f"invalid {param}: {shown(file_id)} is not a file on this box; upload it and pass its id.",
-            param=param,
-            code="file_not_found",
-        )
-    if row.purpose != "fine-tune":
-        raise BadRequest(
-            f"invalid {param}: {shown(file_id)} was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.",
-            param=param,
-            code="invalid_file_purpose",
-        )
-    return row
+        why, code = "is not a file on this box; upload it and pass its id.", "file_not_found"
+    elif row.purpose != "fine-tune":
+        why, code = f"was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.", "invalid_file_purpose"
+    else:
+        return row
+    raise BadRequest(f"invalid {param}: {shown(file_id)} {why}", param=param, code=code)

@@ -1,4 +1,4 @@
-"""Builds the spec for a job's ranks and handles what they report."""
+"""Builds the spec for a job's ranks, handles what they report, and deletes what nobody reads any more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import logging
 import shutil
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from appliance.controller.grading.questions import Answering
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
-from appliance.controller.scheduling.policies import Policies, Unload
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
@@ -30,12 +31,14 @@ from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import policy_of
+from weights.format.names import policy_of, step_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.directory import verify
 
 log = logging.getLogger(__name__)
 
+Unload = Callable[[list[str]], Awaitable[None]]
+"""`Scheduler.unload_adapters`."""
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
@@ -101,23 +104,23 @@ class JobRuns:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
         where the files of the base may not be opened."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
-            try:
-                whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
-            except LookupError:
-                whole = False
-            if not whole:
-                try:
-                    await asyncio.to_thread(self._tiers.bring_in, name_of(row))
-                except WeightsError as error:
-                    raise LookupError(str(error)) from error
-            try:
-                await asyncio.to_thread(may_open, self._bytes_of(row), row.model)
-            except WeightsError as error:
-                raise LookupError(str(error)) from error
+            await asyncio.to_thread(self._prepare, row)
 
-    def _is_whole(self, path: Path) -> bool:
+    def _prepare(self, row: VersionRow) -> None:
+        try:
+            if not self._is_whole(row):
+                self._tiers.bring_in(name_of(row))
+            may_open(self._bytes_of(row), row.model)
+        except WeightsError as error:
+            raise LookupError(str(error)) from error
+
+    def _is_whole(self, row: VersionRow) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
         per controller lifetime."""
+        try:
+            path = Path(self._bytes_of(row))
+        except LookupError:
+            return False
         if path in self._whole or path.is_relative_to(self._shm_root):
             return True
         try:
@@ -135,15 +138,21 @@ class JobRuns:
         model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
-        base = self._base(row)
-        folder = self._jobs_dir / job_id
+        fields, parts = self._parts(row)
+        # A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
+        # on: neither may change because another version was activated in the meantime.
+        paths = zip(("base_path", "base_adapter"), (self._bytes_of(part, job_id) for part in parts), strict=False)
+        judge, folder = job_records.find_judge(self._db, job_id), self._jobs_dir / job_id
+        form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
-                "options": row.resolved.get("options", {}) | self._form(job_id),
+                # What its answers are held to, where the request has that beside its grader.
+                "options": row.resolved.get("options", {}) | {name: value for name, value in form.items() if value},
                 "job_id": job_id,
                 "method": row.method,
-                **base,
+                **fields,
+                **dict(paths),
                 "device_kind": device_kind,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
@@ -159,26 +168,9 @@ class JobRuns:
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _form(self, job_id: str) -> dict[str, Any]:
-        """What its answers are held to, where the request has that beside its grader."""
-        judge = job_records.find_judge(self._db, job_id)
-        form = judge.judge.get("response_format") if judge is not None else None
-        return {"response_format": form} if form else {}
-
-    def _base(self, row: JobRow) -> dict[str, Any]:
-        """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.
-
-        A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
-        on: neither may change because another version was activated in the meantime.
-        """
-        fields, parts = self._parts(row)
-        paths = dict(zip(("base_path", "base_adapter"), (self._leased(row.id, part) for part in parts), strict=False))
-        return {**fields, **paths}
-
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
-        """Name and version of the base, and the rows of its bytes: weights, plus an adapter if the base is one.
-
-        Raises LookupError when one is gone."""
+        """Name and version of the base that was active when the job was queued, and the rows of its bytes: weights,
+        plus an adapter if the base is one. Raises LookupError when one is gone."""
         base = base_of(self._db, row)
         if base is None:
             raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
@@ -194,20 +186,15 @@ class JobRuns:
             raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
         return fields, [weights, found]
 
-    def _bytes_of(self, row: VersionRow) -> str:
-        stored = self._store.find(_kind(row), row.model, row.version)
-        if stored is not None:
+    def _bytes_of(self, row: VersionRow, held_for: str = "") -> str:
+        """held_for: the job for which they are held until `taken` if they are in shared memory. Raises LookupError."""
+        kind = "adapter" if row.meta.get("adapter") else "version"
+        stored = self._store.find(kind, row.model, row.version)
+        if stored is not None and (not held_for or self._hold(held_for, stored)):
             return str(stored.path)
         if row.disk_path is None or not Path(row.disk_path).is_dir():
             raise LookupError(f"{row.model} {row.version} is neither in shared memory nor in any other tier")
         return row.disk_path
-
-    def _leased(self, job_id: str, row: VersionRow) -> str:
-        """`_bytes_of`, held until `taken` if they are in shared memory. Raises LookupError."""
-        stored = self._store.find(_kind(row), row.model, row.version)
-        if stored is None or not self._hold(job_id, stored):
-            return self._bytes_of(row)
-        return str(stored.path)
 
     def _hold(self, job_id: str, stored: StoredVersion) -> bool:
         """Hold a version until `taken`; returns False if it is gone."""
@@ -253,15 +240,12 @@ class JobRuns:
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             serve_if_allowed(self._db, row, version)
-        self._changed()
-
-    def _changed(self) -> None:
         self._routing.refresh()
         self._inbox.nudge()
 
     async def will_succeed(self, job_id: str) -> None:
         try:
-            await self._events.will_succeed(job_id)
+            await asyncio.to_thread(self._events.conclude, job_id)
         except (OSError, sqlite3.Error) as error:  # the end of the job is told all the same
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
@@ -302,5 +286,49 @@ class JobRuns:
         return True
 
 
-def _kind(row: VersionRow) -> str:
-    return "adapter" if row.meta.get("adapter") else "version"
+class Policies:
+    """Models in training: adapters in shared memory under a private name, which ranks write for every step
+    (train.rollouts.policy) and engines of their base keep loaded. is_unfinished: whether a job may still train."""
+
+    def __init__(self, store: WeightStore, is_unfinished: Callable[[str], bool]):
+        self._store, self._is_unfinished = store, is_unfinished
+        self._newest: dict[str, str] = {}  # job -> version
+        self._sampled: Counter[tuple[str, str]] = Counter()  # questions that are being answered, by job and version
+
+    @contextmanager
+    def sampled(self, job_id: str, version: str) -> Iterator[None]:
+        """The job samples from this version now; the version is kept within this context, even if a newer one comes."""
+        self._newest[job_id] = version
+        self._sampled[job_id, version] += 1
+        try:
+            yield
+        finally:
+            self._sampled -= Counter([(job_id, version)])
+
+    async def tidy(self, unload: Unload) -> None:
+        """Remove versions older than the newest of their job, and all of a job that no longer trains. A version in use
+        is removed next time."""
+        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
+        for stored in await asyncio.to_thread(self._store.list, "adapter"):
+            job_id = policy_of(stored.model)
+            if job_id is not None and not self._is_wanted(job_id, stored):
+                await self._remove(stored, unload)
+
+    def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
+        # Ranks write a version before they sample from it: a newer one than the newest sampled is wanted.
+        is_new = _step(stored.version) >= _step(self._newest.get(job_id, ""))
+        return self._is_unfinished(job_id) and (is_new or (job_id, stored.version) in self._sampled)
+
+    async def _remove(self, stored: StoredVersion, unload: Unload) -> None:
+        try:
+            await unload([f"{stored.model}@{stored.version}"])
+            await asyncio.to_thread(self._store.remove, stored)
+        except (OperationFailed, VersionLeased) as error:
+            log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
+        except VersionNotFound:
+            return  # its ranks removed it
+
+
+def _step(version: str) -> int:
+    """The step in a version's name; -1 if it has none."""
+    return step_of(version.partition(".")[0])

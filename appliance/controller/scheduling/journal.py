@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from pydantic_core import to_jsonable_python
 
 from appliance.store.database import Database
 from appliance.store.records import handovers
@@ -54,7 +53,7 @@ def _step_row(handover_id: int, step: StepRecord) -> HandoverStepRow:
         position=step.seq,
         **columns(step, "verb target state started_s ended_s"),
         arguments={"chain": step.chain, "undoes": step.undoes},
-        detail=_plain(step.detail),
+        detail=to_jsonable_python(dict(step.detail)),
     )
 
 
@@ -65,16 +64,3 @@ def _step_record(row: HandoverStepRow) -> StepRecord:
         **columns(row, "verb target state started_s ended_s detail"),
         undoes=row.arguments["undoes"],
     )
-
-
-def _plain(value: Any) -> Any:
-    """What a verb measured, as JSON: dataclasses become objects, paths text."""
-    if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
-    if hasattr(value, "__fspath__"):
-        return str(value)
-    if hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    return value

@@ -12,9 +12,9 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
-from appliance.controller.jobs import devices as job_devices
-from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents, add_message
+from appliance.controller.jobs.settings import bounds
+from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.scheduling.job_memory import JobMemory
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
@@ -23,7 +23,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
-from appliance.store.rows import AuditRow, CanaryRow, DeploymentRow, JobRow
+from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
@@ -74,7 +74,6 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         self._said = {job: said for job, said in self._said.items() if job in ids}
-        self._job_memory.keep(ids)
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
         active = models.active_versions(self._db)
@@ -115,7 +114,7 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
-        reason = pauses.reason(self._db, row) or reason
+        reason = pause_reason(self._db, row) or reason
         if row.wanted == "run":
             self._tell(row, f"The job waits: {reason}")
         if row.snapshot is None:
@@ -168,10 +167,8 @@ class SqliteStateStore:
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
             model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            audit.insert(
-                self._db,
-                AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail),
-            )
+            row = AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail)
+            audit.insert(self._db, row)
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 
@@ -191,9 +188,9 @@ class SqliteStateStore:
         for adapter in adapters.values():
             if adapter.host not in views:
                 # Its base serves another version now or is not deployed: start engines for the version it fits.
-                base = views.get(adapter.base, self._bare(adapter.base, adapter.base_version))
+                settings = self._settings.get(adapter.base, "")
                 views[adapter.host] = replace(
-                    base,
+                    views.get(adapter.base) or DeploymentView(adapter.base, adapter.base_version, settings=settings),
                     model=adapter.host,
                     version=adapter.base_version,
                     min_replicas=0,
@@ -213,22 +210,19 @@ class SqliteStateStore:
         for canary in canaries.list_running(self._db):
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
-                views[canary.name] = self._canary(canary, views[canary.model])
+                stable = views[canary.model]
+                views[canary.name] = replace(
+                    stable,
+                    model=canary.name,
+                    version=canary.version,
+                    min_replicas=1,  # no request waits for it, so demand alone would not start one
+                    max_replicas=max(1, stable.max_replicas),
+                    demand=self._demand(canary.name),
+                    idle=Idle(),
+                    pinned=False,
+                    served=None,
+                )
         return list(views.values())
-
-    def _canary(self, row: CanaryRow, stable: DeploymentView) -> DeploymentView:
-        """At least one engine while the canary runs: no request waits for it, so demand alone would not start one."""
-        return replace(
-            stable,
-            model=row.name,
-            version=row.version,
-            min_replicas=1,
-            max_replicas=max(1, stable.max_replicas),
-            demand=self._demand(row.name),
-            idle=Idle(),
-            pinned=False,
-            served=None,
-        )
 
     def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
         """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
@@ -252,7 +246,7 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        least, most, sizes = job_devices.bounds(row, self._size.devices)
+        least, most, sizes = bounds(row, self._size.devices)
         there = self._memory.job_sizes(row) if sizes else ()
         if possible := tuple(size for size in sizes if size in there):
             least, most, sizes = possible[0], possible[-1], possible
@@ -276,14 +270,13 @@ class SqliteStateStore:
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
+        most = max(row.min_replicas, self._size.max_replicas) if row.max_replicas is None else row.max_replicas
         return DeploymentView(
             model=row.model,
             version=version,
             tensor_parallel=row.tensor_parallel,
             min_replicas=row.min_replicas,
-            max_replicas=max(row.min_replicas, self._size.max_replicas)
-            if row.max_replicas is None
-            else row.max_replicas,
+            max_replicas=most,
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
@@ -292,6 +285,3 @@ class SqliteStateStore:
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),
         )
-
-    def _bare(self, model: str, version: str) -> DeploymentView:
-        return DeploymentView(model, version, settings=self._settings.get(model, ""))

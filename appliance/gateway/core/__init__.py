@@ -1,5 +1,5 @@
-"""What all of the gateway knows: settings, errors, URLs, the controller's table, and the choice of a replica.
+"""What all of the gateway knows: settings, errors, URLs, the controller's table, load, and who may use which replica.
 
-Never: Opens a socket or reads a clock.
+Never: Opens a socket.
 Begin with routes.py, then router.py.
 """

@@ -101,16 +101,8 @@ class GatewayConfig:
     holds: HoldLimits = field(default_factory=HoldLimits)
 
     @classmethod
-    def from_json(cls, text: str) -> GatewayConfig:
-        """Raises ConfigInvalid."""
-        try:
-            return cls.from_mapping(msgspec.json.decode(text))
-        except msgspec.DecodeError as error:
-            raise ConfigInvalid(f"not JSON ({error})") from error
-
-    @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> GatewayConfig:
-        """Build from plain data. Raises ConfigInvalid naming the key and what is expected."""
+        """Raises ConfigInvalid naming the key and what is expected."""
         try:
             config = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:

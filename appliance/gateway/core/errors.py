@@ -21,8 +21,7 @@ MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
 ENGINE_FAILED: Final = "engine_failed"
-ENGINES_DIED: Final = "engines_died"
-"""Two engines ended while they had one request, which is sent to no other."""
+ENGINES_DIED: Final = "engines_died"  # of one request, which is sent to no other
 
 
 class ConfigInvalid(Exception):
@@ -31,12 +30,9 @@ class ConfigInvalid(Exception):
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error sent to a client, in OpenAI's shape {"error": {"message", "type", "param", "code"}}.
-
-    status: HTTP status. kind: the `type`, by the status where it is empty. retry_after_s: sent as Retry-After, at most
-    120 s. should_retry: sent as `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the
-    connection is unusable afterwards.
-    """
+    """An error sent to a client, in OpenAI's shape. kind: its `type`, by the status where it is empty. retry_after_s:
+    at most 120 s. should_retry: sent as `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the
+    connection is unusable afterwards."""
 
     status: int
     message: str
@@ -81,14 +77,10 @@ def unknown_url(method: str, path: str) -> HttpError:
     return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
 
 
-def invalid_key(why: str = "Incorrect API key provided, or the key was revoked.", *, close: bool = False) -> HttpError:
-    return HttpError(401, why, code="invalid_api_key", close=close)
-
-
 def key_ended(expires_s: float | None) -> HttpError:
-    """expires_s: the end that the key had, None without one."""
+    """While a request of it runs. expires_s: the end that the key had, None without one."""
     how = "was revoked" if expires_s is None or expires_s > time.time() else f"expired at {minute(expires_s)}"
-    return invalid_key(f"The API key of this request {how} while it ran.", close=True)
+    return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
 
 def session_ended() -> HttpError:
@@ -123,15 +115,10 @@ def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
 
 
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
-    """Turn an error answer of the engine or the controller into ours.
+    """Turn an error answer of the engine or the controller into ours: OpenAI's own object; vLLM's with integer `code`;
+    {"error": "text"}; FastAPI's {"detail": "text"}; anything else keeps only its status.
 
-    Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"}; FastAPI's {"detail": "text"};
-    anything else keeps only its status.
-
-    Args:
-        status: the HTTP status of the answer.
-        body: the whole answer.
-        prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long.
+    prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long.
     """
     try:
         data = orjson.loads(body)
@@ -172,8 +159,6 @@ _VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
 # How vLLM lists mismatches: a line for each type that it tried for a value.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
 _MISMATCH = re.compile(r"'type': '([^']*)', 'loc': '([^']*)', 'msg': ('[^']*'|\"[^\"]*\")")
-# A value of the wrong type for one form may fit another one, whose own fault is more telling.
-_OTHER_TYPE = ("_type", "literal_error")
 # Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
 _NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 
@@ -183,7 +168,8 @@ def _first_mismatch(message: str) -> tuple[str, str | None]:
     listed = _MISMATCH.findall(message[: 64 * 1024])
     if not listed:
         return message[:2000], None
-    _, location, quoted = next((row for row in listed if not row[0].endswith(_OTHER_TYPE)), listed[0])
+    # A value of the wrong type for one form may fit another one, whose own fault is more telling.
+    _, location, quoted = next((row for row in listed if not row[0].endswith(("_type", "literal_error"))), listed[0])
     # 'body.messages.0.ChatCompletionUserMessageParam.content' is messages[0].content.
     fields = [part for part in location.split(".") if re.fullmatch(r"[a-z0-9_]+", part) and part not in _NO_FIELDS]
     param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))

@@ -2,13 +2,10 @@
 clock of its own; whoever waits awaits its ticket's future.
 
 A replica's load is the work that stands before a new request's first token: the prompts that have none yet, and a
-little for all other tokens, which slow a step down. (Counting tokens to be generated like prompts sent long prompts to
-engines that had one to compute, past engines that only generated.)
-
-The rule is bounded-load affinity: requests with the same prefix prefer the same replica (its prefix cache is warm),
-unless it is clearly more loaded than the least loaded one. Rendezvous hashing
-(Thaler and Ravishankar 1998) names the preferred replica, so that adding one moves only its share; the bound
-follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
+little for all other tokens, which slow a step down. Requests with the same prefix prefer the same replica (its prefix
+cache is warm), unless it is clearly more loaded than the least loaded one. Rendezvous hashing (Thaler and Ravishankar
+1998) names the preferred replica, so that adding one moves only its share; the bound follows "Consistent Hashing with
+Bounded Loads" (Mirrokni et al. 2016).
 """
 
 from __future__ import annotations
@@ -16,25 +13,24 @@ from __future__ import annotations
 import zlib
 from asyncio import Future
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from appliance.gateway.core.fair_queue import FairQueue
 from appliance.gateway.core.table import OPEN, Model, Replica
 
+T = TypeVar("T", bound=Hashable)
+
+# A prompt token that stands before a first token weighs as much as this many tokens in all.
 PENDING_TO_TOTAL: Final = 16
-"""A prompt token that stands before a first token weighs as much as this many tokens in all: those slow a step down."""
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
-
 PAUSE_FIRST_S = 0.25
 PAUSE_MAX_S = 4.0
-
+# Added to the priority of class batch: more milliseconds than a machine is up.
 BATCH_BEHIND: Final = 1 << 50
-"""Added to the priority of class batch: more milliseconds than a machine is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +80,11 @@ class ReplicaLoad:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """A request placed on a replica; pass it to `Router.end` exactly once.
-
-    model: the name it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
-    where the smallest is next: a request stands there as if it had come a millisecond later for each token that its
-    owner already has on the replica, so that one owner's many do not keep others from an engine whose memory is full.
-    pending: its prompt tokens until its first token.
-    """
+    """A request placed on a replica; pass it to `Router.end` exactly once. model: the name it was placed by, the
+    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: a request
+    stands there as if it had come a millisecond later for each token that its owner already has on the replica, so that
+    one owner's many do not keep others from an engine whose memory is full. pending: its prompt tokens until its first
+    token."""
 
     model: str
     replica: Replica
@@ -101,14 +95,11 @@ class Choice:
 
 
 class Router:
-    """Routing table plus outstanding work.
-
-    A replica may serve several models (adapters on one base), so load is counted by replica id. Load of a
-    replica that left the table is kept until its last request ends: the controller waits for that zero.
-    """
+    """Routing table plus outstanding work. A replica may serve several models (adapters on one base), so load is
+    counted by replica id. Load of a replica that left the table is kept until its last request ends: the controller
+    waits for that zero. max_inflight: sequences on a replica whose number of slots is unknown."""
 
     def __init__(self, *, max_inflight: int) -> None:
-        """max_inflight: sequences on a replica whose number of slots is unknown."""
         self.max_inflight = max_inflight
         self.models: dict[str, Model] = {}
         self.loads: dict[str, ReplicaLoad] = {}
@@ -187,17 +178,11 @@ class Router:
         load.paused_until_s = now_s + min(PAUSE_FIRST_S * 2**load.failures, PAUSE_MAX_S)
         load.failures = min(load.failures + 1, 16)
 
-    def succeed(self, choice: Choice) -> None:
-        """The replica answered: forget earlier failures."""
-        choice.load.failures = 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A request that waits. host: the model whose engines it waits for; names: of models in the table that may take
-    it, in its order of preference. avoided: replicas that take it only if no other can. place: its replica, or why it
-    gets none.
-    """
+    """A request that waits. host: the model whose engines it waits for; names, avoided: of `Router.choose`. place: its
+    replica, or why it gets none."""
 
     model: str
     host: str
@@ -207,29 +192,74 @@ class Ticket:
     place: Future[Choice]
 
 
+class FairQueue(Generic[T]):
+    """Items of several owners in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996).
+
+    An owner's next item starts where the owner's last one ended, in weight that was taken, but never before the item
+    that was taken last. So an owner with one item is next, however many another owner has, and an owner that was away
+    has saved nothing up. Invariant: no owner's queue is empty; `_starts` has those owners, and those that would start
+    after `_now`.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, dict[T, int]] = {}  # weights by owner and item, the oldest item first
+        self._starts: dict[str, int] = {}
+        self._now = 0
+
+    def add(self, owner: str, item: T, weight: int) -> None:
+        """weight: such as the tokens of a request."""
+        if owner not in self._queues:
+            self._queues[owner] = {}
+            self._starts[owner] = max(self._starts.get(owner, 0), self._now)
+        self._queues[owner][item] = weight
+
+    def take(self, owner: str, item: T) -> None:
+        """Remove an item because it is served now, which counts for its owner. Raises KeyError."""
+        self._now = max(self._now, self._starts[owner])
+        self._starts[owner] += self._queues[owner][item]
+        self.discard(owner, item)
+
+    def discard(self, owner: str, item: T) -> bool:
+        """Remove an item; False if it is not there."""
+        if item not in self._queues.get(owner, ()):
+            return False
+        del self._queues[owner][item]
+        if not self._queues[owner]:
+            del self._queues[owner]
+            self._starts = {one: at for one, at in self._starts.items() if one in self._queues or at > self._now}
+        return True
+
+    def __iter__(self) -> Iterator[T]:
+        """The owner that starts first with all of its items, the oldest first, then the next owner."""
+        for owner in sorted(self._queues, key=self._starts.__getitem__):
+            yield from self._queues[owner]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+
 class Holds:
     """Requests that wait, by the model whose engines they wait for, which adapters and versions on these engines share,
-    in fair order of their owners; no queue is empty. most: requests that may wait."""
+    in fair order of their owners; no queue is empty. most: requests that may wait; count: that do."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.count = 0
-        self._queues: dict[str, FairQueue[Ticket]] = {}
-        self._models: Counter[str] = Counter()
+        self.most, self.count = most, 0
+        self._queues: defaultdict[str, FairQueue[Ticket]] = defaultdict(FairQueue)
         self._names: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
 
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
         if self.count >= self.most:
             return False
-        self._queues.setdefault(ticket.host, FairQueue()).add(ticket.work.owner, ticket, ticket.work.tokens)
-        self._count(ticket, 1)
+        self.count += 1
+        self._queues[ticket.host].add(ticket.work.owner, ticket, ticket.work.tokens)
+        self._names[ticket.host][ticket.names] += 1
         return True
 
     def take(self, ticket: Ticket, choice: Choice) -> None:
         """Give a queued request its place."""
         self._queues[ticket.host].take(ticket.work.owner, ticket)
-        self._count(ticket, -1)
+        self._removed(ticket)
         ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
@@ -242,36 +272,29 @@ class Holds:
         queue = self._queues.get(ticket.host)
         if queue is None or not queue.discard(ticket.work.owner, ticket):
             return False
-        self._count(ticket, -1)
+        self._removed(ticket)
         return True
+
+    def _removed(self, ticket: Ticket) -> None:
+        host = ticket.host
+        self.count -= 1
+        self._names[host] -= Counter((ticket.names,))
+        if not self._names[host]:
+            del self._names[host], self._queues[host]
 
     def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
         """The request that is next for a place on these engines; it stays queued. full: names without a place."""
-        if len(full) >= len(self._names[host]):
+        if len(full) >= len(self._names.get(host, ())):
             return None  # without a look at each, of which there may be thousands
-        return next((ticket for ticket in self._queues.get(host, ()) if ticket.names not in full), None)
-
-    def held(self, model: str) -> int:
-        return self._models[model]
-
-    def models(self) -> list[str]:
-        """Models with waiting requests."""
-        return list(self._models)
+        return next(ticket for ticket in self._queues[host] if ticket.names not in full)
 
     def hosts(self) -> list[str]:
         """Models whose engines requests wait for."""
         return list(self._queues)
 
-    def _count(self, ticket: Ticket, change: int) -> None:
-        self.count += change
-        self._models[ticket.model] += change
-        self._names[ticket.host][ticket.names] += change
-        if not self._models[ticket.model]:
-            del self._models[ticket.model]
-        if not self._names[ticket.host][ticket.names]:
-            del self._names[ticket.host][ticket.names]
-        if not self._queues[ticket.host]:
-            del self._queues[ticket.host]
+    def models(self) -> Counter[str]:
+        """Requests that wait, by model."""
+        return Counter(ticket.model for queue in self._queues.values() for ticket in queue)
 
 
 def _score(name: str, beginning: int) -> int:

@@ -42,12 +42,9 @@ KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist.
-
-    scopes: any one of them (or admin) suffices; the controller's own routes may ask for others. task: required task of
-    the model. engine_path: for inference. converses: it needs the model's chat template. upload: bodies may be as large
-    as a file.
-    """
+    """One row of the allowlist. scopes: any one of them (or admin) suffices; the controller's own routes may ask for
+    others. task: required task of the model. converses: it needs the model's chat template. upload: bodies may be as
+    large as a file."""
 
     name: str
     kind: Kind

@@ -28,8 +28,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Replica(Struct, frozen=True):
-    """One replica in one model's row. socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid:
-    its engine gives no sign of life, so that others are preferred."""
+    """socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid: its engine gives no sign of
+    life, so that others are preferred."""
 
     id: Text
     socket: Address
@@ -39,10 +39,8 @@ class Replica(Struct, frozen=True):
 
 
 class Canary(Struct, frozen=True):
-    """Another version that takes a share of a model's requests.
-
-    name: its own row. since_s: its start in seconds since 1970, which identifies this canary.
-    """
+    """Another version that takes a share of a model's requests. name: its own row. since_s: Unix time of its start,
+    which identifies this canary."""
 
     name: Text
     share: Share
@@ -50,10 +48,8 @@ class Canary(Struct, frozen=True):
 
 
 class StartFailure(Struct, frozen=True):
-    """Why no replica of a model starts.
-
-    next_try_s: in seconds since 1970. hold_before_s: requests wait for the next try if it is at most this far away.
-    """
+    """Why no replica of a model starts. next_try_s: Unix time. hold_before_s: requests wait for the next try if it is
+    at most this far away."""
 
     reason: str
     next_try_s: float
@@ -61,9 +57,7 @@ class StartFailure(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """One model's row.
-
-    max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
+    """max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
     unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
     an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
     which it exists, None: for all; in a message their place in `audiences`. chats: False for one that is known to have
@@ -93,15 +87,11 @@ class Login(Struct, frozen=True):
 
 
 class Caller(Struct, frozen=True):
-    """The origin of a request and its permissions: the row of a key.
-
-    owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
-    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
-    renews, None while quota is left; spent_quota: which one that is, in words; quota: tokens of the smaller of its
-    quotas, None without one. expires_s: Unix time from which the key is refused, None: it lasts; of one that is over, a
-    row with nothing else says when it ended. sessions: its logins
-    by the SHA-256 of their tokens. secret: SHA-256 of its key, which has another one after a rotation.
-    """
+    """The row of a key. owner: all keys of a person have the same. models: the only ones it may call, None for all.
+    spent_until_s: Unix time at which its used-up quota renews, None while quota is left; spent_quota: which one that
+    is, in words; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time from which the key
+    is refused, None: it lasts; of one that is over, a row with nothing else says when it ended. sessions: its logins by
+    the SHA-256 of their tokens. secret: SHA-256 of its key, which has another one after a rotation."""
 
     id: Id
     scopes: frozenset[Scope] = frozenset()
@@ -117,7 +107,6 @@ class Caller(Struct, frozen=True):
     secret: Digest = ""
 
     def has_expired(self, now_s: float) -> bool:
-        """now_s: Unix time."""
         return self.expires_s is not None and self.expires_s <= now_s
 
     def sees(self, model: Model) -> bool:
@@ -130,10 +119,8 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
-NOBODY: Final = Caller("")
-"""Of a request without a key."""
-THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
-"""Work that no key asked for, as a command on the box itself begins it."""
+NOBODY: Final = Caller("")  # of a request without a key
+THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # asks what no key asked for, as a command on the box does
 
 
 class Table(Struct, tag_field="type", tag="table"):
@@ -156,11 +143,7 @@ _MESSAGES: Final = msgspec.json.Decoder(Table | Degraded)
 
 
 def read_message(line: bytes) -> Table | Degraded:
-    """Decode a message.
-
-    Raises:
-        msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not one of these messages.
-    """
+    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not one of these messages."""
     message = _MESSAGES.decode(line)
     if isinstance(message, Table):
         for name, model in message.models.items():

@@ -128,7 +128,7 @@ class Continuation:
         self._unseen = 0 if thought or text or self._finished else self._unseen + len(ids)
 
     def _usage_event(self) -> bytes:
-        """In an engine's field order; stream.py removes the event if the client did not request it."""
+        """In an engine's field order; `Stream` removes the event if the client did not request it."""
         prompt, emitted = len(self._prompt), len(self._tokens)
         usage = {
             "prompt_tokens": prompt,

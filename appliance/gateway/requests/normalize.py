@@ -8,6 +8,8 @@ out and named.
 
 from __future__ import annotations
 
+import re
+from itertools import chain
 from typing import Any, Final
 
 import orjson
@@ -38,7 +40,6 @@ _OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (No
 _CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
-_SAYS_NOTHING: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
 
 
 def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
@@ -48,13 +49,13 @@ def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, byte
     data, items = dict(given), list[str]()
     try:
         tools = _set_tools(route, data)
-        if route == "messages" and "messages" in data:
+        if "messages" in data and route != "messages":
+            data["messages"] = _chat_messages(data["messages"])
+        elif "messages" in data:
             data["messages"] = [
                 {**message, "content": _blocks(message["content"], f"messages[{at}].content", items)}
                 for at, message in enumerate(data["messages"])
             ]
-        elif "messages" in data:
-            data["messages"] = _chat_messages(data["messages"])
     except legacy.LegacyRefused as error:
         raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
     if data.get("top_p") == 0:  # greedy, which engines refuse in this form
@@ -73,10 +74,8 @@ def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, byte
 
 def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
     """The header that names these, each once, in ASCII, and a few; none without any."""
-    if not left_out:
-        return []
-    plain = ["".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "_" for c in text) for text in left_out]
-    return [(name, ", ".join([text[:80] for text in dict.fromkeys(plain)][:16]).encode())]
+    plain = dict.fromkeys(re.sub(r"[^A-Za-z0-9._:-]", "_", text[:80]) for text in left_out)
+    return [(name, ", ".join([*plain][:16]).encode())] if plain else []
 
 
 def _set_format(data: Object) -> None:
@@ -95,8 +94,7 @@ def _set_format(data: Object) -> None:
 def _format(wanted: Object) -> Object:
     """A format with its schema beside its type, as /v1/responses has it, wherever the client put the schema; the
     argument itself where there is none."""
-    inner = wanted.get("json_schema")
-    inner = inner if isinstance(inner, dict) else {}
+    inner = _object(wanted.get("json_schema"))
     schema = wanted.get("schema") or inner.get("schema") or ({} if "name" in inner else inner)
     if wanted.get("type") not in ("json_object", "json_schema") or not isinstance(schema, dict) or not schema:
         return wanted
@@ -161,9 +159,7 @@ def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: s
         if kind not in own or has_grammar:
             ignored[space + _label(tool)] = None if space else _own_name(tool)
         elif kind == "namespace":
-            named = tool.get("tools")
-            inner = [one for one in named if isinstance(one, dict)] if isinstance(named, list) else []
-            if functions := _runnable(route, inner, ignored, f"{tool.get('name')}."):
+            if functions := _runnable(route, _objects(tool.get("tools")), ignored, f"{tool.get('name')}."):
                 kept.append({**tool, "tools": functions})
         elif kind == "custom" and route == "responses":
             kept.append(tool)
@@ -177,19 +173,16 @@ def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: s
 def _with_parameters(name: str, tool: Object) -> Object:
     """The tool with a schema that takes nothing, if it has none or its own says nothing else. name: of its field."""
     schema = tool.get(name) or {}
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or schema.keys() - _SAYS_NOTHING:
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         return tool
-    if any(schema.get(key) for key in ("properties", "required", "additionalProperties")):
-        return tool
-    return {**tool, name: _NOTHING}
+    says = any(value for key, value in schema.items() if key not in ("type", "title", "description", "$schema"))
+    return tool if says else {**tool, name: _NOTHING}
 
 
 def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
     """The allowed ones of the tools, which the model gets alone, and the mode. Raises HttpError 400 where none is."""
-    inner = choice.get("allowed_tools", choice)
-    inner = inner if isinstance(inner, dict) else {}
-    given = inner.get("tools")
-    names = [_own_name(tool) for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
+    inner = _object(choice.get("allowed_tools", choice))
+    names = [_own_name(tool) for tool in _objects(inner.get("tools"))]
     kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
     if not kept or mode not in ("auto", "required"):
         raise errors.bad_request(
@@ -198,6 +191,14 @@ def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
             code="invalid_value",
         )
     return kept, mode
+
+
+def _object(value: Any) -> Object:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[Object]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _own_name(tool: Object) -> Any:
@@ -231,17 +232,17 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
         if legacy.has_call(message):
             message = legacy.with_tool_call(place, message)
         if calls := message.get("tool_calls"):
-            ids = [call.get("id") or f"call_{place}_{at}" for at, call in enumerate(calls)]
-            unnamed = [id for id, call in zip(ids, calls, strict=True) if not call.get("id")]
-            named = [{**_function_call(call), "id": id} for id, call in zip(ids, calls, strict=True)]
+            ids = {at: f"call_{place}_{at}" for at, call in enumerate(calls) if not call.get("id")}
+            unnamed = [*ids.values()]
+            named = [{**_function_call(call), "id": ids.get(at) or call["id"]} for at, call in enumerate(calls)]
             message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        elif isinstance(parts := message.get("content"), list) and any(isinstance(part, list) for part in parts):
-            flat = [inner for part in parts for inner in (part if isinstance(part, list) else [part])]
-            message = {**message, "content": flat}
+        elif isinstance(parts := message.get("content"), list):  # some of which may be lists
+            flat = chain.from_iterable(part if isinstance(part, list) else [part] for part in parts)
+            message = {**message, "content": [*flat]}
         made.append(message)
     return made
 
@@ -288,7 +289,7 @@ def _document(block: Object, where: str) -> str:
     if isinstance(source, dict):
         content = source.get("data") if source.get("type") == "text" else source.get("content")
     if isinstance(content, list):
-        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        content = "\n".join(str(part.get("text", "")) for part in _objects(content))
     if not isinstance(content, str):
         raise errors.bad_request(
             f"`{where}` is a document that is not a text (source.type 'text' or 'content'), which this server does not "

@@ -1,9 +1,8 @@
 """Checks an inference body: takes bytes, returns the facts the gateway needs, or raises HttpError. Pure.
 
-A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. fields.py has the fields, normalize.py makes of the body what engines read. Engines compile schemas within limits
-of their own (serve.vllm.grammars); here their size is bounded, and schemas of formats with keywords that no engine
-enforces are refused. Text grammars and structural tags reach more of an engine than answers need.
+orjson reads a body once and refuses NaN, infinities, lone surrogates and invalid UTF-8. fields.py has the fields,
+normalize.py makes of the body what engines read. Engines compile schemas within limits of their own
+(serve.vllm.grammars); here their size is bounded, and keywords that no engine enforces are refused.
 """
 
 from __future__ import annotations
@@ -26,17 +25,12 @@ from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
 from serve.core.keywords import counted, defined, unenforced
 
-Pairs = Sequence[tuple[bytes, bytes]]
-Form = tuple[str, Any]
-# Its place in the request, and what it is.
-
 _MODEL_NAME_CHARS: Final = 512
 _COMPLETION_TOKENS: Final = 256
 """Of a request that names no limit."""
 _PREFIX_CHARS: Final = 512
-_BRACKETS: Final = 1 << 20
-# Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
+"""Lists and objects in one body; 1,024 tools with fifty properties each have as many."""
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
@@ -47,8 +41,8 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
-_FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
 _OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
+"""They reach more of an engine than answers need."""
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
@@ -76,31 +70,9 @@ class Checked:
     tokens: int
     sequences: int
     least_tokens: int
-    ignored: Pairs
+    ignored: Sequence[tuple[bytes, bytes]]
     continuation: Continuation | None
     transcript: Transcript | None
-
-
-def _opening(prompt: Any) -> list[str]:
-    """The texts of the messages up to the first question, which is the last of them."""
-    messages = prompt if isinstance(prompt, list) and prompt else [prompt]
-    if not isinstance(messages[0], dict):
-        return [_text(prompt if isinstance(prompt, str) else prompt[:_PREFIX_CHARS])]
-    first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
-    return [_text(message.get("content")) for message in messages[: first + 1]]
-
-
-def _hash(*texts: str) -> int:
-    return zlib.crc32("\n".join(texts).encode("utf-8", "replace"))
-
-
-def _text(content: Any) -> str:
-    """All of a content, whether it is a text or parts, without the marks that clients move from turn to turn."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return "\n".join(t if isinstance(t, str) else orjson.dumps(p).decode() for t, p in zip(texts, parts, strict=True))
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
@@ -113,7 +85,7 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second and 200 MB
+    if body.count(b"[") + body.count(b"{") > 16 * _MOST_NESTED:  # texts have some too; parsing all would take a second
         raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
@@ -141,8 +113,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
     media_chars, media_tokens = media_in(prompts)
-    inputs = _inputs(route, data)
-    choices = max(data.get("n", 1), data.get("best_of", 1))
+    inputs, choices = _inputs(route, data), max(data.get("n", 1), data.get("best_of", 1))
     sequences = choices if route.task == "embed" else choices * inputs
     if sequences > limits.sequences:
         raise errors.bad_request(
@@ -183,8 +154,9 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
 
 def _inputs(route: Route, data: dict[str, Any]) -> int:
     """Number of separate inputs in the body. Raises HttpError 400 where there is none, or of another type."""
-    name = "prompt" if route.name == "completions" else "input" if route.task == "embed" else ""
-    if name and not (name == "input" and "messages" in data and "input" not in data):
+    embeds = route.task == "embed" and not ("messages" in data and "input" not in data)
+    if embeds or route.name == "completions":
+        name = "input" if embeds else "prompt"
         return prompts_in(name, data.get(name))
     name = "input" if route.name in (RESPONSES, INPUT_TOKENS) else "messages"
     if name not in data:
@@ -192,6 +164,28 @@ def _inputs(route: Route, data: dict[str, Any]) -> int:
             f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
         )
     return 1
+
+
+def _opening(prompt: Any) -> list[str]:
+    """The texts of the messages up to the first question, which is the last of them."""
+    messages = prompt if isinstance(prompt, list) and prompt else [prompt]
+    if not isinstance(messages[0], dict):
+        return [_text(prompt if isinstance(prompt, str) else prompt[:_PREFIX_CHARS])]
+    first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
+    return [_text(message.get("content")) for message in messages[: first + 1]]
+
+
+def _text(content: Any) -> str:
+    """All of a content, whether it is a text or parts, without the marks that clients move from turn to turn."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n".join(t if isinstance(t, str) else orjson.dumps(p).decode() for t, p in zip(texts, parts, strict=True))
+
+
+def _hash(*texts: str) -> int:
+    return zlib.crc32("\n".join(texts).encode("utf-8", "replace"))
 
 
 def check_length(checked: Checked, context: int) -> None:
@@ -213,32 +207,23 @@ def with_fields(body: bytes, **fields: Any) -> bytes:
 
 def check_depth(root: Any, most: int, param: str | None = None) -> None:
     """Raises HttpError 400. Without recursion, because a client chooses the depth."""
-    level, found = [root], 0
-    for _ in range(most):
-        level = [
-            value
-            for node in level
-            for value in (node.values() if isinstance(node, dict) else node)
-            if isinstance(value, (dict, list))
-        ]
-        found += len(level)
+    stack, found = [(root, 1)], 0
+    while stack:
+        node, depth = stack.pop()
+        found += 1
+        if depth > most:
+            text = f"The request body is nested deeper than {most} levels."
+            raise errors.bad_request(text, param=param, code="invalid_json")
         if found > _MOST_NESTED:
-            raise errors.bad_request(
-                f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests.",
-                param=param,
-                code="too_many_values",
-            )
-        if not level:
-            return
-    raise errors.bad_request(f"The request body is nested deeper than {most} levels.", param=param, code="invalid_json")
+            text = f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests."
+            raise errors.bad_request(text, param=param, code="too_many_values")
+        values = node.values() if isinstance(node, dict) else node
+        stack += [(value, depth + 1) for value in values if isinstance(value, (dict, list))]
 
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
     """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
-    if _FORMS.isdisjoint(data):
-        return
-    found = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
-    schemas = [(place, schema) for place, schema in found if schema is not None]
+    schemas = [(place, schema) for place, schema in _answer_forms(data, json_depth) if schema is not None]
     for place, schema in schemas:
         if path := next(unenforced(schema), ""):
             raise errors.bad_request(
@@ -259,36 +244,38 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
             )
 
 
-def _formats(data: dict[str, Any]) -> Iterator[Form]:
-    for place in ("response_format", "text.format", "output_config.format"):
+def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, Any]]:
+    """The forms of answers and their places in the request, wherever a schema may be; None where it is not."""
+    outputs = "structured_outputs"
+    for place in ("response_format", "text.format", "output_config.format", outputs):
         field, _, inner = place.partition(".")
-        given = data.get(field, {}).get(inner) if inner else data.get(field)
-        if isinstance(given, dict):  # of others an engine says what it expects
-            if given.get("type") in _OTHER_FORMS:
-                raise _unsupported(place, f"the type `{given['type']}`")
-            if isinstance(named := given.get("json_schema"), dict):
-                yield f"{place}.json_schema.schema", named.get("schema")
-            yield f"{place}.schema", given.get("schema")
-
-
-def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
-    name = "structured_outputs"
-    for key in _OTHER_FORMS:
-        if given.get(key) is not None:
-            raise _unsupported(name, f"`{key}`")
-    schema = given.get("json")
+        form = data.get(field, {}).get(inner) if inner else data.get(field)
+        if not isinstance(form, dict):  # of which an engine says what it expects
+            continue
+        for other in _OTHER_FORMS:
+            if form.get("type") == other or form.get(other) is not None:
+                raise errors.bad_request(
+                    f"`{place}`: `{other}` is not accepted by this server, expected a JSON schema, a regular "
+                    "expression or choices.",
+                    param=place,
+                    code="unsupported_parameter",
+                )
+        named = form.get("json_schema")
+        yield f"{place}.json_schema.schema", named.get("schema") if isinstance(named, dict) else None
+        yield f"{place}.schema", form.get("schema")
+        for name, keyword in (("regex", "const"), ("choice", "enum")):
+            yield f"{place}.{name}", {keyword: form[name]} if name in form else None
+    schema = data.get(outputs, {}).get("json")
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=f"{name}.json") from None
-        check_depth([schema], json_depth, f"{name}.json")
-    yield f"{name}.json", schema
-    for key, keyword in (("regex", "const"), ("choice", "enum")):
-        yield f"{name}.{key}", {keyword: given[key]} if key in given else None
+            raise errors.bad_request(f"`{outputs}.json` is not JSON: {error}", param=f"{outputs}.json") from None
+        check_depth([schema], json_depth, f"{outputs}.json")
+    yield f"{outputs}.json", schema
 
 
-def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
+def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
         inner = tool["tools"] if tool.get("type") == "namespace" else ()
@@ -297,14 +284,6 @@ def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)
-
-
-def _unsupported(name: str, what: str) -> HttpError:
-    return errors.bad_request(
-        f"`{name}`: {what} is not accepted by this server, expected a JSON schema, a regular expression or choices.",
-        param=name,
-        code="unsupported_parameter",
-    )
 
 
 # -- images and sounds
@@ -318,25 +297,24 @@ def media_in(prompts: Any) -> tuple[int, int]:
     stack = [prompts]
     while stack:
         node = stack.pop()
-        if isinstance(node, list):
-            stack.extend(one for one in node if isinstance(one, (dict, list)))
-        elif isinstance(node, dict):
+        if isinstance(node, dict):
             for kind, data in _media(node):
                 chars += len(data)
                 tokens += _IMAGE_TOKENS if kind == "image" else len(data) // _SOUND_CHARS
-            if node.get("type") != "tool_use":  # whose arguments may have any names
-                stack.extend(value for value in node.values() if isinstance(value, (dict, list)))
+            if node.get("type") == "tool_use":  # whose arguments may have any names
+                continue
+        values = node.values() if isinstance(node, dict) else node
+        stack += [value for value in values if isinstance(value, (dict, list))]
     return chars, tokens
 
 
-def _media(part: dict[str, Any]) -> list[tuple[str, str]]:
+def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Kind ("image", "audio") and base64 of the media in a part. Raises HttpError 400."""
-    found: list[tuple[str, str]] = []
     for name in _URLS & part.keys():
         url = part[name].get("url") if isinstance(part[name], dict) else part[name]
         inline = _INLINE.match(url) if isinstance(url, str) else None
         if inline is not None and name.startswith(inline[1].lower()):
-            found.append((inline[1].lower(), url[inline.end() :]))
+            yield inline[1].lower(), url[inline.end() :]
         elif url is not None:
             raise _remote(name)
     if part.get("type") == "url" and "url" in part:
@@ -346,10 +324,9 @@ def _media(part: dict[str, Any]) -> list[tuple[str, str]]:
         raise refused("uuid", "send the image or sound itself")
     data, media_type = part.get("data"), part.get("media_type")
     if isinstance(data, str) and isinstance(media_type, str) and media_type[:6] in ("image/", "audio/"):
-        found.append((media_type[:5], data))  # Anthropic's source
+        yield media_type[:5], data  # Anthropic's source
     elif isinstance(data, str) and isinstance(part.get("format"), str) and "type" not in part:
-        found.append(("audio", data))  # OpenAI's input_audio
-    return found
+        yield "audio", data  # OpenAI's input_audio
 
 
 def _remote(param: str) -> HttpError:

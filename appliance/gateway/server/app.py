@@ -20,7 +20,6 @@ from typing import Any, Final
 import orjson
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
@@ -28,7 +27,7 @@ from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.reports import metrics_text
 from appliance.gateway.server.state import State
@@ -57,7 +56,8 @@ class App:
         self._controller = controller
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        state, exchange = self._state, Exchange(self._state, scope, receive, send)
+        state = self._state
+        exchange = Exchange(state.limits, state.metrics.events, scope, receive, send)
         state.exchanges.add(exchange)
         try:
             if (error := await self._answer(exchange)) is not None:
@@ -125,29 +125,27 @@ class App:
 
     def _caller(self, exchange: Exchange) -> Caller:
         """Who asks: by an id on the private socket, by a key, or by a login of the page. Raises HttpError 401."""
-        state, now_s, private = self._state, time.time(), exchange.connection.private
-        digest = "" if private else key_digest(exchange.headers)
-        login_of = "" if private or digest else login_digest(exchange)
+        state, headers, now_s = self._state, exchange.headers, time.time()
         if state.generation < 0:
             raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-        if login_of:
-            login, caller = state.sessions.get(login_of, (None, None))
+        caller: Caller | None
+        if exchange.connection.private:
+            key_id = headers.get(KEY_ID, b"").decode("latin-1")
+            caller = state.spending.callers.get(key_id) if key_id else THE_BOX
+        elif digest := key_digest(headers):
+            caller = state.keys.get(digest)
+        else:
+            login, caller = state.sessions.get(login_digest(exchange), (None, None))
             if login is None or caller is None or login.until_s <= now_s or caller.has_expired(now_s):
                 raise errors.session_ended()
             exchange.session = login.id
-            return caller
-        if private:
-            key_id = exchange.headers.get(KEY_ID, b"").decode("latin-1")
-            caller = state.spending.callers.get(key_id) if key_id else THE_BOX
-        else:
-            caller = state.keys.get(digest)
         if caller is not None and not caller.has_expired(now_s):
             return caller
         state.metrics.events["bad_key"] += 1
+        why = "Incorrect API key provided, or the key was revoked."
         if caller is not None and caller.expires_s is not None:
-            whom = "Ask whoever runs this box for another one."
-            raise errors.invalid_key(f"This API key expired at {minute(caller.expires_s)}. {whom}")
-        raise errors.invalid_key()
+            why = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
+        raise HttpError(401, why, code="invalid_api_key")
 
     # -- what its route says
 
@@ -160,7 +158,7 @@ class App:
         elif kind is Kind.CONTROL:
             await self._controller.relay(exchange)
         elif kind is Kind.LOGIN:
-            await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))
+            await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
             own = await metrics_text(state, controller_up=bool(theirs))
@@ -173,6 +171,15 @@ class App:
             degraded = sorted({*state.background.names(), *state.box_troubles, *away})
             body = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
             await exchange.whole(200 if ready else 503, b"application/json", orjson.dumps(body))
+
+    async def _body(self, exchange: Exchange, limit: int) -> bytes:
+        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
+        kept: list[bytes] = []
+        async for data in exchange.pieces(limit):
+            self._state.take_body(exchange, len(data))
+            kept.append(data)
+        exchange.received_s = time.monotonic()
+        return b"".join(kept)
 
     async def _page(self, exchange: Exchange) -> None:
         headers, page = exchange.headers, TO_THE_PAGE
@@ -189,37 +196,42 @@ class App:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, route = self._state, exchange.route
-        body = await exchange.body(state.limits.inference_body_bytes)
-        state.spending.admit(exchange)
+        body = await self._body(exchange, state.limits.inference_body_bytes)
+        caller, private = exchange.caller, exchange.connection.private
+        state.spending.admit(caller, exchange.use)
         data = parsed_body(body)
-        name, private = data["model"], exchange.connection.private
-        if private and policy_of(name) is not None:
+        name, in_training = data["model"], policy_of(data["model"]) is not None
+        if private and in_training:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
-        state.callable_model(name, exchange.caller, private)
-        exchange.refused_model = name.partition("@")[0]
+        model = state.callable_model(name, caller, private)
+        exchange.model = (model.host if in_training else name).partition("@")[0]
         checked = check_object(route, data, len(body), state.limits)
         checked.model = name
         self._check_model(exchange, checked)
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
-            if transcript.stores and not self._controller.copies.has_room():
+            if transcript.stores and not self._controller.has_room():
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.background:
-                state.spending.opened(exchange, checked, state.limits)
+                self._open(exchange, checked)
                 await self._controller.relay(exchange, body)
                 return None
             if transcript.previous_id:
                 checked = await self._controller.with_previous(exchange, data, checked)
                 self._check_model(exchange, checked)
-        state.spending.opened(exchange, checked, state.limits)
-        counted_as = checked.model if policy_of(checked.model) is None else state.router.models[checked.model].host
-        exchange.model, exchange.routed_model = counted_as.partition("@")[0], checked.model
+        self._open(exchange, checked)
+        exchange.routed_model = checked.model
         if state.tracing is not None:
             state.tracing.begin(exchange)
-        return Inference(state, self._controller.copies, exchange, checked)
+        return Inference(state, self._controller, exchange, checked)
+
+    def _open(self, exchange: Exchange, checked: Checked) -> None:
+        """Raises HttpError 429."""
+        self._state.spending.opened(exchange.caller, exchange.use, checked.tokens, self._state.limits.owner_requests)
+        exchange.checked = checked
 
     def _check_model(self, exchange: Exchange, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
@@ -262,41 +274,41 @@ def key_digest(headers: Headers) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def login_digest(request: Request) -> str:
+def login_digest(exchange: Exchange) -> str:
     """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a request of
     another page."""
-    check_same_origin(request)
-    name, _, half = request.headers[PAGE_HEADER].partition(b".")
-    pairs = (pair.partition(b"=") for pair in request.headers.get(b"cookie", b"").split(b";"))
+    check_same_origin(exchange)
+    name, _, half = exchange.headers[PAGE_HEADER].partition(b".")
+    pairs = (pair.partition(b"=") for pair in exchange.headers.get(b"cookie", b"").split(b";"))
     cookie = next((value.strip() for field, _, value in pairs if field.strip() == name), b"")
     if not name or not half or not cookie:
         raise errors.session_ended()
     return hashlib.sha256(b"%b.%b" % (cookie, half)).hexdigest()
 
 
-def check_same_origin(request: Request) -> None:
+def check_same_origin(exchange: Exchange) -> None:
     """Raises HttpError 403 for a request of another page.
 
     Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
     elsewhere the origin header names it, except for reads."""
-    headers = request.headers
+    headers = exchange.headers
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         by_the_page = site == b"same-origin"
     elif origin is not None:
         by_the_page = origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
     else:
-        by_the_page = request.method == b"GET"
+        by_the_page = exchange.method == b"GET"
     if not by_the_page:
         raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
-def check_head(request: Request, limits: Limits) -> None:
+def check_head(exchange: Exchange, limits: Limits) -> None:
     """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
-    headers, length, limit = request.headers, request.content_length, request.route.body_bytes(limits)
-    if (length or request.chunked) and request.method not in (b"POST", b"PUT", b"PATCH"):
+    headers, length, limit = exchange.headers, exchange.content_length, exchange.route.body_bytes(limits)
+    if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
-        method = request.method.decode()
+        method = exchange.method.decode()
         raise HttpError(400, f"A {method} request has no body here. Send it without one.", code="unexpected_body")
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
@@ -304,7 +316,7 @@ def check_head(request: Request, limits: Limits) -> None:
         # The size of a compressed body does not bound the cost of reading it.
         raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
     kind = headers.get(b"content-type", _JSON)
-    if request.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
+    if exchange.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
         given = kind[:100].decode("ascii", "replace")
         message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
         raise HttpError(415, message, code="unsupported_content_type")

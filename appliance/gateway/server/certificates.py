@@ -18,11 +18,10 @@ SAID_BEFORE_S = 14 * 86400.0
 
 class Certificate:
     """context: for listening. expires_s: Unix time, of the current certificate. fault: why the files' certificate is
-    not in use, "" if it is."""
+    not in use, "" if it is. Raises ConfigInvalid."""
 
     def __init__(self, cert_path: str, key_path: str) -> None:
-        """Raises ConfigInvalid."""
-        self._paths, self._seen = (cert_path, key_path), [0]
+        self._paths, self._seen, self.expires_s = (cert_path, key_path), [0], 0.0
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.reload_changed()
@@ -38,7 +37,7 @@ class Certificate:
         stamps = [os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in self._paths]
         if stamps == self._seen:
             return
-        first, self._seen, self.fault = self._seen == [0], stamps, ""
+        self._seen, self.fault = stamps, ""
         try:
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
                 # An encrypted key must fail instead of prompting on a terminal for its password.
@@ -48,8 +47,7 @@ class Certificate:
             log.info("the certificate in %s is in force, until %s", self._paths[0], minute(self.expires_s))
         except (OSError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
-            if not first:
-                log.error("the new certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
+            log.error("the certificate in %s cannot be loaded: %s", self._paths[0], self.fault)
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""

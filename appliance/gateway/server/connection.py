@@ -7,6 +7,7 @@ of a head, headers that two parsers could read differently, and refusals in the 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Final
 
 import httptools
@@ -35,7 +36,7 @@ class Connection(HttpToolsProtocol):
         self.running: Any = None
         self.refusal: HttpError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_since_s: float | None = time.monotonic()
         self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
@@ -43,14 +44,12 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._expect_head()
         if len(self.connections) > self.state.limits.max_connections:
             self.state.metrics.events["connection_refused"] += 1
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
         self._unset_keepalive_if_required()
         if self.running is not None:
             self.running.disconnected = True
@@ -85,8 +84,8 @@ class Connection(HttpToolsProtocol):
         if self.parser is None or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        if self._in_head:
-            self._expect_head()
+        if self._in_head and self._head_since_s is None and (self.running is None or self.running.response_complete):
+            self._head_since_s = time.monotonic()
         self._unparsed_bytes += len(data)
         try:
             while data:
@@ -132,8 +131,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._unparsed_bytes = False, 0
-        self._head_came()
+        self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
         version, headers = self.parser.get_http_version(), dict(self.headers)
         self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
         nbytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -182,28 +180,20 @@ class Connection(HttpToolsProtocol):
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.counts["requests"]["unknown", error.status] += 1
+        self.state.metrics.requests.labels("unknown", error.status).inc()
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self._close)
 
-    # -- time
-
-    def _expect_head(self) -> None:
-        if self._head_timer is None and (self.running is None or self.running.response_complete):
-            self._head_timer = self.loop.call_later(self.state.limits.head_timeout_s, self._head_late)
-
-    def _head_came(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_late(self) -> None:
-        self._head_timer = None
+    def end_if_late(self, now_s: float) -> None:
+        """End a connection whose head takes too long. now_s: the monotonic clock."""
+        if self._head_since_s is None or now_s - self._head_since_s < self.state.limits.head_timeout_s:
+            return
+        self._head_since_s = None
         self.state.metrics.events["slow_head"] += 1
         if not self._unparsed_bytes:
             self._close()  # it has said nothing
-            return
-        self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
+        else:
+            self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))

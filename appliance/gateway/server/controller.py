@@ -18,14 +18,13 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.table import NOBODY
 from appliance.gateway.requests.request_check import Checked, check_object
 from appliance.gateway.requests.transcript import joined
-from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
 
 ERROR_BODY_BYTES: Final = 64 * 1024
@@ -49,82 +48,31 @@ _NOT_DOWNSTREAM: Final = re.compile(rb"%b|%b|date|server|set-cookie" % (_OF_A_HO
 log = logging.getLogger("appliance.gateway")
 
 
-class Copies:
-    """Copies of answered responses and chat completions on their way to the controller, which stores them.
+class Controller:
+    """The way to the controller, and copies of answered responses and chat completions that go to its store.
 
-    The client's answer does not wait for its copy. While the controller is away they wait here, up to
+    A client's answer does not wait for its copy. While the controller is away copies wait here, up to
     `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
     stores a copy that arrives twice once.
     """
 
     def __init__(self, state: State) -> None:
-        self._state, self._waiting = state, asyncio.Queue[bytes]()
-        self.count = self._bytes = 0
+        self._state, self._copies = state, asyncio.Queue[bytes]()
+        self.copies = self._copies_bytes = 0
         self._away = False
-
-    def has_room(self) -> bool:
-        return self._bytes < self._state.limits.response_copies_bytes
-
-    @property
-    def delivering(self) -> bool:
-        """Whether copies are left, and the controller was there at the last attempt."""
-        return self.count > 0 and not self._away
-
-    def add(self, copy: bytes) -> None:
-        self.count += 1
-        self._bytes += len(copy)
-        self._waiting.put_nowait(copy)
-
-    async def send_forever(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            copies, failures = [await self._waiting.get()], 0
-            while not self._waiting.empty() and sum(map(len, copies)) < TOGETHER_BYTES:
-                copies.append(self._waiting.get_nowait())
-            while not (status := await self._send(copies)) or (status >= 500 and failures < MOST_FAILURES):
-                self._away, failures = True, failures + (status > 0)
-                await asyncio.sleep(RETRY_S)
-            self._away = False
-            if status >= 300:  # it would answer the same again
-                log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
-                self._state.metrics.events["responses_not_stored"] += len(copies)
-            self.count -= len(copies)
-            self._bytes -= sum(map(len, copies))
-
-    async def _send(self, copies: list[bytes]) -> int:
-        """The controller's status; 0 if it did not answer."""
-        state = self._state
-        headers = {"content-type": "application/json", **own_identity(state.new_request_id(), state.token)}
-        data, timeout = b"[%b]" % b",".join(copies), aiohttp.ClientTimeout(total=30)
-        try:
-            path = f"{_HOST}/internal/responses"
-            async with _session(state).post(path, data=data, headers=headers, timeout=timeout) as response:
-                return response.status
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return 0
-
-
-def _session(state: State) -> aiohttp.ClientSession:
-    return state.engines.of(state.config.controller_socket, lasting=False)
-
-
-class Controller:
-    """copies: answers on their way to its store."""
-
-    def __init__(self, state: State) -> None:
-        self._state, self.copies = state, Copies(state)
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
         """Answers with what the controller answers. body: the request's, if it was read already."""
-        state, given = self._state, _passing(exchange.headers, _NOT_UPSTREAM)
+        state, wait_s = self._state, self._state.limits.controller_wait_s
+        given = _passing(exchange.headers, _NOT_UPSTREAM)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
-        headers += identity(exchange, state.token).items()
+        headers += identity(exchange, state.token)
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
             data = exchange.pieces(exchange.route.body_bytes(state.limits))
             if exchange.content_length is not None:
                 headers.append(("content-length", str(exchange.content_length)))
-        async with self._answer(exchange, headers, data) as response:
+        async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:
             if response.status >= 400:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
                 error.allow = response.headers.get("allow")
@@ -136,7 +84,10 @@ class Controller:
             exchange.first_byte_s = time.monotonic()
             theirs = {name.lower(): value for name, value in response.raw_headers}
             answered = [*_passing(theirs, _NOT_DOWNSTREAM), (b"x-content-type-options", b"nosniff")]
-            answered += _cookies(theirs, state.config.tls_cert_path is not None)
+            if (cookie := theirs.get(b"x-appliance-cookie")) is not None:  # `ID=HALF; Max-Age=…`
+                tls = state.config.tls_cert_path is not None and not cookie.endswith(b"; Secure")
+                given = b"%b%b; HttpOnly; SameSite=Strict" % (cookie, b"; Secure" if tls else b"")
+                answered += [(b"set-cookie", b"%b; Path=%b" % (given, path)) for path in (b"/admin/v1", b"/v1")]
             if b"content-length" in theirs and response.status not in (204, 304):
                 answered.append((b"content-length", theirs[b"content-length"]))
             await exchange.begin(response.status, answered)
@@ -146,19 +97,26 @@ class Controller:
             await exchange.finish()
 
     @asynccontextmanager
-    async def _answer(
-        self, request: Request, headers: list[tuple[str, str]], data: bytes | AsyncIterator[bytes] | None
+    async def _ask(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: list[tuple[str, str]],
+        data: bytes | AsyncIterator[bytes] | None = None,
+        wait_s: float = 0.0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent."""
-        state, limits, method = self._state, self._state.limits, request.method.decode()
-        url = URL(f"{_HOST}{request.target.decode('ascii', 'replace')}", encoded=True)
+        """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent.
+
+        wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
+        state, limits = self._state, self._state.limits
+        session = state.engines.of(state.config.controller_socket, lasting=False)
+        url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=limits.upstream_silence_s)
-        until_s, answered = time.monotonic() + limits.controller_wait_s, False
+        more: Any = {"headers": headers, "data": data, "timeout": timeout, "allow_redirects": False}
+        until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:
-                async with _session(state).request(
-                    method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
-                ) as response:
+                async with session.request(method.decode(), url, **more) as response:
                     answered = True
                     yield response
                     return
@@ -167,8 +125,7 @@ class Controller:
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off
-                # A request that was not sent, or that changes nothing, waits a moment for a controller that restarts.
-                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == "GET")
+                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
                 if again and time.monotonic() < until_s:
                     await asyncio.sleep(_POLL_S)
                     continue
@@ -177,73 +134,105 @@ class Controller:
                 away.status = 503 if again else 502
                 raise away from None
 
-    async def metrics(self, request: Request) -> bytes:
+    async def metrics(self, exchange: Exchange) -> bytes:
         """The controller's own series; empty while it does not answer."""
-        headers, timeout = identity(request, self._state.token), aiohttp.ClientTimeout(total=METRICS_WAIT_S)
         try:
-            path = f"{_HOST}/admin/v1/metrics"
-            async with _session(self._state).get(path, headers=headers, timeout=timeout) as response:
+            headers = identity(exchange, self._state.token)
+            async with asyncio.timeout(METRICS_WAIT_S), self._ask(b"GET", b"/admin/v1/metrics", headers) as response:
                 body = await read_up_to(response.content, METRICS_BYTES)
                 return body if response.status == 200 and len(body) < METRICS_BYTES else b""
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (HttpError, TimeoutError):
             return b""
 
-    async def with_previous(self, request: Request, data: dict[str, Any], checked: Checked) -> Checked:
+    async def with_previous(self, exchange: Exchange, data: dict[str, Any], checked: Checked) -> Checked:
         """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
 
         data: its body, as it came.
         """
-        state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
+        state, transcript, limits = self._state, checked.transcript, self._state.limits
+        limit, headers = limits.inference_body_bytes, identity(exchange, state.token)
         assert transcript is not None
-        asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
-        async with self._answer(asks, list(identity(request, state.token).items()), None) as response:
+        target = b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode()
+        async with self._ask(b"GET", target, headers, wait_s=limits.controller_wait_s) as response:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
-        nbytes = request.body_bytes + len(earlier)
+        nbytes = exchange.body_bytes + len(earlier)
         if nbytes > limit:
             raise errors.body_too_large(limit, close=False)  # the client's own body was not
-        state.take_body(request, len(earlier))
-        again = check_object(request.route, joined(data, earlier), nbytes, state.limits)
+        state.take_body(exchange, len(earlier))
+        again = check_object(exchange.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
         return again
+
+    # -- copies
+
+    def has_room(self) -> bool:
+        return self._copies_bytes < self._state.limits.response_copies_bytes
+
+    @property
+    def delivering(self) -> bool:
+        """Whether copies are left, and the controller was there at the last attempt."""
+        return self.copies > 0 and not self._away
+
+    def keep(self, copy: bytes) -> None:
+        self.copies += 1
+        self._copies_bytes += len(copy)
+        self._copies.put_nowait(copy)
+
+    async def send_copies(self) -> None:
+        """Those that wait go together. Until it is cancelled."""
+        while True:
+            copies, failures = [await self._copies.get()], 0
+            while not self._copies.empty() and sum(map(len, copies)) < TOGETHER_BYTES:
+                copies.append(self._copies.get_nowait())
+            while not (status := await self._store(copies)) or (status >= 500 and failures < MOST_FAILURES):
+                self._away, failures = True, failures + (status > 0)
+                await asyncio.sleep(RETRY_S)
+            self._away = False
+            if status >= 300:  # it would answer the same again
+                log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
+                self._state.metrics.events["responses_not_stored"] += len(copies)
+            self.copies -= len(copies)
+            self._copies_bytes -= sum(map(len, copies))
+
+    async def _store(self, copies: list[bytes]) -> int:
+        """The controller's status; 0 if it did not answer."""
+        headers = [("content-type", "application/json")]
+        headers += own_identity(self._state.new_request_id(), self._state.token)
+        try:
+            async with self._ask(b"POST", b"/internal/responses", headers, b"[%b]" % b",".join(copies)) as response:
+                return response.status
+        except HttpError:
+            return 0
 
 
 # -- headers
 
 
-def identity(request: Request, token: bytes) -> dict[str, str]:
+def identity(exchange: Exchange, token: bytes) -> list[tuple[str, str]]:
     """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
-    caller = request.caller
+    caller = exchange.caller
     if caller is NOBODY:
-        assert request.route.kind is Kind.LOGIN, "all others name a key"
-        return own_identity(request.request_id, token)
-    by = {"x-appliance-session": request.session} if request.session else {}
-    return by | own_identity(request.request_id, token, caller.id, ",".join(sorted(caller.scopes)))
+        assert exchange.route.kind is Kind.LOGIN, "all others name a key"
+        return own_identity(exchange.request_id, token)
+    by = [("x-appliance-session", exchange.session)] if exchange.session else []
+    return [*by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
 
 
-def own_identity(request_id: bytes, token: bytes, key_id: str = "gateway", scopes: str = "gateway") -> dict[str, str]:
+def own_identity(
+    request_id: bytes, token: bytes, key_id: str = "gateway", scopes: str = "gateway"
+) -> list[tuple[str, str]]:
     """Of what the gateway itself asks, for no key."""
-    return {
-        "x-request-id": request_id.decode(),
-        "x-appliance-key-id": key_id,
-        "x-appliance-scopes": scopes,
-        "x-appliance-gateway": token.decode(),
-    }
+    return [
+        ("x-request-id", request_id.decode()),
+        ("x-appliance-key-id", key_id),
+        ("x-appliance-scopes", scopes),
+        ("x-appliance-gateway", token.decode()),
+    ]
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
     """Headers that neither match `stops` nor are named in the Connection header."""
     of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
     return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]
-
-
-def _cookies(headers: Headers, tls: bool) -> list[tuple[bytes, bytes]]:
-    """The cookies that an answer of the controller sets: it names one as `ID=HALF; Max-Age=…`. tls: this gateway speaks
-    TLS."""
-    given = headers.get(b"x-appliance-cookie")
-    if given is None:
-        return []
-    secure = b"; Secure" if tls and not given.endswith(b"; Secure") else b""
-    paths = (b"/admin/v1", b"/v1")
-    return [(b"set-cookie", b"%b%b; HttpOnly; SameSite=Strict; Path=%b" % (given, secure, path)) for path in paths]

@@ -14,21 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
-from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import RESPONSES, is_anthropic
+from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic
+from appliance.gateway.core.spending import KeyUse, OwnerUse
+from appliance.gateway.core.table import NOBODY, Caller
+from appliance.gateway.requests.request_check import Checked
 
-if TYPE_CHECKING:
-    from appliance.gateway.server.state import State
+Headers = Mapping[bytes, bytes]
+Pairs = Sequence[tuple[bytes, bytes]]
 
 # The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
 # connection, which can destroy the answer on its way.
@@ -38,7 +43,7 @@ _LINGER_BYTES: Final = 4 * 1024 * 1024
 _DISCARD_BYTES: Final = 256 * 1024
 # What a socket takes at once.
 _SMALL_BYTES: Final = 32 * 1024
-# An engine's answer says so too (serve/api/answers.py).
+# An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -49,32 +54,109 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
+# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/transcript.py.
+USAGE: Final = b'"usage"'
+_USAGE: Final = re.compile(rb'"usage": ?\{')
+# All counts in one pass: four searches took 1.8 times as long.
+_COUNTS: Final = re.compile(
+    rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
+)
+_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
+_NO_USE: Final = KeyUse("", OwnerUse())
 
 
 class ClientGone(Exception):
     """The client left, or took nothing for too long; there is nobody to answer."""
 
 
-class Exchange(Request):
-    """head_sent: the status is out. sse: as a stream of events, which an error can join. body_complete: all of the
-    request's body was read. ended: why it was ended from outside. work: what an inference request asks of a replica;
-    choice: the one that has it; ticket: its place in the queue while it is held."""
+class Tokens:
+    """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
+    last. cached: tokens of the prompt that a cache of prefixes had."""
 
-    def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def read(self, body: bytes) -> None:
+        """Take the usage from a piece of an answer, if it holds one."""
+        starts = list(_USAGE.finditer(body))
+        if not starts:
+            return
+        counts: dict[bytes, int] = {}
+        for name, digits in _COUNTS.findall(body, starts[-1].end()):
+            counts.setdefault(_NAMES.get(name, name), int(digits))  # the first of each is the engine's own
+        self.cached = counts.get(b"cached", self.cached)
+        if b"prompt" in counts:
+            # Anthropic's `input_tokens` are those that no cache had.
+            self.prompt = sum(counts.get(name, 0) for name in (b"prompt", b"cache_read_input", b"cache_creation_input"))
+        self.completion = counts.get(b"completion", self.completion)
+
+
+class Exchange:
+    """Times by the monotonic clock.
+
+    target: path and query. head_only: its answer has no body. session: the login of the page that it came by, empty
+    for a key. received_s: when its head came, of inference its body; sent_s: when an engine got it last. trace: its
+    W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
+
+    model: the one it names, once known to exist, without a version. checked: once it counts as open. work: what it asks
+    of a replica; choice: the one that has it; ticket: its place in the queue while it is held. routed_model: name in
+    the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
+    version as the engine names it, once it answers. ignored: headers that name the parts of it that no engine gets.
+    tokens: its cost as the engine reported it.
+
+    head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
+    body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
+    followed its answer's head.
+    """
+
+    def __init__(self, limits: Limits, events: Counter[str], scope: Any, receive: Any, send: Any) -> None:
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        super().__init__(scope["method"].encode(), scope["target"], headers)
-        self.state = state
+        self.method, self.target, self.headers = scope["method"].encode(), scope["target"], headers
+        self.path = self.target.partition(b"?")[0]
+        length = headers.get(b"content-length")
+        self.content_length = None if length is None else int(length)
+        self.chunked = b"transfer-encoding" in headers
         self.connection: Any = scope["connection"]
-        self.head_sent = self.sse = self.finished = False
-        self.ended: HttpError | None = None
+        self.route: Route = UNKNOWN
+        self.caller: Caller = NOBODY
+        self.use: KeyUse = _NO_USE
+        self.request_id = self.trace = b""
+        self.received_s = self.sent_s = self.first_byte_s = 0.0
+        self.status = self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
+        self.model = self.routed_model = self.model_version = self.replica = self.session = ""
+        self.checked: Checked | None = None
         self.work: Work | None = None
         self.choice: Choice | None = None
         self.ticket: Ticket | None = None
+        self.ignored: Pairs = ()
+        self.tokens = Tokens()
+        self.span: Any = None
+        self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
         self.body_complete = not (self.chunked or self.content_length)
-        self._receive, self._send = receive, send
+        self.ended: HttpError | None = None
+        self._limits, self._events, self._receive, self._send = limits, events, receive, send
         self._task = asyncio.current_task()
+
+    @property
+    def trace_id(self) -> str:
+        """The second field of its traceparent, empty without one."""
+        return self.trace[3:35].decode()
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Fields for its log lines (runtime.logs)."""
+        return {
+            "request_id": self.request_id.decode(),
+            "key_id": self.caller.id,
+            "model": self.model,
+            "version": self.model_version,
+            "replica": self.replica,
+            "trace_id": self.trace_id,
+        }
 
     def end(self, error: HttpError) -> None:
         """Answer this error in place of what runs: the key was revoked, or the box stops."""
@@ -86,7 +168,7 @@ class Exchange(Request):
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """The body. Raises HttpError 413 and 408, ClientGone."""
-        limits, connection, waited_s = self.state.limits, self.connection, 0.0
+        limits, connection, waited_s = self._limits, self.connection, 0.0
         while not self.body_complete:
             if connection.running.message_event.is_set():  # a small body has come with its head
                 message = await self._receive()
@@ -96,7 +178,7 @@ class Exchange(Request):
                     async with asyncio.timeout(left_s - waited_s):
                         message = await self._receive()
                 except TimeoutError:
-                    self.state.metrics.events["slow_body"] += 1
+                    self._events["slow_body"] += 1
                     slow = HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
                     raise slow from None
                 waited_s += time.monotonic() - began_s
@@ -113,22 +195,15 @@ class Exchange(Request):
             if data:
                 yield data
 
-    async def body(self, limit: int) -> bytes:
-        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
-        kept: list[bytes] = []
-        async for data in self.pieces(limit):
-            self.state.take_body(self, len(data))
-            kept.append(data)
-        self.received_s = time.monotonic()
-        return b"".join(kept)
-
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs) -> None:
-        extra = [(b"x-request-id", self.request_id), *headers, *self.rate_headers, *self.ignored]
+        extra = [(b"x-request-id", self.request_id), *headers, *self.ignored]
+        if self.route.kind is Kind.INFERENCE:
+            extra += self.use.headers()
         if is_anthropic(self.path):
             extra.append((b"request-id", self.request_id))
-        if self.state.stopping:
+        if not self.connection.running.keep_alive:
             extra.append((b"connection", b"close"))
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
         self.head_sent, self.status = True, status
@@ -165,18 +240,17 @@ class Exchange(Request):
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
-            self.state.metrics.events["stream_error"] += 1
+            self._events["stream_error"] += 1
             self.connection.running.keep_alive = False
             await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
-            self.state.metrics.events["response_aborted"] += 1
+            self._events["response_aborted"] += 1
             self.connection.abort()
         else:
             status, body = _shaped(error, self)
             headers = [(b"content-type", b"application/json"), *_error_headers(error)]
             unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
-            if error.close or unread:
-                headers.append((b"connection", b"close"))
+            self.connection.running.keep_alive &= not (error.close or unread)
             await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
             await self.write(body)
             await self._linger()
@@ -200,10 +274,10 @@ class Exchange(Request):
             await self._send(message)
             return
         try:
-            async with asyncio.timeout(self.state.limits.write_stall_s):
+            async with asyncio.timeout(self._limits.write_stall_s):
                 await self._send(message)
         except TimeoutError:
-            self.state.metrics.events["client_stalled"] += 1
+            self._events["client_stalled"] += 1
             self.connection.abort()
             raise ClientGone from None
 
@@ -226,14 +300,14 @@ def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
     return extra
 
 
-def _shaped(error: HttpError, request: Request) -> tuple[int, bytes]:
+def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
     """Status and body."""
-    if not is_anthropic(request.path):
+    if not is_anthropic(exchange.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     inner = {"type": kind, "message": error.message}
-    return status, orjson.dumps({"type": "error", "error": inner, "request_id": request.request_id.decode()})
+    return status, orjson.dumps({"type": "error", "error": inner, "request_id": exchange.request_id.decode()})
 
 
 def error_response(error: HttpError, request_id: bytes) -> bytes:
@@ -244,13 +318,13 @@ def error_response(error: HttpError, request_id: bytes) -> bytes:
     return b"\r\n".join([*lines, b"", error.body()])
 
 
-def error_event(error: HttpError, request: Request, sent: int) -> bytes:
+def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:
     """The error as an event of a stream that has had `sent` events."""
-    _, body = _shaped(error, request)
-    if request.route.name == RESPONSES:
+    _, body = _shaped(error, exchange)
+    if exchange.route.name == RESPONSES:
         inner = orjson.loads(body)["error"]
         fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
         body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})
-    elif not is_anthropic(request.path):
+    elif not is_anthropic(exchange.path):
         return b"data: %b\n\n" % body
     return b"event: error\ndata: %b\n\n" % body

@@ -6,7 +6,7 @@
   to one more after that, and to no third.
 - After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
   other ends with an error event.
-- Of a good answer the bytes pass unchanged, but for what stream.py rewrites.
+- Of a good answer the bytes pass unchanged, but for what `Stream` rewrites.
 - A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand.
 """
 
@@ -26,15 +26,14 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
-from appliance.gateway.core.table import cache_salt
+from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
-from appliance.gateway.server.controller import Copies
-from appliance.gateway.server.exchange import VERSION, Exchange
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
 from appliance.gateway.server.state import State, read_up_to
-from appliance.gateway.server.stream import Stream
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -43,7 +42,18 @@ _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _CONNECT_S: Final = 5.0
-_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+_EVENT: Final = b'data: {"'
+_FINISHED: Final = b'"finish_reason":"'
+_NO_CHOICES: Final = b'"choices":[],'
+_LAST: Final = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
+# More bytes than the object with an answer's usage has.
+_USAGE_BYTES: Final = 1024
 TOO_LATE: Final = "no replica became ready in time"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
@@ -76,9 +86,9 @@ class Inference:
     continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
     """
 
-    def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked) -> None:
+    def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
-        self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
+        self.state, self.controller, self.exchange, self.checked = state, controller, exchange, checked
         self.model, self.path = checked.model, route.engine_path.decode()
         # Separates its owner's entries in an engine's cache of prefixes from those of others.
         salt = checked.data.get("cache_salt", "")
@@ -91,7 +101,7 @@ class Inference:
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
         self.stream = Stream(exchange, checked, hides_usage=hides_usage, most_bytes=state.limits.stored_response_bytes)
-        self.work = exchange.work = Work(
+        exchange.work = self.work = Work(
             caller.owner,
             checked.tokens,
             checked.prompt_tokens,
@@ -103,10 +113,11 @@ class Inference:
         self.answer_begun = self.continues = False
         self.waiting_since_s = 0.0
         if not self.work.batch:
-            state.metrics.loads[self.model].arrived(checked.prompt_tokens, exchange.received_s)
+            state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
+        exchange = self.exchange
         while self.body:
             choice, failed = await self._place(), None
             try:
@@ -121,14 +132,21 @@ class Inference:
                 self._prepare_retry(failure, choice)
             finally:
                 if failed is not None:
-                    self._compare(choice, failed)
-                self.exchange.choice = None
+                    first_s = exchange.first_byte_s - exchange.sent_s
+                    self.state.comparison.add(
+                        self.model,
+                        choice.replica.version,
+                        failed=failed,
+                        first_byte_s=first_s if first_s >= 0 else None,
+                        duration_s=time.monotonic() - exchange.sent_s,
+                    )
+                exchange.choice = None
                 self.state.ended(choice)
         # All tokens of a stream were sent before its engine died: only its ending is missing.
         assert self.checked.continuation is not None
         ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
         self._keep_copy()
-        await self.exchange.finish(ending)
+        await exchange.finish(ending)
 
     # -- a place
 
@@ -171,17 +189,20 @@ class Inference:
 
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
-        state, exchange, now_s = self.state, self.exchange, time.monotonic()
-        self.waiting_since_s = self.waiting_since_s or now_s
+        state, exchange = self.state, self.exchange
+        self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place = asyncio.get_running_loop().create_future()
         ticket = Ticket(self.model, host, names, self.work, self._avoided(), place)
+        is_first = state.holds.next(host) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
+        state.metrics.events["held"] += 1
+        state.on_change(is_first)  # a sleeping model wakes on it
         try:
-            state.held(self.model)
+            state.place_held()
             with self._span("hold"):
                 return await self._place_before_deadline(place)
         except BaseException:
@@ -191,7 +212,6 @@ class Inference:
         finally:
             exchange.ticket = None
             state.on_change(False)
-            state.metrics.times["held"][()].add(time.monotonic() - now_s)
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
@@ -222,28 +242,33 @@ class Inference:
     async def _attempt(self, choice: Choice) -> None:
         """Send the request to an engine and relay its answer. Raises AttemptFailed, also where the answer breaks off,
         and HttpError 504. Leaving early closes the engine's connection, by which vLLM aborts the request."""
-        state, exchange = self.state, self.exchange
+        state, exchange, replica = self.state, self.exchange, choice.replica
+        model = state.router.models.get(choice.model)
+        # The name by which the engine knows the model.
+        name = choice.model if model is None else model.adapter or model.pins or choice.model
+        body = self.body if name == self.model else with_fields(self.body, model=name)
+        if exchange.route.task == "embed":  # for which vLLM reads no header
+            body = with_fields(body, priority=choice.priority)
         headers = {
             "content-type": "application/json",
             # Not the client's id but a new one for each attempt: an engine must never see one twice.
             "x-request-id": state.new_request_id().decode(),
             "x-vllm-priority": str(choice.priority),
         }
-        body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
         # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        silence_s = None if self._in_training() else state.limits.upstream_silence_s
+        silence_s = None if policy_of(self.model) is not None else state.limits.upstream_silence_s
         timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.times["added"][()].add(exchange.sent_s - exchange.received_s)
-        replica, version, model = choice.replica.id, choice.replica.version, state.router.models.get(choice.model)
-        pinned = model is not None and choice.model == f"{model.pins}@{version}"
-        with self._span("attempt", replica=replica, version=version, attempt=len(self.failures) + 1) as trace:
+            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
+        number = len(self.failures) + 1
+        with self._span("attempt", replica=replica.id, version=replica.version, attempt=number) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
+            session = state.engines.of(replica.socket)
             try:
                 async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
-                    await self._relay(response, choice, session, pinned)
+                    await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
             except aiohttp.SocketTimeoutError as error:
@@ -253,38 +278,31 @@ class Inference:
             except (aiohttp.ClientError, OSError) as error:
                 raise AttemptFailed(EngineFailure.DIED) from error
 
-    def _body_for(self, choice: Choice) -> bytes:
-        """The body with the name by which the chosen engine knows the model."""
-        body, model = self.body, self.state.router.models.get(choice.model)
-        name = choice.model if model is None else model.adapter or model.pins or choice.model
-        if name != self.model:
-            body = with_fields(body, model=name)
-        if self.exchange.route.task == "embed":  # for which vLLM reads no header
-            body = with_fields(body, priority=choice.priority)
-        return body
-
-    async def _relay(
-        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, pinned: bool
-    ) -> None:
-        """pinned: the request names the version that is to answer."""
-        exchange = self.exchange
+    async def _relay(self, response: aiohttp.ClientResponse, choice: Choice, model: Model | None) -> None:
+        """model: by whose row it was placed."""
+        state, exchange, replica, status = self.state, self.exchange, choice.replica, response.status
         # The engine knows the version of its first token; the table may lag behind a swap.
         named = response.headers.get("x-appliance-model-version")
-        if pinned and named not in (None, choice.replica.version):
+        pinned = model is not None and choice.model == f"{model.pins}@{replica.version}"
+        if pinned and named not in (None, replica.version):
             raise self._moved(f"`{choice.model}` is served no more.")
         if named is not None and not self._may_be_adapter():
             exchange.model_version = named
-        if response.status >= 400:
-            raise await self._refusal(response, session)
+        if status >= 400:  # nothing of it is relayed
+            body = await read_up_to(response.content, _ERROR_BYTES)
+            error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
+            if status == 404:
+                raise self._moved(error.message)
+            if status >= 500 and not await state.engines.is_alive(replica.socket):
+                raise AttemptFailed(EngineFailure.DIED)
+            raise error
         if response.content_type == "text/event-stream":
-            await self._relay_stream(response, choice, session)
+            await self._relay_stream(response, choice)
         else:
             await self._relay_whole(response, choice)
 
-    async def _relay_stream(
-        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
-    ) -> None:
-        exchange, stream, began = self.exchange, self.stream, False
+    async def _relay_stream(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
+        exchange, stream, began, alive = self.exchange, self.stream, False, self.state.engines.is_alive
         stream.begin()
         async for piece in response.content.iter_any():
             relayed: list[bytes] = []
@@ -293,7 +311,7 @@ class Inference:
                 hides_death = not self.answer_begun or self.checked.continuation is not None
                 if hides_death and event.startswith(errors.ERROR_EVENT):
                     error = errors.from_event(event)
-                    if error is not None and error.status >= 500 and not await is_alive(session):
+                    if error is not None and error.status >= 500 and not await alive(choice.replica.socket):
                         await exchange.write(b"".join(relayed))
                         raise AttemptFailed(EngineFailure.DIED)
                 if not began:
@@ -353,7 +371,7 @@ class Inference:
     def _first_bytes(self, choice: Choice) -> None:
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
         self.answer_begun = True
-        self.state.router.succeed(choice)
+        choice.load.failures = 0
         if self.continues:
             return
         exchange.first_byte_s = now_s
@@ -363,26 +381,16 @@ class Inference:
         if self.checked.stream:
             metrics.loads[choice.model].first_token(now_s - exchange.received_s)
             if choice.load.inflight == 1:
-                metrics.loads[choice.model].prefilled(self.checked.prompt_tokens, now_s - exchange.sent_s)
+                metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
-            self.copies.add(transcript.copy(self.exchange.caller.id))
+            self.controller.keep(transcript.copy(self.exchange.caller.id))
             transcript.final = b""  # once
 
-    # -- refusals and failures
-
-    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> Exception:
-        """What an error answer of the engine means; nothing of it is relayed."""
-        body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
-        error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.exchange.route.name, "input"))
-        if status == 404:
-            return self._moved(error.message)
-        if status >= 500 and not await is_alive(session):
-            return AttemptFailed(EngineFailure.DIED)
-        return error
+    # -- failures
 
     def _moved(self, message: str) -> AttemptFailed:
         """The engine has just swapped to another model or version, or an adapter is gone; the next table tells."""
@@ -427,32 +435,69 @@ class Inference:
         self.continues, self.path = True, RESUME_PATH.decode()
         self.body = b"" if rest is None else with_fields(rest, **self.salt)
 
-    def _compare(self, choice: Choice, failed: bool) -> None:
-        """Count the attempt for its version while the model has a canary."""
-        sent_s, first_s = self.exchange.sent_s, self.exchange.first_byte_s
-        self.state.comparison.add(
-            self.model,
-            choice.replica.version,
-            failed=failed,
-            first_byte_s=first_s - sent_s if first_s >= sent_s else None,
-            duration_s=time.monotonic() - sent_s,
-        )
-
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
-        return model is None or bool(model.adapter) or self._in_training()
-
-    def _in_training(self) -> bool:
-        return policy_of(self.model) is not None
+        return model is None or bool(model.adapter) or policy_of(self.model) is not None
 
 
-async def is_alive(session: aiohttp.ClientSession) -> bool:
-    """Whether the engine's core lives, by vLLM's own check; one that is too busy to say so does."""
-    try:
-        async with session.get("/health", timeout=_HEALTH_TIMEOUT) as response:
-            return response.status == 200
-    except TimeoutError:
-        return True
-    except (aiohttp.ClientError, OSError):
-        return False
+class Stream:
+    """One answer on its way. ended: whether all of it was there; an HTTP message that ends without its stream's own
+    ending is a truncation that no client would notice. has_error: the engine reported an error in it."""
+
+    def __init__(self, exchange: Exchange, checked: Checked, *, hides_usage: bool, most_bytes: int) -> None:
+        """hides_usage: the client did not ask for the event that has it. most_bytes: of an answer that is stored."""
+        self.ended = self.has_error = False
+        self._exchange, self._hides_usage, self._most_bytes = exchange, hides_usage, most_bytes
+        self._continuation, self._transcript = checked.continuation, checked.transcript
+        self._partial = self._tail = b""
+
+    def begin(self) -> None:
+        """An engine begins to answer: what another one left unfinished is gone."""
+        self._partial = b""
+
+    def events(self, data: bytes) -> list[bytes]:
+        """The whole events of an engine's bytes, as it wrote them; the beginning of another one is kept."""
+        *events, self._partial = (self._partial + data).split(b"\n\n")
+        return events
+
+    def rewrite(self, event: bytes) -> bytes:
+        """An engine's event as the client gets it, empty for none."""
+        return self.rewrite_continued(event if self._continuation is None else self._continuation.event(event))
+
+    def rewrite_continued(self, event: bytes) -> bytes:
+        """The same for one that the continuation has seen, or made."""
+        if not event:
+            return b""
+        exchange, transcript = self._exchange, self._transcript
+        if transcript is not None:
+            if max(len(event), transcript.held) > self._most_bytes:
+                transcript.stores = False
+            event = transcript.event(event)
+        self._read_usage(event)
+        if self._hides_usage and _FINISHED in event:
+            # An engine writes it into the event with the usage if it is asked for usage, else into these.
+            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(exchange.model_version))
+        elif self._hides_usage and _NO_CHOICES in event:
+            return b""
+        if event.startswith(_LAST):
+            self.ended = True
+        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
+        exchange.stream_events += _EVENT in event
+        if errors.ERROR_EVENT in event and (error := errors.from_event(event)) is not None:
+            self.ended = self.has_error = True
+            return error_event(error, exchange, exchange.stream_events - 1)
+        return event + b"\n\n"
+
+    def read_whole(self, body: bytes) -> None:
+        """Read the usage in a plain answer, or in a piece of one, wherever it was cut."""
+        seen = self._tail + body
+        self._read_usage(seen)
+        self._tail = seen[-_USAGE_BYTES:]
+
+    def _read_usage(self, body: bytes) -> None:
+        """Answers of /v1/responses repeat the request, whose tools may have any text: their transcript has it."""
+        if self._exchange.route.name in (RESPONSES, INPUT_TOKENS):
+            body = b"" if self._transcript is None else self._transcript.usage
+        if USAGE in body:
+            self._exchange.tokens.read(body)

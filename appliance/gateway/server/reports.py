@@ -16,10 +16,9 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from prometheus_client import generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from appliance.gateway.access.load import ModelLoad
-from appliance.gateway.access.metrics import family
+from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.server.state import State
 from runtime.replace_file import replace_file
 
@@ -34,23 +33,23 @@ def load_report(state: State) -> dict[str, Any]:
     bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
     prompt_tokens: of all in flight and held.
     """
-    now_s, holds, certificate = time.monotonic(), state.holds, state.certificate
+    now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
-        work, choice, model = exchange.work, exchange.choice, exchange.routed_model
-        if work is None or work.batch:
+        work, checked, choice, model = exchange.work, exchange.checked, exchange.choice, exchange.routed_model
+        if work is None or checked is None or work.batch:
             continue
         inflight[model] += 1
         prompts[model] += work.prompt_tokens
-        if exchange.streams:
+        if checked.stream:
             waiting[model] += work.prompt_tokens if choice is None else choice.pending
     models = {
         name: {
-            "inflight": inflight[name] - holds.held(name),
-            "held": holds.held(name),
+            "inflight": inflight[name] - held[name],
+            "held": held[name],
             "waiting_prompt_tokens": waiting[name],
             "prompt_tokens": prompts[name],
-            **(state.metrics.loads.get(name) or ModelLoad()).report(now_s, time.time()),
+            **(state.metrics.loads.get(name) or ModelLoad()).report(now_s),
         }
         for name in {*inflight, *state.metrics.loads} & state.router.models.keys()
     }
@@ -62,7 +61,7 @@ def load_report(state: State) -> dict[str, Any]:
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "models": models,
         "canaries": state.comparison.canaries,
-        "notes": [] if certificate is None else certificate.notes(time.time()),
+        "notes": [] if certificate is None else certificate.notes(now_s),
         "certificate_expires_s": None if certificate is None else certificate.expires_s,
     }
 
@@ -99,31 +98,38 @@ def _snapshot(state: State, worker: str) -> Path:
 
 async def _text(state: State, *more: Metric) -> str:
     """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    families, worker = [*state.metrics.families(), *gauges(state), *more], {"worker": state.config.name}
-    if state.config.workers > 1:
-        for one in families:
-            one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
-    collected: Any = SimpleNamespace(collect=lambda: families)
+    current, worker = [*gauges(state), *more], {"worker": state.config.name}
+
+    def collect() -> Iterator[Metric]:
+        for one in (*state.metrics.registry.collect(), *current):
+            if state.config.workers > 1:
+                one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
+            yield one
+
+    collected: Any = SimpleNamespace(collect=collect)
     return (await asyncio.to_thread(generate_latest, collected)).decode()  # it may take 0.3 s
 
 
 def gauges(state: State) -> Iterator[Metric]:
-    """Current values."""
-    certificate = state.certificate
-    for name, text, value in (
-        ("connections", "Open client connections.", len(state.connections)),
-        ("table_generation", "Routing table in force, -1 before the first.", state.generation),
-        ("buffered_body_bytes", "Request bodies in memory.", state.buffered_bytes),
-        ("start_time_seconds", "Unix time of the start.", state.started_s),
-    ):
-        yield family("gauge", name, text, (), [((), value)])
+    """Series made of the current state."""
+    certificate, named = state.certificate, "appliance_gateway_{}".format
+    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
+    for event, count in sorted(state.metrics.events.items()):
+        events.add_metric((event,), count)
+    yield events
+    yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
     if certificate is not None:
         text = "Unix time at which the endpoint's certificate expires."
         yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, certificate.expires_s)
-    holding = sorted({*(model for model, _, _ in state.metrics.series), *state.holds.models()})
-    held = [((name,), state.holds.held(name)) for name in holding]
-    yield family("gauge", "held", "Requests waiting for a replica.", ("model",), held)
-    inflight = [((name,), load.inflight) for name, load in state.router.loads.items()]
-    yield family("gauge", "inflight", "Requests on a replica.", ("replica",), inflight)
-    parts = [((name,), 1) for name in state.background.names()]
-    yield family("gauge", "degraded", "1 while a part of the gateway fails and is tried again.", ("part",), parts)
+    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
+    loads = {name: load.inflight for name, load in state.router.loads.items()}
+    failing = dict.fromkeys(state.background.names(), 1)
+    for name, label, text, values in (
+        ("held", "model", "Requests waiting for a replica.", held),
+        ("inflight", "replica", "Requests on a replica.", loads),
+        ("degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+    ):
+        family = GaugeMetricFamily(named(name), text, labels=(label,))
+        for value, number in values.items():
+            family.add_metric((value,), number)
+        yield family

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 from uvicorn.server import ServerState
 
-from appliance.gateway.access.load import Comparison
-from appliance.gateway.access.metrics import AccessLog, Metrics
-from appliance.gateway.access.request import Request
-from appliance.gateway.access.spending import UsageLimits
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.load import Comparison
 from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.core.table import Caller, Login, Model
+from appliance.gateway.core.spending import UsageLimits
+from appliance.gateway.core.table import NOBODY, Caller, Login, Model
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.metrics import AccessLog, Metrics
 from runtime.background_tasks import BackgroundTasks
 from runtime.network.mutual_tls import mutual_tls, watched_socket
 from weights.format.names import policy_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.access.tracing import Tracing
     from appliance.gateway.server.certificates import Certificate
+    from appliance.gateway.server.tracing import Tracing
 
 log = logging.getLogger("appliance.gateway")
 
@@ -41,6 +41,7 @@ _KEEPALIVE_S: Final = 5.0
 """Engines keep idle connections for an hour, so that none is used that its engine is just closing; here those of a rush
 do not stay longer than it lasts."""
 _READ_BYTES: Final = 256 * 1024
+_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
@@ -57,7 +58,7 @@ class State:
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
         self.connections: set[Any] = self.server.connections
-        self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
+        self.exchanges: set[Exchange] = set()
         self.metrics = Metrics()
         self.comparison = Comparison()
         self.engines = Sessions()
@@ -67,7 +68,7 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.access import tracing
+            from appliance.gateway.server import tracing
 
             self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
@@ -91,16 +92,16 @@ class State:
 
     # -- bodies in memory
 
-    def take_body(self, request: Request, nbytes: int) -> None:
+    def take_body(self, exchange: Exchange, nbytes: int) -> None:
         """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
-        owner = request.use.owner
+        owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
         owner.body_bytes += nbytes
         self.buffered_bytes += nbytes
-        request.buffered_bytes += nbytes
+        exchange.buffered_bytes += nbytes
 
     # -- models, and who waits for them
 
@@ -151,12 +152,6 @@ class State:
             message = f"The model `{name}` is not serving: {reason}. The next try is in {retry_s} s."
         return errors.unavailable(message, "model_not_ready", retry_s)
 
-    def held(self, model: str) -> None:
-        """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
-        self.metrics.events["held"] += 1
-        self.on_change(self.holds.held(model) == 1)
-        self.place_held()
-
     def ended(self, choice: Choice) -> None:
         """A request left its replica, whose place others may wait for, by whatever name they call it."""
         self.on_change(self.router.end(choice))
@@ -176,23 +171,32 @@ class State:
 
     # -- what is said of a request once it is over
 
-    def finished(self, request: Request, now_s: float) -> None:
+    def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
-        self.buffered_bytes -= request.buffered_bytes
-        request.use.owner.body_bytes -= request.buffered_bytes
-        if request.counted:
-            self.spending.closed(request)
-        if request.status == 503 and request.model and request.use.batch:
-            self.spending.refund(request)
-            request.model = ""  # it counts once, when it is answered
-        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
-        if request.model:
-            self.spending.account(request)
-        elif request.status == 429 or (request.route.kind is Kind.INFERENCE and request.status in range(400, 499)):
-            self.spending.refused(request)
-        if self.tracing is not None and request.span is not None:
-            self.tracing.end(request)
-        self.access_log.add(request, now_s)
+        use, checked, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
+        self.buffered_bytes -= exchange.buffered_bytes
+        use.owner.body_bytes -= exchange.buffered_bytes
+        if checked is not None:
+            self.spending.closed(use, checked.tokens)
+        asked = None if exchange.work is None else checked
+        if asked is not None and use.batch and status == 503:
+            self.spending.correct(use, -1, -asked.tokens)
+            asked = None  # it counts once, when it is answered
+        self.metrics.finished(exchange, now_s, asked)  # before what no engine reported
+        if asked is not None:
+            if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
+                # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
+                tokens.prompt, tokens.completion = tokens.prompt or asked.prompt_tokens, exchange.stream_events
+            self.spending.correct(use, 0, tokens.prompt + tokens.completion - asked.tokens)
+            counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
+            counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
+            self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
+        elif status == 429 or (exchange.route.kind is Kind.INFERENCE and status in range(400, 499)):
+            if exchange.caller is not NOBODY:
+                self.spending.count(exchange.caller.id, exchange.model, "", {"refused": 1})
+        if self.tracing is not None and exchange.span is not None:
+            self.tracing.end(exchange)
+        self.access_log.add(exchange, now_s)
 
 
 def _token(path: str) -> bytes:
@@ -240,6 +244,16 @@ class Sessions:
                 headers=None if lasting else {"Connection": "keep-alive"},
             )
         return session
+
+    async def is_alive(self, address: str) -> bool:
+        """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
+        try:
+            async with self.of(address).get("/health", timeout=_HEALTH_TIMEOUT) as response:
+                return response.status == 200
+        except TimeoutError:
+            return True
+        except (aiohttp.ClientError, OSError):
+            return False
 
     async def keep(self, addresses: Collection[str]) -> None:
         """Closes the sessions of addresses that are not among these."""

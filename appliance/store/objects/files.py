@@ -9,12 +9,11 @@ import time
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.errors import RowNotFound
 from appliance.store.rows import FILES, UNFINISHED_BATCH, FileRow
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
-insert, update = FILES.insert, FILES.update
+insert, update, delete = FILES.insert, FILES.update, FILES.delete
 
 
 def find(db: Database, file_id: str, *, viewer: str | None, now_s: float | None = None) -> FileRow | None:
@@ -44,13 +43,3 @@ def expired(db: Database, *, now_s: float) -> list[FileRow]:
     long as the batch reads it."""
     inputs = f"SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH})"
     return db.all(FileRow, f"SELECT * FROM files WHERE expires_s <= ? AND id NOT IN ({inputs})", [now_s])
-
-
-def ids(db: Database) -> set[str]:
-    return set(db.column("SELECT id FROM files"))
-
-
-def delete(db: Database, file_id: str) -> None:
-    """Raises RowNotFound."""
-    if db.execute("DELETE FROM files WHERE id = ?", [file_id]).rowcount == 0:
-        raise RowNotFound("files", file_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
@@ -89,6 +89,19 @@ def device_speeds(db: Database, model: str, method: str, full: bool, most: int =
         [model, method, int(full), most],
     )
     return [float(speed) for (speed,) in rows]
+
+
+def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:
+    """By ascending step, read in parts: there may be 100,000."""
+    after = -1
+    while rows := list_metrics(db, job_id, after_step=after, limit=5000):
+        yield from rows
+        after = rows[-1].step
+
+
+def last_step(db: Database, job_id: str) -> int:
+    """The highest that was reported, 0 before the first."""
+    return db.value("SELECT max(step) FROM job_metrics WHERE job_id = ?", [job_id]) or 0
 
 
 def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:

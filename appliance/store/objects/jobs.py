@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
@@ -46,15 +46,15 @@ def page(
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
 
 
-def list_unfinished(db: Database) -> list[JobRow]:
-    """Oldest first, the order of the queue before priorities."""
-    return _unfinished(db)
+def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
+    """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
+    return JOBS.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
     """Those of `list_unfinished` that train a model by one of these names, or are to make the other one."""
     marks = ", ".join("?" * len(trained))
-    return _unfinished(db, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
+    return list_unfinished(db, f" AND (model IN ({marks}) OR output_model = ?)", *trained, made)
 
 
 def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
@@ -67,17 +67,12 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
         " AND instr(judge, ?) AND said.key IN ('model', 'teacher') AND said.type = 'text'"
         f" AND (said.value IN ({marks}) OR ? AND (substr(said.value, 1, ?) = ? OR substr(said.value, 1, ?) = ?)))"
     )
-    versions = [whole, len(at), at, len(checkpoint), checkpoint]
-    return _unfinished(db, also, [model, *names, *versions])
-
-
-def _unfinished(db: Database, also: str = "", parameters: Sequence[Any] = ()) -> list[JobRow]:
-    return db.all(JobRow, f"SELECT * FROM jobs WHERE phase IN ({_LIVE}){also} ORDER BY seq", parameters)
+    return list_unfinished(db, also, model, *names, whole, len(at), at, len(checkpoint), checkpoint)
 
 
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
     """Those that are to make this model."""
-    return _unfinished(db, " AND output_model = ?", [model])
+    return list_unfinished(db, " AND output_model = ?", model)
 
 
 def any_wants_devices(db: Database) -> bool:
@@ -89,11 +84,6 @@ def any_wants_devices(db: Database) -> bool:
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:
     """Whether it ended before this moment."""
     return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
-
-
-def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
-    """Those that were made with this key."""
-    return _unfinished(db, " AND key_id = ?", [key_id])
 
 
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
@@ -118,7 +108,7 @@ def has_made(db: Database, owner: str, name: str) -> bool:
 
 
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
-    return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
+    return JOBS.list_all(db, "phase = ?", phase)
 
 
 def failed_by_code(db: Database) -> dict[str, int]:
@@ -138,8 +128,7 @@ def models_sampled(db: Database) -> list[str]:
 def list_left_snapshots(db: Database) -> list[JobRow]:
     """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
     # "+": not by the index of phases, which has all that have ended.
-    left = f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL"
-    return db.all(JobRow, f"SELECT * FROM jobs WHERE {left} ORDER BY seq")
+    return JOBS.list_all(db, f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL")
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:

@@ -113,12 +113,6 @@ def set_metadata(db: Database, completion_id: str, metadata: dict[str, str] | No
     return changed.rowcount > 0
 
 
-def totals(db: Database) -> tuple[int, int]:
-    """Number and bytes of all responses."""
-    number, size = db.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM responses").fetchone()
-    return number, size
-
-
 def delete_before(db: Database, before_s: float) -> None:
     """Delete those made before this moment; unfinished ones stay."""
     db.delete("responses", f"created_s < ? AND status NOT IN ({_UNFINISHED})", [before_s])

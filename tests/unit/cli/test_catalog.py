@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.commands import catalog
+from appliance.cli.commands import models as catalog
 from appliance.cli.errors import CommandFailed
 
 CONTENT = b"GGUF tiny"

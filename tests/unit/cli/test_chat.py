@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import ssl
 
 import pytest
 
-from appliance.cli.client import box_url, verification
 from tests.unit.cli.conftest import openai_error, run, write_box_file
 
 CHAT = "/v1/chat/completions"
@@ -84,22 +82,3 @@ def test_on_the_box_itself_no_key_is_needed(prepared, tmp_path, main_process):
     assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).stdout == "ok\n"
     assert [(r["method"], r["path"]) for r in prepared.requests] == [("POST", CHAT)]
     assert "authorization" not in prepared.requests[0]["headers"]
-
-
-def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_process):
-    write_box_file(
-        tmp_path / "box",
-        pid=main_process.pid,
-        state="ready",
-        url=f"{prepared.url}/v1",
-        controller_socket=str(prepared.socket_path),
-    )
-    prepared.prepare("POST", CHAT, (200, sse("ok")))
-    run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box"), "--api-key", "sk-mine")
-    assert [r["path"] for r in prepared.requests] == [CHAT]
-
-
-def test_certificate_is_checked_except_of_the_own_box_on_loopback():
-    for url, own, checked in (("127.0.0.1", True, False), ("box.example", True, True), ("127.0.0.1", False, True)):
-        context = verification(box_url(f"https://{url}:1"), own)
-        assert bool(context and context.check_hostname and context.verify_mode is ssl.CERT_REQUIRED) == checked

@@ -72,7 +72,6 @@ def test_the_lock_has_what_the_extra_asks_for():
         ("job submit --model m --file file-1 --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("chat m hello --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("up", 2, "the client alone"),
-        ("plan serve --config 70b --accelerator h100", 2, "appliance[client] alone"),
     ],
 )
 def test_commands_for_a_box_elsewhere_work_and_others_say_why_not(absent, line, code, said):

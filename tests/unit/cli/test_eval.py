@@ -70,10 +70,10 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert refused.exit_code == 2 and "line 2: expected an object with 'messages'" in refused.output
     Path(path).write_bytes(b'{"messages": []}\n"\xff"\n')
     refused = box.run("eval", "run", "starter", suite, path, *grader)
-    assert refused.exit_code == 2 and "line 2 is not UTF-8" in refused.output
+    assert refused.exit_code == 2 and "cannot be read: 'utf-8'" in refused.output
+    Path(path).write_text('{"messages": []}\n')
     assert "give either --grader" in box.run("eval", "run", "starter", suite, path).output
     Path(grader[1]).write_text("{")
-    Path(path).write_text('{"messages": []}\n')
     assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output

@@ -126,7 +126,6 @@ def test_a_box_that_takes_no_connection_while_it_comes_or_goes(tmp_path, main_pr
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("mode", "set", "split"),
         ("mode", "set", "split", "--train", "many"),
         ("mode", "set", "sometimes"),
         ("job", "submit", "--model", "m", "--file", "no-such-file.jsonl"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import openai_error, run
+from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
 
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
@@ -65,15 +64,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     }
 
 
-def test_a_plan_for_what_is_not_here_needs_no_box():
-    done = run("plan", "job", "--config", "70b", "--devices", "8", "--accelerator", "h100", "--lora-rank", "16")
-    assert done.exit_code == 0 and "fits" in done.stdout and "17.2 GB" in done.stdout
-    assert "estimated, not measured" in done.stdout and "kWh at the board's 700 W" in done.stdout
-    assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
-    for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
-        assert run("plan", "job", *wrong).exit_code == 2
-
-
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
@@ -113,21 +103,6 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
     assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("--method reinforcement", "--method reinforcement needs --grader, a file with a grader as JSON"),
-        ("--method distillation", "--method distillation needs --teacher, a model of the box"),
-        ("--method distillation --teacher t --grader g.json", "--grader belongs to --method reinforcement"),
-        ("--teacher t", "--teacher belongs to --method distillation; --method is supervised"),
-        ("--method dpo --response-format f.json", "--response-format belongs to --method reinforcement"),
-    ],
-)
-def test_who_judges_belongs_to_the_method(prepared, given, says):
-    refused = prepared.run("job", "submit", "--model", "starter", "--file", "file-9", *given.split())
-    assert refused.exit_code == 2 and says in refused.stderr and not prepared.requests
-
-
 def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     asked = "--method distillation --teacher fraud --samples 2 --set rollouts=engine"
@@ -137,21 +112,11 @@ def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
     assert json.loads(request["content"])["method"] == {"type": "distillation", "distillation": block}
 
 
-@pytest.mark.parametrize("held_out", ["train.jsonl", "./train.jsonl", "file-1"])
-def test_a_file_that_is_trained_on_is_not_validated_on(prepared, tmp_path, monkeypatch, held_out):
-    monkeypatch.chdir(tmp_path)
-    Path("train.jsonl").write_text('{"messages": []}\n')
-    file = "file-1" if held_out == "file-1" else "train.jsonl"
-    refused = prepared.run("job", "submit", "--model", "starter", "--file", file, "--validation-file", held_out)
-    assert refused.exit_code == 2 and f"--validation-file is '{held_out}', as is --file" in refused.stderr
-    assert prepared.sent("POST", "/v1/files") == []
-
-
 def test_a_past_deadline_is_refused(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     asked = ("job", "submit", "--model", "starter", "--file", "file-9", "--deadline")
     done = prepared.run(*asked, "2020-01-01T00:00")
-    assert done.exit_code == 2 and "which is past" in done.stderr and not prepared.requests
+    assert done.exit_code == 2 and "is past" in done.stderr and not prepared.requests
     assert prepared.run(*asked, "2h").exit_code == 0
 
 

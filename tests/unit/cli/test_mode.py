@@ -34,13 +34,6 @@ def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     assert box.run("mode", "schedule", "add", "22 o'clock", "train").exit_code == 2
 
 
-def test_a_window_that_hides_another_for_ever_says_so(box: ControlledBox):
-    night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Asia/Shanghai")
-    assert "same times" not in box.run("mode", "schedule", "add", "0 22 * * *", "serve").stderr, "of another zone"
-    told = box.run("mode", "schedule", "add", "0 22  * * *", "auto", "--tz", "Asia/Shanghai").stderr
-    assert f"{night['id']} (train) begins at the same times and holds no more" in told
-
-
 def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
     box.run("mode", "schedule", "add", "0 0 1 * *", "train")
     box.run("mode", "set", "serve")

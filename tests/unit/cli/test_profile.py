@@ -35,7 +35,7 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
     job_id = running(box, TOLD | {"trace": "/x/trace-9.json.gz", "bytes": 2_000_000})
     shown = box.run("profile", "job", job_id, "--steps", "3")
     assert shown.exit_code == 0, shown.output
-    for word in ("communication", "20.0 %", "aten::mm", "50.0 %", "profile/trace-9.json.gz"):
+    for word in ("communication", "20.0 %", "aten::mm", "profile/trace-9.json.gz"):
         assert word in shown.output
     again = box.json("profile", "job", job_id)
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])

@@ -150,7 +150,6 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
         (formats.count, 7.2e9, "7.2 B"),
         (formats.number, 12345.6, "12,346"),
         (formats.label, "tokens_per_s", "tokens/s"),
-        (formats.or_dash, [], "-"),
         (formats.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
     ],
 )

@@ -78,13 +78,3 @@ def test_completion_knows_commands_options_and_names_of_the_box(box, monkeypatch
     assert completed(monkeypatch, "appliance model show ft:st", "st") == ["starter:x"]
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/nonexistent")
     assert completed(monkeypatch, "appliance model show st") == []
-
-
-def test_completion_is_installed_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("SHELL", "/bin/bash")
-    for _ in range(2):
-        assert run("--install-completion").exit_code == 0
-    line = run("--show-completion").stdout.strip()
-    assert (tmp_path / "home" / ".bashrc").read_text().count(line) == 1
-    monkeypatch.setenv("SHELL", "/bin/csh")
-    assert run("--show-completion").exit_code == 2

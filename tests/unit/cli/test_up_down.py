@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.box import main_process as up
+from appliance.cli.commands import box as up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
@@ -90,7 +90,7 @@ def test_up_detached_and_down(data_dir):
     assert os.getsid(box["pid"]) == box["pid"], "it outlives the terminal"
 
     again = run("up", "--detach", "--data-dir", str(data_dir))
-    assert again.exit_code == 5 and f"already (ready, http://127.0.0.1:9123/v1, pid {box['pid']}" in again.stderr
+    assert again.exit_code == 5 and f"already (ready, http://127.0.0.1:9123, pid {box['pid']}" in again.stderr
     assert f"`appliance down --data-dir {data_dir}` stops it" in again.stderr
 
     stopped = run("down", "--data-dir", str(data_dir))
@@ -170,7 +170,7 @@ def test_a_box_that_takes_its_time(data_dir):
 def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, number):
     """Also when the command is killed: a box nobody watches any more must not stay."""
     program = (
-        "import sys; from appliance.cli.box import main_process as up; up.sys.executable = sys.argv.pop(1); "
+        "import sys; from appliance.cli.commands import box as up; up.sys.executable = sys.argv.pop(1); "
         "from appliance.cli.main import run; run()"
     )
     command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]

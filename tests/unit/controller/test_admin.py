@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus.load import parse_report, total
+from appliance.controller.bus.load import Report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
@@ -218,7 +218,7 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
 
 async def test_status_has_notes_of_gateways_and_the_first_end_of_a_certificate(control: Control):
     reports = [
-        parse_report({"gateway": f"g-{number}", "generation": 1, **more})
+        Report(f"g-{number}", 1, **more)
         for number, more in enumerate(
             (
                 {"notes": ["old", "bad"], "certificate_expires_s": 900.5},

@@ -17,7 +17,6 @@ from appliance.controller.bus import bus as bus_module
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.load import ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from runtime.background_tasks import BackgroundTasks
 
@@ -150,7 +149,7 @@ async def test_a_table_is_applied_when_every_gateway_says_so(bus: Bus, tmp_path:
     one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
     two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
     generation = bus.set_models(models(r1="open"))
-    waiting = asyncio.create_task(bus.wait_applied(generation, 60))
+    waiting = asyncio.create_task(bus.wait_applied(generation))
     await one.report(generation, {"r1": 1})
     await two.report(generation - 1)
     await reported(bus, "r1", 1)
@@ -165,7 +164,7 @@ async def test_a_drain_waits_for_the_news_and_for_the_last_request(bus: Bus, tmp
     await gateway.report(opened, {"r1": 1})
     await reported(bus, "r1", 1)
     draining = bus.set_models(models(r1="draining"))
-    waiting = asyncio.create_task(bus.wait_drained("r1", 60))
+    waiting = asyncio.create_task(bus.wait_drained("r1"))
     # Idle, but by the old table: a request may be on its way to r1 this moment.
     await gateway.report(opened, {"r1": 0})
     await reported(bus, "r1", 0)
@@ -180,8 +179,8 @@ async def test_a_drain_waits_for_the_news_and_for_the_last_request(bus: Bus, tmp
 async def test_an_open_replica_is_never_drained(tmp_path: Path):
     async with running(tmp_path, **QUICK) as (bus, _):
         bus.set_models(models(r1="open"))
-        with pytest.raises(BusTimeout, match="r1.*the table, in which it is open"):
-            await bus.wait_drained("r1", 0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(bus.wait_drained("r1"), 0.1)
 
 
 async def test_a_gateway_that_died_blocks_a_drain_only_for_its_grace(tmp_path: Path):
@@ -192,7 +191,7 @@ async def test_a_gateway_that_died_blocks_a_drain_only_for_its_grace(tmp_path: P
         await reported(bus, "r1", 3)
         await gateway.close()
         began = asyncio.get_running_loop().time()
-        await bus.wait_drained("r1", 60)
+        await bus.wait_drained("r1")
         assert asyncio.get_running_loop().time() - began > 0.05
         assert bus.load().replicas == {} and bus.connected() == []
 
@@ -205,7 +204,7 @@ async def test_a_gateway_that_only_reconnects_keeps_its_requests_counted(tmp_pat
         await reported(bus, "r1", 3)
         await first.close()
         second = await GatewayEnd.connect(path, "g1")
-        waiting = asyncio.create_task(bus.wait_drained("r1", 60))
+        waiting = asyncio.create_task(bus.wait_drained("r1"))
         await second.report(generation, {"r1": 1})
         await reported(bus, "r1", 1)  # not 4: the lost connection's report is superseded
         assert not waiting.done()
@@ -216,7 +215,7 @@ async def test_a_gateway_that_only_reconnects_keeps_its_requests_counted(tmp_pat
 async def test_a_new_controller_believes_no_drain_before_it_heard_of_the_gateways(tmp_path: Path):
     async with running(tmp_path, gateway_expected_s=60) as (bus, path):
         bus.set_models(models(r1="draining"))
-        waiting = asyncio.create_task(bus.wait_drained("r1", 60))
+        waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
         table = await gateway.table()
         await gateway.report(50, {"r1": 1})  # still by the table of the controller before
@@ -231,10 +230,10 @@ async def test_a_new_controller_believes_no_drain_before_it_heard_of_the_gateway
 async def test_without_any_gateway_the_wait_ends_with_the_start(tmp_path: Path):
     async with running(tmp_path, gateway_expected_s=0.2) as (bus, _):
         generation = bus.set_models(models(r1="draining"))
-        with pytest.raises(BusTimeout):
-            await bus.wait_applied(generation, 0.01)
-        await bus.wait_applied(generation, 60)
-        await bus.wait_drained("r1", 60)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(bus.wait_applied(generation), 0.01)
+        await bus.wait_applied(generation)
+        await bus.wait_drained("r1")
 
 
 @pytest.mark.parametrize("line", [b"not json", b'{"type":"load","gateway":"g","generation":"x"}', b"[" * 5000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.models.canaries import decide
-from appliance.gateway.access.load import bucket
+from appliance.gateway.core.load import bucket
 from appliance.store.rows import CanaryRow
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)

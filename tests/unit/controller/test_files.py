@@ -12,7 +12,9 @@ import openai
 import pytest
 from openai.types import FileObject
 
+from appliance.controller.files import storage
 from appliance.controller.retention import keep_house
+from appliance.store.objects import files
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -58,6 +60,16 @@ async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):
     assert deleted.deleted and not stored.exists()
     with pytest.raises(openai.NotFoundError, match="No such File"):
         await control.sdk.files.retrieve(made.id)
+
+
+async def test_file_delete_that_a_crash_cut_short_is_settled_at_start(control: Control):
+    kept, gone = [await control.upload(b"x", purpose="user_data") for _ in range(2)]
+    for file_id in (kept, gone):
+        (control.context.files_dir / file_id).rename(control.context.files_dir / f".incoming-{file_id}")
+    files.delete(control.db, gone)
+    storage.sweep(control.context)
+    assert left_on_disk(control) == [kept]
+    assert (await control.sdk.files.content(kept)).content == b"x"
 
 
 async def test_lists_page_in_both_orders_and_by_purpose(control: Control):
@@ -127,9 +139,9 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
         (form(*[field(b"a", b"")] * 40, file_part(), PURPOSE), None, "invalid_multipart"),
         (expiring(b"3600", b"now"), "expires_after.anchor", "invalid_value"),
-        (expiring(b"3599"), "expires_after.seconds", "invalid_value"),
+        (expiring(b"3599"), "expires_after.seconds", "integer_below_min_value"),
         # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
-        (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after.seconds", "invalid_value"),
+        (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after.seconds", "integer_above_max_value"),
     ],
 )
 async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import openai
 import pytest
 
-from appliance.controller.files import results
+from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
@@ -277,9 +277,9 @@ async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control,
 
 async def test_a_table_whose_row_is_not_written_leaves_no_bytes(control: Control, monkeypatch: pytest.MonkeyPatch):
     db, folder = control.db, control.context.files_dir
-    monkeypatch.setattr(results.files, "insert", Mock(side_effect=sqlite3.OperationalError))
+    monkeypatch.setattr(storage.files, "insert", Mock(side_effect=sqlite3.OperationalError))
     with pytest.raises(sqlite3.OperationalError):
-        results.make(db, folder, b"step", "step_metrics.csv", owner="ann")
+        storage.make_result(db, folder, b"step", "step_metrics.csv", "ann")
     assert list(folder.iterdir()) == []
 
 
@@ -289,7 +289,7 @@ async def test_job_success_ends_with_a_verdict(control: Control, events: JobEven
     for step in range(1, 21):
         events.ingest(job_id, metrics(step, 2.0 / step))
     events.ingest(job_id, published(20))
-    await events.will_succeed(job_id)
+    events.conclude(job_id)
     events.succeeded(job_id)
     shown = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).to_dict()
     assert shown["status"] == "succeeded" and shown["verdict"]["code"] in ("learned", "still_falling")

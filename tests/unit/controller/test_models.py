@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from appliance.controller.access.naming import is_model_name, resolve
-from appliance.controller.interfaces.records import VersionPaths
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import CheckpointRow, JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
@@ -85,9 +84,8 @@ async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(contro
     assert deleted.deleted and deleted.id == TUNED
     assert resolve(control.db, TUNED) is None and resolve(control.db, CHECKPOINT) is None
     assert control.scheduler.withdrawn == [TUNED]
-    assert control.ops.removed == [
-        (TUNED, [VersionPaths("step-10", "/models/step-10", None), VersionPaths("step-20", "/models/step-20", None)])
-    ]
+    ((name, rows),) = control.ops.removed
+    assert name == TUNED and [row.disk_path for row in rows] == ["/models/step-10", "/models/step-20"]
 
 
 async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Control):

@@ -12,7 +12,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from appliance.controller.http.routers import StrictRoute, make_router
-from appliance.controller.jobs import pauses
+from appliance.controller.jobs import wanted
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.controller.responses import stored
@@ -460,7 +460,7 @@ async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(cont
     assert told["detail"]["jobs"] == [runs, waits]
     for one in (runs, waits):
         row = jobs.get(control.db, one)
-        assert (row.wanted, row.reason) == ("pause", pauses.MODEL_WITHDRAWN)
+        assert (row.wanted, row.reason) == ("pause", wanted.MODEL_WITHDRAWN)
         refused = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{one}/resume")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     assert [jobs.get(control.db, one).wanted for one in (ends, untouched)] == ["cancel", "run"]

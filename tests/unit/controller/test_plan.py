@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller.jobs import planned
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
-from train.plan.estimate import parameters_of
-from train.plan.known_shapes import shape_named
 
 pytestmark = pytest.mark.usefixtures("checked_here")
-
-BILLION = 10**9
 
 
 async def ask(control: Control, **job):
@@ -86,50 +81,6 @@ async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
     assert not assumed["counted"] and assumed["examples"] == 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("meta-llama/Llama-3.3-70B-Instruct", 70.55), ("qwen3-0.6b", 0.596), ("Qwen/Qwen3-30B-A3B", 30.5)],
-)
-def test_shapes_have_as_many_parameters_as_their_publishers_say(name: str, billions: float):
-    assert parameters_of(shape_named(name)) == pytest.approx(billions * BILLION, rel=0.003)
-
-
-def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
-    given = {"devices": 8, "accelerator": "h100", "examples": 50_000}
-    told = planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]
-    least, most = told["device_hours"]
-    assert 0 < 2 * least < most and told["hours"] == [least / 8, most / 8]
-    assert told["flops"] / (0.6 * 989e12 * 3600) == pytest.approx(least)
-    assert told["kwh"] == [pytest.approx(0.7 * least), pytest.approx(0.7 * most)]
-    assert planned.plan_imagined("70b", {}, devices=8, accelerator="80gb")["estimate"] is None
-    offloaded = planned.plan_imagined("8b", {"full": True, "offload": "optimizer"}, devices=8, accelerator="h100")
-    assert offloaded["estimate"] is None, "the processors decide how long it takes"
-
-
-async def test_a_box_of_known_devices_estimates_what_it_has_not_measured(control: Control):
-    control.scheduler.devices = [one | {"name": "NVIDIA H100 80GB HBM3"} for one in control.scheduler.devices]
-    given = {"precision": "bf16", "lora_rank": 8}
-    told = (await ask(control, hyperparameters=given)).json()
-    assert (
-        told["device_hours"] is None and 0 < told["estimate"]["device_hours"][0] < told["estimate"]["device_hours"][1]
-    )
-    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
-    job_id = await control.job(method=method)
-    row = JobMetricRow(job_id, 1, 1.0, tokens_per_s=100.0, devices=2)
-    job_records.upsert_metric(control.db, row)
-    told = (await ask(control, hyperparameters=given)).json()
-    assert told["device_hours"] is not None and told["estimate"] is None, "what was measured comes first"
-
-
-def test_engines_on_devices_that_nobody_has():
-    told = planned.serve_imagined("70b", replicas=1, tensor_parallel=4, devices=8, accelerator="h100")
-    device = told["numbers"]["device"]
-    assert told["fits"] and device["weights_bytes"] == pytest.approx(2 * 70.55e9 / 4, rel=0.003)
-    assert device["whole_sequences"] == device["kv_cache_tokens"] // 131_072 == 3
-    alone = planned.serve_imagined("70b", replicas=1, tensor_parallel=1, devices=8, accelerator="h100")
-    assert not alone["fits"] and alone["instead"] == ["1 replica over 4 devices each"]
-
-
 async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
     line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
     file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
@@ -140,17 +91,6 @@ async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control
     assert told[-1] in await control.messages(await control.job(training_file=file_id, method=method))
     longer = (await ask(control, training_file=file_id, hyperparameters={"max_length": 1024})).json()["warnings"]
     assert not any("cut off" in text for text in longer)
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"), [("no-such-model", "h100"), ("70b", "h10"), ("{}", "h100"), ("[]", "h100")]
-)
-def test_what_is_not_known_is_refused(tmp_path: Path, config: str, kind: str):
-    if config[0] in "{[":
-        (tmp_path / "config.json").write_text(config)
-        config = str(tmp_path)
-    with pytest.raises(planned.BadShape):
-        planned.plan_imagined(config, {}, devices=8, accelerator=kind)
 
 
 async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):

@@ -13,7 +13,7 @@ import pytest
 from appliance.controller.admin.owners.key_ends import end_expired
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.jobs import pauses
+from appliance.controller.jobs import wanted
 from appliance.store.objects import jobs, responses, tasks
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, Control
@@ -34,7 +34,7 @@ async def test_jobs_of_a_revoked_key_are_paused_and_say_why(control: Control):
     assert sorted((await revoke(control, key_id))["stopped"]["jobs"]) == sorted([queued, running])
     for job_id in (queued, running):
         row = jobs.get(control.db, job_id)
-        assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
+        assert (row.wanted, row.reason) == ("pause", wanted.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
     # Whoever may go on with it does; to revoke the key once more stops nothing again.
     control.as_key("desktop", owner="alice")
@@ -169,7 +169,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_know_sinc
     assert keys.is_revoked(control.db, made["id"])
     assert control.gateway_keys[digest] == {"id": made["id"], "expires_s": since_s}
     row = jobs.get(control.db, job_id)
-    assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
+    assert (row.wanted, row.reason) == ("pause", wanted.KEY_REVOKED)
     assert (await control.http.get("/v1/files")).status_code == 401
     await control.context.tasks.idle("responses")
     ended = responses.find(control.db, response.id)

@@ -41,7 +41,7 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     (note,) = load_report(box.state)["notes"]
     assert "expires in 5.0 days" in note and str(cert) in note
     self_signed(tmp_path, days=90, number=2)
-    await box.gateway.sweep(time.monotonic())
+    await box.gateway.sweep()
     assert await _serial(box.port) == 2
     assert load_report(box.state)["notes"] == []
     asked = await _metric(box.state)
@@ -69,13 +69,13 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
     else:
         cert.write_bytes(cert.read_bytes()[:100])
     for _ in range(3):
-        await box.gateway.sweep(time.monotonic())
+        await box.gateway.sweep()
     assert await _serial(box.port) == 1
     (note,) = load_report(box.state)["notes"]
     assert "cannot be loaded, the old one stays" in note
     assert sum("cannot be loaded" in record.message for record in caplog.records) == 1, "once, not every two seconds"
     self_signed(tmp_path, days=90, number=3)
-    await box.gateway.sweep(time.monotonic())
+    await box.gateway.sweep()
     assert await _serial(box.port) == 3 and load_report(box.state)["notes"] == []
 
 

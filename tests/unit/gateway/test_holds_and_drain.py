@@ -30,7 +30,7 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
     wires = []
     for i in range(5):
         wire = await box.send("POST", "/v1/chat/completions", chat(seed=i, stream=i % 2 == 0))
-        await box.until(lambda i=i: box.state.holds.held("m") == i + 1)
+        await box.until(lambda i=i: box.state.holds.models()["m"] == i + 1)
         wires.append(wire)
     assert load_report(box.state)["models"]["m"]["held"] == 5
     assert load_report(box.state)["models"]["m"]["inflight"] == 0
@@ -77,7 +77,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
             wires.append(await box.connect())
             stream = place == 2 and withdraw == "sharing"
             await wires[-1].send(request_bytes("POST", "/v1/chat/completions", chat(stream=stream), key=asking))
-            await box.until(lambda place=place: box.state.holds.held("m") == place + 1)
+            await box.until(lambda place=place: box.state.holds.models()["m"] == place + 1)
         if withdraw == "sharing":
             box.models["m"]["owners"] = ["key_other"]
         elif withdraw == "list":
@@ -101,7 +101,7 @@ async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_b
     box = await start_box(holds={"requests": 1})
     box.serve("m")
     wire = await box.send("POST", "/v1/chat/completions", chat())
-    await box.until(lambda: box.state.holds.held("m") == 1)
+    await box.until(lambda: box.state.holds.models()["m"] == 1)
     beyond = await box.ask("POST", "/v1/chat/completions", chat())
     assert (beyond.status, beyond.error["code"]) == (503, "model_not_ready"), "no more may wait"
     box.serve("m", trouble={"reason": "no memory", "next_try_s": time.time() + 40.0, "hold_before_s": 10.0})

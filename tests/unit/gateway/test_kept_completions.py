@@ -36,7 +36,7 @@ async def test_an_answer_is_stored_with_what_it_was_asked_with_and_passes_unchan
 async def test_what_does_not_say_store_is_not_stored(front: Box, stream: bool, more: dict[str, Any]) -> None:
     assert (await front.ask("POST", URL, chat(stream=stream, **more))).status == 200
     await front.ask("POST", URL, chat(**KEPT))
-    assert len(await stored(front)) == 1 and not front.gateway.controller.copies.delivering
+    assert len(await stored(front)) == 1 and not front.gateway.controller.delivering
 
 
 def chunk(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]:
@@ -114,4 +114,4 @@ async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
     controller = await box.control(Controller())
     response = await box.ask("POST", URL, chat(stream=True, **KEPT))
     assert response.body.endswith(b"data: [DONE]\n\n") and response.body.count(b"data: {") >= 32
-    assert not controller.requests and not box.gateway.controller.copies.delivering and not box.state.buffered_bytes
+    assert not controller.requests and not box.gateway.controller.delivering and not box.state.buffered_bytes

@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 import uvicorn
 
-from appliance.gateway.server.inference import is_alive
 from appliance.gateway.server.state import Sessions
 from appliance.invitation import invite, prepare
 from appliance.paths import BoxPaths
@@ -71,7 +70,7 @@ async def asked(address: str) -> int:
 async def test_engine_on_another_machine_answers(engine: str) -> None:
     assert await asked(engine) == 200
     sessions = Sessions()
-    assert await is_alive(sessions.of(engine))
+    assert await sessions.is_alive(engine)
     await sessions.keep(())
 
 

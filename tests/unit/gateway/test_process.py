@@ -29,8 +29,8 @@ from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_
 ROOT = Path(__file__).parents[3]
 HI: Any = chat()["messages"]
 ACCESS_FIELDS = (
-    "time level process event request_id key_id method path model version replica status ttft_s duration_s"
-    " prompt_tokens completion_tokens in_bytes out_bytes trace_id"
+    "time level process event request_id key_id model version replica trace_id method path status ttft_s duration_s"
+    " prompt_tokens completion_tokens in_bytes out_bytes"
 )
 
 
@@ -269,9 +269,8 @@ def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
         GatewayConfig.from_mapping(data)
 
 
-@pytest.mark.parametrize("config", ['{"port": 1}', "/nonexistent"])
-def test_bad_config_is_exit_2(config: str, tmp_path: Path) -> None:
-    (tmp_path / "gateway.json").write_text(config)
+def test_bad_config_is_exit_2(tmp_path: Path) -> None:
+    (tmp_path / "gateway.json").write_text('{"port": 1}')
     done = subprocess.run(
         [sys.executable, "-m", "appliance.gateway.main", "--config", str(tmp_path / "gateway.json")],
         cwd=ROOT,

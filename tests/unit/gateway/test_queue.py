@@ -114,7 +114,7 @@ async def test_batch_is_not_held_and_is_no_demand(start_box: Start) -> None:
     assert [(await wire.response()).status for wire in (*wires, people)] == [200] * 3
     box.serve("m")
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "batch_gives_way"
-    assert load_report(box.state)["models"]["m"]["arrived_requests"] == 1
+    assert sum(load_report(box.state)["models"]["m"]["arrived_prompts"].values()) == 1
 
 
 async def test_batch_gets_nothing_while_people_wait(start_box: Start) -> None:

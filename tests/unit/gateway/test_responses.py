@@ -139,7 +139,7 @@ async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_b
         assert (await box.ask("POST", URL, {"model": "m", "input": str(number)})).status == 200
     await box.control(Controller())
     assert [copy["input"] for copy in await stored(box, 3)] == ["0", "1", "2"]
-    await box.until(lambda: not box.gateway.controller.copies.delivering)
+    await box.until(lambda: not box.gateway.controller.delivering)
 
 
 async def test_copies_that_the_controller_failed_at_are_sent_again(front: Box, monkeypatch: pytest.MonkeyPatch) -> None:

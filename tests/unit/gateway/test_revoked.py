@@ -89,10 +89,10 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
 async def test_a_request_that_is_held(box: Box) -> None:
     box.serve("m", e0="draining")
     wire = await box.send("POST", "/v1/chat/completions", chat(), key=KEY)
-    await box.until(lambda: box.state.holds.held("m") == 1)
+    await box.until(lambda: box.state.holds.models()["m"] == 1)
     _revoke(box)
     await _ended(wire)
-    assert box.state.holds.held("m") == 0
+    assert box.state.holds.models()["m"] == 0
 
 
 async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:

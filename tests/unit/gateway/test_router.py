@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.core.fair_queue import FairQueue
 from appliance.gateway.core.router import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
+    FairQueue,
     Holds,
     ReplicaLoad,
     Router,
@@ -182,7 +182,7 @@ class HoldsMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.holds.count == len(self.tickets) <= MOST
         for name in "abc":
-            assert self.holds.held(name) == sum(one.model == name for one in self.tickets)
+            assert self.holds.models()[name] == sum(one.model == name for one in self.tickets)
 
 
 TestHoldsMachine = HoldsMachine.TestCase

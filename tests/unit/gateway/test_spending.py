@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.access.request import KeyUse, OwnerUse, Tokens
+from appliance.gateway.core.spending import KeyUse, OwnerUse
+from appliance.gateway.server.exchange import Tokens
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
@@ -19,7 +20,7 @@ from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
 
 def limited(requests: int | None, tokens: int | None) -> KeyUse:
-    use = KeyUse(OwnerUse())
+    use = KeyUse("k", OwnerUse())
     use.limit(requests, tokens, 0.0)
     return use
 

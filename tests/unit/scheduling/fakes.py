@@ -12,7 +12,9 @@ from appliance.store.database import Database
 from scheduler.core.workload import Demand
 from scheduler.devices.discovery import HOME_NODE
 
-UNKNOWN_SIZES = SimpleNamespace(published=lambda row: (row.max_model_len, None, None))
+UNKNOWN_SIZES = SimpleNamespace(
+    size=lambda row, version: SimpleNamespace(max_model_len=row.max_model_len, kv_tokens=None, max_num_seqs=None)
+)
 NO_ROUTING = SimpleNamespace(
     models_changed=lambda: None,
     refresh=lambda: None,
@@ -45,6 +47,5 @@ def states_of(
         job_nodes=lambda row: (HOME_NODE,),
         job_sizes=job_sizes,
         max_asleep=dict,
-        keep=lambda ids: None,
     )
     return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough)  # type: ignore[arg-type]

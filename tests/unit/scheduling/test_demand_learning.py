@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
-from appliance.controller.bus.load import Arrivals, Arrived, Report, parse_report
+from appliance.controller.bus.load import Arrivals, ModelLoad, Report
+from appliance.gateway.core.load import bucket
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
@@ -19,17 +20,15 @@ MODEL = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
 
 
 def said(requests: int, *, by: str = "g-0", started_s: float = BEGAN_S + 1, model: str = "m") -> Report:
-    row = {"arrived_requests": requests, "arrived_prompt_tokens": PROMPT_TOKENS * requests}
-    return parse_report(
-        {"type": "load", "gateway": by, "generation": 1, "started_s": started_s, "replicas": {}, "models": {model: row}}
-    )
+    row = ModelLoad(arrived_prompts={bucket(PROMPT_TOKENS, 1.0): requests})
+    return Report(by, 1, models={model: row}, started_s=started_s)
 
 
 def counted(*reports: Report) -> int:
     arrivals = Arrivals(BEGAN_S)
     for report in reports:
         arrivals.add(report)
-    return arrivals.take().get("m", Arrived()).requests
+    return arrivals.take()["m"].prompts.total()
 
 
 def test_arrivals_two_workers_add_up_and_repeated_reports_do_not():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.scheduling.policies import Policies
+from appliance.controller.scheduling.job_runs import Policies
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore

@@ -8,13 +8,14 @@ import pytest
 
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.records import VersionPaths
-from appliance.controller.models.removal import paths_of
 from appliance.store.objects import models
+from appliance.store.rows import VersionRow
 from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
 from weights.memory.lease import take_lease
 from weights.tiers.record import Name
+
+ADAPTER = VersionRow("ft:x", "step-2", "test", 1, 0.0, meta={"adapter": {"base": "starter"}})
 
 
 @pytest.fixture
@@ -36,8 +37,7 @@ def largest(folder):
 
 
 async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
-    paths = [paths_of(row) for row in models.list_versions(db, "ft:x")]
-    found = await ops.verify("ft:x", paths, lambda progress: None)
+    found = await ops.verify(models.list_versions(db, "ft:x"), lambda *progress: None)
     assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
     assert [copy["path"] for copy in found["versions"]][2] == str(tmp_path / "mount")
 
@@ -54,7 +54,7 @@ async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, t
 async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told, tiers):
     damage(largest(tmp_path / where))
     with pytest.raises(OperationFailed) as failed:
-        await ops.verify_tiers(lambda progress: None)
+        await ops.verify_tiers(lambda *progress: None)
     assert failed.value.code == "copies_damaged"
     assert all(text in str(failed.value) for text in told), failed.value
     noted = {tier["name"]: tier["last_error"] for tier in tiers.status()() if tier["last_error"]}
@@ -66,19 +66,19 @@ async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, 
     name = Name("adapter", "ft:x", "step-2")
     damage(largest(tmp_path / "shm/adapters"))
     with take_lease(store.find(*name)), pytest.raises(OperationFailed, match="it is in use and stays"):
-        await ops.verify_tiers(lambda progress: None)
+        await ops.verify_tiers(lambda *progress: None)
     with pytest.raises(OperationFailed, match="comes from the disk tier when it is needed") as failed:
-        await ops.verify_tiers(lambda progress: None)
+        await ops.verify_tiers(lambda *progress: None)
     assert str(failed.value).count("is damaged") == 1 and store.find(*name) is None
     check(store, tiers.bring_in(name))
-    assert (await ops.verify_tiers(lambda progress: None))["copies"] == 9
+    assert (await ops.verify_tiers(lambda *progress: None))["copies"] == 9
 
 
 async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, tiers, tmp_path):
     lone = snapshot(store, 8, checksums=True)
     damage(largest(lone.path))
     with pytest.raises(OperationFailed, match="snapshot step-8 of ftjob-1 is damaged in the memory tier"):
-        await ops.verify_tiers(lambda progress: None)
+        await ops.verify_tiers(lambda *progress: None)
     assert store.find(*Name("snapshot", "ftjob-1", "step-8")) is not None
 
 
@@ -86,7 +86,7 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     ops = LibraryOps(library, store, tiers, flow, lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))
-    removing = asyncio.create_task(ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")]))
+    removing = asyncio.create_task(ops.remove("ft:x", [ADAPTER]))
     await asyncio.sleep(0.1)
     assert not removing.done() and store.find("adapter", "ft:x", "step-2")
     lease.release()
@@ -103,13 +103,13 @@ async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, ti
         told.extend(names)
 
     ops = LibraryOps(library, store, tiers, flow, lambda name: None, elsewhere)
-    await ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")])
-    assert told == [("version", "ft:x", "step-2"), ("adapter", "ft:x", "step-2")]
+    await ops.remove("ft:x", [ADAPTER])
+    assert told == [("adapter", "ft:x", "step-2")]
 
 
 async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):
     folder = store.find("version", "starter", "v1").path
     (folder / "audio_tokenizer_config.json").write_text("{}")
     with pytest.raises(OperationFailed, match="audio_tokenizer_config.json") as failed:
-        await ops.verify("starter", [VersionPaths("v1", None, str(folder))], lambda progress: None)
+        await ops.verify([VersionRow("starter", "v1", "test", 1, 0.0, shm_path=str(folder))], lambda *progress: None)
     assert failed.value.code == "opening_refused"

@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
+from serve.core.errors import WrongState
 from serve.vllm.adapters import EngineAdapters
 from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock
@@ -32,8 +33,11 @@ class Engine:
         self.root = root / "adapters"
         self.base = str(root / "versions" / "starter" / "v1")
         self.models: Any = OpenAIServingModels(self, [BaseModelPath(name="starter", model_path="/m")])  # type: ignore[arg-type]
-        spec = SimpleNamespace(adapter_roots=(str(self.root),), adapter_source="", adapters_resident=RESIDENT)
-        self.adapters = EngineAdapters(self, self.models, spec, 1.0)  # type: ignore[arg-type]
+        spec = SimpleNamespace(
+            adapter_roots=(str(self.root),), adapter_source="", adapters_resident=RESIDENT, adapter_slots=1
+        )
+        self.limits = {"adapter_fetch_timeout_s": 1.0, "adapter_drain_timeout_s": 0.02}
+        self.adapters = EngineAdapters(self, self.models, spec, self.limits)  # type: ignore[arg-type]
         self.adapters.serve_on(self.base)
 
     async def add_lora(self, request: LoRARequest) -> bool:
@@ -90,10 +94,11 @@ async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_vers
 async def test_closed_engine_finds_no_adapters_until_it_serves_again(engine: Engine) -> None:
     name = engine.save("ft:a")
     running = await engine.request(name)
-    with pytest.raises(TimeoutError):
-        await engine.adapters.close(0.02)
+    with pytest.raises(WrongState):
+        await engine.adapters.close()
     assert await engine.request(name) is not None, "the base did not change"
-    close = asyncio.create_task(engine.adapters.close(60.0))
+    engine.limits["adapter_drain_timeout_s"] = 60.0
+    close = asyncio.create_task(engine.adapters.close())
     await asyncio.sleep(0)
     assert await engine.request(name) is None
     del running

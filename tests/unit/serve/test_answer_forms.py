@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from serve.api import answer_shapes, answers
+from serve.vllm import answers
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -52,7 +52,7 @@ async def test_chat_answers_functions_in_their_form(monkeypatch):
         return whole
 
     monkeypatch.setattr(OpenAIServingChat, "create_chat_completion", answer)
-    chat = object.__new__(answer_shapes.Chat)
+    chat = object.__new__(answers.Chat)
     tools = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],
@@ -66,7 +66,7 @@ async def test_chat_answers_functions_in_their_form(monkeypatch):
 
 
 async def test_a_stream_of_the_older_kind():
-    events = [event async for event in answer_shapes.legacy_stream(stream(CHUNKS))]
+    events = [event async for event in answers.legacy_stream(stream(CHUNKS))]
     assert events[-1] == "data: [DONE]\n\n" and not any("tool_calls" in event for event in events)
     choices = [json.loads(event[6:])["choices"][0] for event in events[:-1]]
     pieces = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
@@ -77,7 +77,7 @@ async def test_a_stream_of_the_older_kind():
 
 @pytest.fixture
 def messages():
-    return object.__new__(answer_shapes.Messages)
+    return object.__new__(answers.Messages)
 
 
 async def test_messages_stream_ends_with_the_engines_error(messages):
@@ -137,7 +137,7 @@ async def test_application_answers_an_error_of_reading_as_the_requests_fault(err
 
     app.middleware_stack = app.build_middleware_stack()  # as vLLM's has one when it is built
     init_exception_handler(app)
-    answer_shapes.set_up(app)
+    answers.set_up(app)
     transport = httpx.ASGITransport(answers.Answers(app, lambda: "v1"), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         assert (await client.get("/")).status_code == status

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 from vllm.config import CacheConfig, SchedulerConfig
 
-from serve.engine.check_settings import in_words
+from serve.engine.main import in_words
 
 
 def test_what_vllm_refuses_is_told_without_its_classes_and_arguments():

@@ -16,9 +16,9 @@ def lora():
     """Imports vLLM, which takes ten seconds: not for every process that collects this file."""
     from vllm.lora.layers import LoRAMapping
 
-    from serve.vllm.patches import GroupedLoRA, groups
+    from serve.vllm.patches import GroupedLoRA
 
-    return SimpleNamespace(LoRAMapping=LoRAMapping, GroupedLoRA=GroupedLoRA, groups=groups)
+    return SimpleNamespace(LoRAMapping=LoRAMapping, GroupedLoRA=GroupedLoRA)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from serve.core.errors import CoreDied, CoreKilled, EngineStartFailed
+from serve.core.errors import CoreKilled, EngineStartFailed
 from serve.vllm import deaths
-from serve.vllm.executor import ShmExecutor
+from serve.vllm.deaths import ShmExecutor
 
 FORK = multiprocessing.get_context("fork")
 CORE = logging.getLogger("vllm.v1.engine.core")
@@ -46,7 +46,8 @@ def fails_to_start():
 
 
 @pytest.mark.parametrize(
-    ("by", "kind"), [(signal.SIGKILL, CoreKilled), (signal.SIGILL, CoreDied), (signal.SIGSEGV, CoreDied)]
+    ("by", "kind"),
+    [(signal.SIGKILL, CoreKilled), (signal.SIGILL, EngineStartFailed), (signal.SIGSEGV, EngineStartFailed)],
 )
 def test_cause_of_a_core_that_crashed_names_the_signal(by, kind):
     cause = deaths.cause(ended(lambda: os.kill(os.getpid(), by)))

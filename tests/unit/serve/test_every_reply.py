@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from serve.vllm.executor import ShmExecutor
+from serve.vllm.deaths import ShmExecutor
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 

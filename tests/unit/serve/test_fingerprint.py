@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from serve.core.errors import FingerprintMismatch, NotFinite, WithoutNumbers
-from serve.core.fingerprint import Record, check, record_of
+from serve.core.errors import FingerprintMismatch, VersionBroken, WithoutNumbers
+from serve.load.version_check import Token, check_token, recorded_token
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
-RECORD = Record((1, 2), 7, -0.5)
+RECORD = Token((1, 2), 7, -0.5)
 ANSWER = {7: -0.5, 9: -1.5}
 NAN = float("nan")
 
 
 def checked(answer, record=RECORD):
-    return check(answer, record, tolerance=0.15, what="v")
+    return check_token(answer, record, tolerance=0.15, what="v")
 
 
 @pytest.mark.parametrize("answer", [ANSWER, {7: -0.6, 9: -0.59}], ids=["equal", "near tie"])
@@ -31,7 +31,7 @@ def test_check_of_other_weights_raises_mismatch(answer):
 
 @pytest.mark.parametrize("record", [RECORD, None])
 def test_check_of_nan_raises_not_finite(record):
-    with pytest.raises(NotFinite):
+    with pytest.raises(VersionBroken):
         checked({7: NAN, 9: -1.5}, record)
 
 
@@ -52,13 +52,13 @@ def sealed(tmp_path):
 
 
 def test_record_of_a_version_without_one_is_none(tmp_path, sealed):
-    assert record_of(tmp_path) is None and record_of(sealed({})) is None
+    assert recorded_token(tmp_path) is None and recorded_token(sealed({})) is None
 
 
 def test_record_of_reads_what_the_manifest_has(sealed):
-    assert record_of(sealed({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}})) == RECORD
+    assert recorded_token(sealed({"fingerprint": {"prompt": [1, 2], "token": 7, "logprob": -0.5}})) == RECORD
 
 
 def test_record_of_a_version_that_trained_to_nan_raises_without_numbers(sealed):
     with pytest.raises(WithoutNumbers):
-        record_of(sealed({"fingerprint": None}))
+        recorded_token(sealed({"fingerprint": None}))

@@ -7,7 +7,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from serve.core.config import EngineConfig
-from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings, with_system_prompt
+from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings, in_fewer_bits, with_system_prompt
 from serve.core.parsers import CALL_SYNTAX, NEEDED_TOKENS, TOOL_PARSERS
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments
@@ -90,7 +90,7 @@ def test_settings_become_arguments():
         draft_tokens=3,
         system_prompt="Be brief.",
     )
-    assert "--kv-cache-dtype=fp8" in args and "--reasoning-parser=qwen3" in args
+    assert "--kv-cache-dtype=fp8" in args and args[args.index("--reasoning-parser") + 1] == "qwen3"
     assert '--override-generation-config={"temperature": 0.2, "max_new_tokens": 9}' in args
     assert any(arg.startswith('--speculative-config={"method": "ngram", "num_speculative_tokens": 3') for arg in args)
     assert "Be brief." in args[args.index("--chat-template") + 1]
@@ -101,6 +101,19 @@ def test_settings_become_arguments():
     assert arguments(**thinks).count("--reasoning-parser") == 1
     assert not [arg for arg in arguments(**thinks, reasoning_parser="none") if arg.startswith("--reasoning-parser")]
     assert arguments() == [arg for arg in arguments() if "template" not in arg]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fewer"),
+    [
+        ({"engine_args": {"quantization": "fp8"}}, True),
+        ({"kv_cache_dtype": "fp8"}, True),
+        ({"engine_args": {"mamba-cache-dtype": "float16"}}, True),
+        ({"engine_args": {"enforce-eager": "true", "attention-backend": "FLASH_ATTN"}, "draft_tokens": 3}, False),
+    ],
+)
+def test_only_settings_that_keep_fewer_bits_leave_a_versions_token_unchecked(settings, fewer):
+    assert in_fewer_bits(ModelSettings(**settings).spec_fields()["extra_args"]) == fewer
 
 
 def test_equal_settings_have_one_name_and_none_has_none():

@@ -87,7 +87,7 @@ async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(
 @pytest.mark.parametrize(
     ("kind", "message", "refused"),
     [
-        (errors.CoreDied, "its core was ended by SIGILL", True),
+        (errors.EngineStartFailed, "its core was ended by SIGILL", True),
         (errors.CoreKilled, "its core was ended by SIGKILL", False),
         (ValueError, "Unknown quantization method: mxfp5", True),
         (RuntimeError, "Engine core initialization failed", True),

@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
 from serve.core.sizing import CPU_KV_BYTES, GRAPH_BYTES, LEAST_ACTIVATIONS_BYTES, NotServable, ServedShape, engine_size
 
 GIB = 2**30
@@ -29,8 +30,9 @@ def smol(**changes):
     return ServedShape.from_config({**SMOL, **changes}, 2 * SMOL_PARAMETERS, SMOL_PARAMETERS)
 
 
-def size(config=None, shape=None, **kw):
+def size(config=None, shape=None, dtype=None, kv_cache_dtype=None, **kw):
     given = {
+        "settings": ModelSettings(dtype=dtype, kv_cache_dtype=kv_cache_dtype),
         "task": "generate",
         "arch": "LlamaForCausalLM",
         "tensor_parallel": 1,
@@ -193,9 +195,9 @@ def test_engines_take_adapters_where_every_layer_of_the_model_does():
     taken = settings(EngineConfig(adapter_slots=4, adapter_max_rank=32, adapters_resident=2))
     assert (taken["adapter_slots"], taken["adapter_max_rank"], taken["adapters_resident"]) == (4, 32, 4)
     for without in ({"arch": "MixtralForCausalLM"}, {"task": "embed"}, {"config": EngineConfig(adapter_slots=0)}):
-        assert "adapter_slots" not in settings(**without)
+        assert not settings(**without)["adapter_slots"]
     quantised = smol(quantization_config={"quant_method": "awq"})
-    assert size(shape=quantised).adapters and not on_cpu(shape=quantised).adapters
+    assert size(shape=quantised).adapter_slots and not on_cpu(shape=quantised).adapter_slots
 
 
 def test_a_gpu_runs_as_many_requests_at_once_as_vllm_would_by_its_memory_unless_it_is_set():

@@ -94,7 +94,7 @@ def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, templat
 
 
 def test_engine_arguments_keep_a_parser_that_the_settings_name():
-    named = {"own_tool_parser": False, "extra_args": ["--tool-call-parser", "mistral"]}
+    named = {"tool_parser": "mistral"}
     args = engine_arguments(ReplicaSpec(**{**GOOD, **named}), {"model_type": "llama"}, "{{ tools }}")
     assert args[-2:] == ["--tool-call-parser", "mistral"]
 
@@ -131,7 +131,7 @@ def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, te
     assert ("--reasoning-parser" in args) is (parser is not None)
     if parser:
         assert args[args.index("--reasoning-parser") + 1] == parser
-    told = ReplicaSpec(**{**GOOD, "own_reasoning_parser": False})
+    told = ReplicaSpec(**{**GOOD, "reasoning_parser": "none"})
     assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serve.core.errors import VersionMismatch
-from serve.load.version_check import ModelIdentity, check_same_model, read_chat_template
+from serve.load.version_check import check_same_model, identity, read_chat_template
 
 
 @pytest.fixture
@@ -23,17 +23,17 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
     (pair[1] / "config.json").write_text(
         json.dumps({"model_type": "llama", "rope_theta": 1e4, "transformers_version": "9"})
     )
-    check_same_model(ModelIdentity.read(pair[0]), pair[1])
+    check_same_model(identity(pair[0]), pair[1])
 
 
 @pytest.mark.parametrize(
     ("file", "text", "named"),
     [
         ("config.json", '{"model_type": "llama", "rope_theta": 500000.0}', "rope_theta is 500000.0"),
-        ("tokenizer.json", '{"a": 1}', "tokenizer.json differs"),
-        ("tekken.json", "{}", "tekken.json differs"),
-        ("vocab.txt", "a", "vocab.txt differs"),
-        ("chat_template.jinja", "{{ messages }}", "chat_template.jinja differs"),
+        ("tokenizer.json", '{"a": 1}', "tokenizer: tokenizer.json is"),
+        ("tekken.json", "{}", "tokenizer: tekken.json is"),
+        ("vocab.txt", "a", "tokenizer: vocab.txt is"),
+        ("chat_template.jinja", "{{ messages }}", "tokenizer: chat_template.jinja is"),
         ("tokenizer_config.json", '{"eos_token": "<|end|>", "chat_template": "x"}', "eos_token"),
         ("generation_config.json", '{"temperature": 0.1}', "generation_config.json: temperature"),
     ],
@@ -41,7 +41,7 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
 def test_what_a_running_engine_cannot_take_over_is_refused_by_name(pair, file, text, named):
     (pair[1] / file).write_text(text)
     with pytest.raises(VersionMismatch, match=named):
-        check_same_model(ModelIdentity.read(pair[0]), pair[1])
+        check_same_model(identity(pair[0]), pair[1])
 
 
 def test_the_chat_template_file_wins_over_the_tokenizers(pair):

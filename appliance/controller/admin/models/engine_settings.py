@@ -17,9 +17,10 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue, Not
 from appliance.controller.interfaces.principal import Caller
 from appliance.models.errors import TemplateRefused
 from appliance.models.template_trial import try_template
+from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import deployments, model_settings
-from appliance.store.rows import ModelRow, VersionRow
+from appliance.store.records import model_settings
+from appliance.store.rows import ModelRow, VersionRow, columns
 from runtime.pydantic_words import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
@@ -54,16 +55,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "model": name,
             "number": rows[0].number if rows else 0,
             "settings": rows[0].settings if rows else {},
-            "history": [
-                {
-                    "number": r.number,
-                    "created_s": r.created_s,
-                    "by": r.by_whom,
-                    "settings": r.settings,
-                    "note": r.note,
-                }
-                for r in rows
-            ],
+            "history": [{**columns(row, "number created_s settings note"), "by": row.by_whom} for row in rows],
         }
 
     @router.get("/models/{name:path}/settings")
@@ -75,26 +67,25 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.patch("/models/{name:path}/settings")
     async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
         model, version = known(name)
-        row = model_settings.current(db, name)
-        before = row.settings if row is not None else {}
+        before = _settings(db, name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
         wanted = _parsed(_version(context, name, body.number) if body.number is not None else merged(before, body.set))
-        deployment = deployments.find(db, name)
-        devices = deployment.tensor_parallel if deployment is not None else 1
+        devices = context.sizes.devices(name)
         _check_size(context, model, version, devices, wanted)
-        await _check_template(wanted)
+        if wanted.chat_template is not None:
+            text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
+            try:
+                await asyncio.to_thread(try_template, str(text))
+            except TemplateRefused as error:
+                raise InvalidValue(str(error), "set.chat_template") from error
         refused = await context.settings_check.refused(model, version, devices, wanted)
         if refused:
             raise InvalidValue(f"vLLM does not start {name} with these settings: {refused[:2000]}", "set")
         with db.transaction():
-            last = model_settings.current(db, name)
-            if (last.settings if last is not None else {}) != before:
-                raise BadRequest(
-                    f"The settings of {name} changed meanwhile; look at them and try again.",
-                    param="set",
-                    code="conflict",
-                )
+            if _settings(db, name) != before:
+                text = f"The settings of {name} changed meanwhile; look at them and try again."
+                raise BadRequest(text, param="set", code="conflict")
             if wanted.as_json() != before:
                 model_settings.add(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
             record(context, caller, "model.settings", name, **wanted.as_json())
@@ -102,6 +93,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
         return await asyncio.to_thread(view, name)
+
+
+def _settings(db: Database, name: str) -> dict[str, Any]:
+    row = model_settings.current(db, name)
+    return row.settings if row is not None else {}
 
 
 def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -144,13 +140,3 @@ def _check_size(
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
         raise InvalidValue(f"max_model_len {wanted.max_model_len:,} does not fit: {own}.", "set.max_model_len")
-
-
-async def _check_template(wanted: ModelSettings) -> None:
-    if wanted.chat_template is None:
-        return
-    text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
-    try:
-        await asyncio.to_thread(try_template, str(text))
-    except TemplateRefused as error:
-        raise InvalidValue(str(error), "set.chat_template") from error

@@ -11,7 +11,7 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.jobs import pauses
+from appliance.controller.jobs.wanted import pause_jobs_of
 from appliance.paths import BoxPaths
 from appliance.store.records import keys
 from appliance.store.rows import KeyRow
@@ -34,7 +34,7 @@ def end_key(
         is_fresh = not keys.is_revoked(context.db, key_id)
         row = keys.revoke(context.db, key_id)
         if is_fresh:
-            stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
+            stopped["jobs"] = pause_jobs_of(context.db, row.id)
             stopped |= context.tasks.of_key(row.id)
         if caller is not None and action:
             detail: dict[str, Any] = {kind: ids for kind, ids in stopped.items() if ids}

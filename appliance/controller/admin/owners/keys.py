@@ -30,8 +30,8 @@ from appliance.controller.interfaces.principal import (
     Caller,
     Principal,
 )
-from appliance.controller.jobs import pauses
 from appliance.controller.jobs.requests import Priority
+from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
@@ -228,7 +228,7 @@ def _limit(context: ControllerContext, caller: Principal, id_or_name: str, body:
     with context.db.transaction():
         keys.update(context.db, row.id, **limits)
         # Only where there are some: the row tells what was asked.
-        paused = {"jobs": ids} if (ids := pauses.pause_jobs_without_model(context)) else {}
+        paused = {"jobs": ids} if (ids := pause_jobs_without_model(context.db)) else {}
         record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
     return keys.find(context.db, row.id) or row, bool(paused)
 

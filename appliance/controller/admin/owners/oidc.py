@@ -47,7 +47,7 @@ WAITS_S = 600.0
 """How long a person who went to the provider has to come back."""
 MOST_WAITING = 20_000
 """Logins that wait at most; past it the one that left first has to begin again. More than a gateway lets begin in
-WAITS_S, so a few addresses push nobody else's out (appliance.gateway.access.spending)."""
+WAITS_S, so a few addresses push nobody else's out (appliance.gateway.core.spending)."""
 TRANSPORT: httpx2.AsyncBaseTransport | None = None
 """In place of the network, in tests."""
 SHOWN_CHARACTERS = 12

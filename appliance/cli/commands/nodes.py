@@ -6,17 +6,27 @@ import os
 import stat
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import DATA_DIR, Session, command, existing_file, opt
+from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.local import DEVICES, devices_of, look_for_all, python, resolved
-from appliance.cli.locate import BoxFile
+from appliance.cli.locate import BoxFile, look_for_all, python, resolved
+from appliance.cli.options import DATA_DIR, DEVICES, existing_file, opt
 from appliance.paths import BoxPaths
 from runtime.replace_file import replace_file
+
+
+def _invitation(args: Namespace, act: str, *words: str) -> Any:
+    """An act of `appliance.invitation` for the box of these options. Raises CommandFailed."""
+    look_for_all()
+    from appliance import invitation
+
+    try:
+        return getattr(invitation, act)(BoxPaths.of(BoxFile.read(args.data_dir).data_dir), *words)
+    except invitation.InvitationError as error:
+        raise CommandFailed(str(error)) from error
 
 
 @command(
@@ -38,14 +48,10 @@ def invite(session: Session, args: Namespace) -> None:
     if sys.stdout.isatty():
         line = f"appliance node invite {args.node} {args.address} > FILE"
         raise BadUsage(f"an invitation has secrets; write it to a file: {line}")
-    paths = _paths(args)
-    with _refused():
-        from appliance import invitation
-
-        text = invitation.invite(paths, args.node, args.address).text()
+    invitation = _invitation(args, "invite", args.node, args.address)
     if stat.S_ISREG(os.fstat(1).st_mode):
         os.fchmod(1, 0o600)  # the shell made the file, for others to read
-    print(text)
+    print(invitation.text())
 
 
 @command("node remove", opt("node NODE", "The first part of its devices' names, e.g. n1."), needs="here")
@@ -58,31 +64,11 @@ def remove(session: Session, args: Namespace) -> None:
     Examples:
       appliance node remove n1
     """
-    paths = _paths(args)
-    with _refused():
-        from appliance import invitation
-
-        invitation.remove(paths, args.node)
+    _invitation(args, "remove", args.node)
     if session.as_json:
         output.print_json({"id": args.node, "removed": True})
     else:
         output.say(f"{args.node} is removed; `appliance node invite` lets a machine of this name join again")
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Turns the reason why a machine cannot be invited into the command's."""
-    from appliance.invitation import InvitationError
-
-    try:
-        yield
-    except InvitationError as error:
-        raise CommandFailed(str(error)) from error
-
-
-def _paths(args: Namespace) -> BoxPaths:
-    look_for_all()
-    return BoxPaths.of(BoxFile.read(args.data_dir).data_dir)
 
 
 @command(
@@ -96,13 +82,12 @@ def join(session: Session, args: Namespace) -> None:
     Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.
 
     Examples:
-      appliance join n1.json
       appliance join n1.json --data-dir /srv/node --devices 4
     """
-    settings = resolved(None, data_dir=args.data_dir, devices=devices_of(args.devices))
-    paths = BoxPaths.of(Path(settings.box.data_dir))
-    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    config_file = paths.data_dir / "node.json"  # not a box's: one may run here by mistake
+    settings = resolved(None, args.devices, data_dir=args.data_dir)
+    folder = Path(settings.box.data_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config_file = folder / "node.json"  # not a box's: one may run here by mistake
     replace_file(config_file, settings.model_dump_json().encode())
     process = python("appliance.boot.node", "--config", str(config_file))
     os.execv(sys.executable, [*process, "--invitation", str(args.file.resolve())])

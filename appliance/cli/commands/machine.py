@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
-from appliance.cli.command import CONFIG, Session, command, flag, number, opt
+from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Said
-from appliance.cli.local import resolved, said_by
-from appliance.cli.locate import BoxFile
-from appliance.cli.resources import JOBS
+from appliance.cli.locate import BoxFile, output_of, resolved
+from appliance.cli.options import CONFIG, flag, number, opt
+from appliance.paths import BoxPaths
 
 if TYPE_CHECKING:
     from appliance.backup import Manifest
@@ -45,7 +45,6 @@ def init(session: Session, args: Namespace) -> None:
     Examples:
       appliance init --template light > ~/.local/share/appliance/appliance.toml     4 devices, one team
       appliance init --template box > /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
-      appliance init --template enterprise > appliance.toml                         4 machines with 8 devices each
     """
     print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
 
@@ -53,7 +52,7 @@ def init(session: Session, args: Namespace) -> None:
 def _findings(settings: BoxConfig) -> str:
     """The doctor's, as JSON; its checks run in a process of their own."""
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    return said_by("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
+    return output_of("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
 
 
 @command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
@@ -64,7 +63,6 @@ def doctor(session: Session, args: Namespace) -> None:
     fails, 2 something is to be looked at.
 
     Examples:
-      appliance doctor                           what is not as it should be, with what to do
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
     """
@@ -77,7 +75,7 @@ def doctor(session: Session, args: Namespace) -> None:
 
 
 LOG_BYTES = 2_000_000  # the end of each log
-ASKED = ("/admin/v1/status", "/admin/v1/devices", "/admin/v1/handovers", "/admin/v1/models", JOBS)
+ASKED = ("status", "devices", "handovers", "models")  # of the admin API
 TOOLS = (("df", "-h"), ("free", "-m"), ("nvidia-smi", "-q"), ("dmesg", "--ctime", "--level", "emerg,alert,crit,err"))
 _FIELD = re.compile(
     r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
@@ -102,37 +100,21 @@ def bundle(session: Session, args: Namespace) -> None:
     you send it. Prompts, answers, data and weights are not in it.
 
     Examples:
-      appliance support bundle                       logs of a day, configuration, versions, the doctor's findings
       appliance support bundle --hours 2 --to box.tar.gz
     """
     settings = resolved(args.config, data_dir=args.data_dir)
     target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    box_file = BoxFile.read(settings.box.data_dir)
-    installed = {one.name: one.version for one in metadata.distributions()}
-    versions = {"python": platform.python_version(), "system": platform.platform(), **installed}
     try:
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise BadUsage(f"--to is {str(target)!r}: {error.strerror}; expected a new file") from error
     names = []
-    with (
-        output.progress("packing"),
-        os.fdopen(handle, "wb") as file,
-        tarfile.open(fileobj=file, mode="w:gz") as archive,
-    ):
-        for name, text in (
-            ("config.json", settings.model_dump_json(indent=1)),
-            ("box.json", json.dumps(box_file.fields, indent=1)),
-            ("doctor.json", _findings(settings)),
-            ("versions.json", json.dumps(versions, indent=1)),
-            *_answers(box_file),
-            *((f"machine/{tool[0]}.txt", _said_by(tool)) for tool in TOOLS),
-            *_logs(box_file.data_dir / "logs", args.hours),
-        ):
+    with output.progress("packing"), os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as pack:
+        for name, text in _collected(settings, args.hours):
             data = without_secrets(text).encode()
             entry = tarfile.TarInfo(f"appliance-support/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
-            archive.addfile(entry, io.BytesIO(data))
+            pack.addfile(entry, io.BytesIO(data))
             names.append(name)
     size = formats.size(target.stat().st_size)
     text = f"{target} ({size}, {len(names)} files): look at it before you send it, `tar -xzf {target}`"
@@ -143,36 +125,31 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
 
 
-def _answers(box_file: BoxFile) -> Iterator[tuple[str, str]]:
-    if box_file.pid is None:
-        return
+def _collected(settings: BoxConfig, hours: float) -> Iterator[tuple[str, str]]:
+    """Names and texts of a support bundle."""
     from appliance.cli.client import Client
-
-    client = Client(socket_path=box_file.controller_socket())
-    for path in ASKED:
-        try:
-            text = json.dumps(without_graders(client.get(path)), indent=1)
-        except CliError as error:
-            text = str(error)
-        yield f"box/{path.rpartition('/')[2]}.json", text
-
-
-def without_graders(answer: Any) -> Any:
-    """Empty the graders of jobs: they have the prompts of judges and reference answers."""
-    return json.loads(json.dumps(answer), object_hook=lambda one: one | ({"grader": {}} if "grader" in one else {}))
-
-
-def _said_by(tool: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
-        return done.stdout or done.stderr
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-
-
-def _logs(folder: Path, hours: float) -> Iterator[tuple[str, str]]:
     from runtime.log_files import end_of, logs_in
 
+    box = BoxFile.read(settings.box.data_dir)
+    installed = {one.name: one.version for one in metadata.distributions()}
+    versions = {"python": platform.python_version(), "system": platform.platform(), **installed}
+    yield "config.json", settings.model_dump_json(indent=1)
+    yield "box.json", json.dumps(box.fields, indent=1)
+    yield "doctor.json", _findings(settings)
+    yield "versions.json", json.dumps(versions, indent=1)
+    for name in ASKED if box.pid is not None else ():
+        try:
+            answer = Client(socket_path=box.controller_socket()).get(f"/admin/v1/{name}")
+            yield f"box/{name}.json", json.dumps(answer, indent=1)
+        except CliError as error:
+            yield f"box/{name}.json", str(error)
+    for tool in TOOLS:
+        try:
+            done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
+            yield f"machine/{tool[0]}.txt", done.stdout or done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield f"machine/{tool[0]}.txt", str(error)
+    folder = box.data_dir / "logs"
     for log in logs_in(folder):
         if log.size and not log.is_packed and log.changed_s > time.time() - hours * 3600:
             text, before = end_of(folder / log.name, LOG_BYTES)
@@ -180,12 +157,12 @@ def _logs(folder: Path, hours: float) -> Iterator[tuple[str, str]]:
             yield f"logs/{log.name}", text.partition("\n")[2] if before else text
 
 
-_PLACE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
+_WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
 
 
 @command(
     "backup make",
-    _PLACE,
+    _WHERE,
     opt("--keep N", "How many backups stay there. Default: keep in [backup], 14.", type=number(int, 1)),
     CONFIG,
     needs="here",
@@ -201,27 +178,24 @@ def make(session: Session, args: Namespace) -> None:
       appliance backup make s3://backups/box-1 --keep 30
       appliance backup make                      to the url in [backup]: for a timer
     """
-    settings = resolved(args.config, data_dir=args.data_dir)
-    keep = settings.backup.keep if args.keep is None else args.keep
-    with _opened(settings, args.place) as objects, output.progress("backup make") as meter:
+    with _place(args) as (settings, objects), output.progress("backup make") as meter:
         from appliance.backup import take
-        from appliance.paths import BoxPaths
 
         os.nice(10)
+        keep = settings.backup.keep if args.keep is None else args.keep
         paths = BoxPaths.of(Path(settings.box.data_dir))
-        made = take(paths, objects, keep=keep, report=lambda done, of: meter.update(done=done, total=of))
+        made = take(paths, objects, keep=keep, report=lambda done, of: meter(None, done, of))
     _show_backup(session, made, objects.where, "taken", f"{formats.size(made.new_bytes)} of it new")
 
 
-@command("backup list", _PLACE, CONFIG, needs="here")
+@command("backup list", _WHERE, CONFIG, needs="here")
 def list_backups(session: Session, args: Namespace) -> None:
     """List the backups at a place, the oldest first.
 
     Examples:
       appliance backup list /mnt/nas/box-1
-      appliance backup list -o json
     """
-    with _opened(resolved(args.config, data_dir=args.data_dir), args.place) as objects:
+    with _place(args) as (_, objects):
         from appliance.backup import names, read
 
         found = [_backup_fields(read(objects, name)) for name in names(objects)]
@@ -229,13 +203,7 @@ def list_backups(session: Session, args: Namespace) -> None:
     session.show({"data": found, "where": objects.where}, lambda _: output.listing(columns, found, empty=empty))
 
 
-@command(
-    "restore",
-    _PLACE,
-    opt("--name NAME", "As `backup list` shows it. Default: the newest."),
-    CONFIG,
-    needs="here",
-)
+@command("restore", _WHERE, opt("--name NAME", "As `backup list` shows it. Default: the newest."), CONFIG, needs="here")
 def restore(session: Session, args: Namespace) -> None:
     """Bring a backup back, on this machine or another one.
 
@@ -246,39 +214,37 @@ def restore(session: Session, args: Namespace) -> None:
       appliance restore s3://backups/box-1 --name 2026-11-25T03-00-00Z --data-dir /srv/box
       appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were
     """
-    settings = resolved(args.config, data_dir=args.data_dir)
-    with _opened(settings, args.place) as objects, output.progress("restore") as meter:
+    with _place(args) as (settings, objects), output.progress("restore") as meter:
         from appliance.backup import restore
-        from appliance.paths import BoxPaths
 
         target = BoxPaths.of(Path(settings.box.data_dir)).data_dir
-        found = restore(objects, args.name, target, report=lambda done, of: meter.update(done=done, total=of))
+        found = restore(objects, args.name, target, report=lambda done, of: meter(None, done, of))
     _show_backup(session, found, objects.where, "restored", "`appliance up` with this --data-dir starts the box")
-    if not session.as_json:
-        output.say(
-            f"note: keys that were revoked or rotated, and people who were forgotten, after "
-            f"{formats.moment(found.made_s)} are back as they were then: see `appliance key list`"
-        )
+    output.say(
+        f"note: keys that were revoked or rotated, and people who were forgotten, after "
+        f"{formats.moment(found.made_s)} are back as they were then: see `appliance key list`"
+    )
 
 
 @contextmanager
-def _opened(settings: BoxConfig, place: str | None) -> Iterator[Objects]:
-    """The place to use; errors of backups in the block become CommandFailed."""
+def _place(args: Namespace) -> Iterator[tuple[BoxConfig, Objects]]:
+    """The configuration, and the place of backups; their errors in the block become CommandFailed."""
+    settings = resolved(args.config, data_dir=args.data_dir)
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError
     from weights.tiers.objects import objects_at
 
-    if place is not None and not place.startswith("s3://"):
-        place = str(Path(place).expanduser().resolve())
-    url = place or settings.backup.url
-    if url is None:
+    place = args.place or settings.backup.url
+    if place is None:
         raise CommandFailed("no place for backups: name one, or set url in [backup]")
-    if not url.startswith("s3://") and not Path(url).is_dir():
-        raise CommandFailed(
-            f"{url} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
-        )
+    if not place.startswith("s3://"):
+        place = str(Path(place).expanduser().resolve())
+        if not Path(place).is_dir():
+            raise CommandFailed(
+                f"{place} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
+            )
     try:
-        yield objects_at(settings.backup.model_copy(update={"url": url}))
+        yield settings, objects_at(settings.backup.model_copy(update={"url": place}))
     except (BackupError, WeightsError, OSError) as error:
         raise CommandFailed(str(error)) from error
 
@@ -288,8 +254,6 @@ def _backup_fields(found: Manifest) -> dict[str, Any]:
 
 
 def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
-    if session.as_json:
-        output.print_json({**_backup_fields(found), "where": where})
-        return
     size = f"{formats.many(len(found.files), 'file')}, {formats.size(found.bytes)}"
-    output.say(f"{found.name} at {where} is {done}: {size}; {more}")
+    text = f"{found.name} at {where} is {done}: {size}; {more}"
+    session.show({**_backup_fields(found), "where": where}, lambda _: text)

@@ -1,5 +1,4 @@
-"""Collects what the load report says of a model, and of the versions of a model with a canary. Pure: the caller passes
-the time.
+"""Counts for the load report: of a model, and of the versions of a model with a canary. Pure: callers pass the time.
 
 Times are counted in buckets a quarter of a power of two wide, so that a 95th percentile of all gateways together is
 known to 19 %: the bounds that the controller compares with are far wider (1.5 x).
@@ -13,16 +12,13 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, Final
 
-from appliance.gateway.access.request import Request
 from appliance.gateway.core.table import Model
 
 SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4
 RECENT_S: Final = 60.0
-_RECENT_REQUESTS: Final = 256
 _COMPUTED_TOKENS: Final = 1e6
 """Prompt tokens after which those before count half."""
-
 _STREAMS: Final = 48
 """For the rate of prompts: this many new streams replace those of old engines and weights."""
 LEAST_SAMPLES: Final = 12
@@ -31,43 +27,36 @@ _TELLING: Final = 1.2
 
 
 class ModelLoad:
-    """Counts and recent times of one model since it is in the table. Times in seconds by the monotonic clock."""
+    """Counts and recent times of one model since it is in the table. prefills: prompt tokens and seconds to the first
+    byte of streams that were alone on their replica. Times in seconds, moments in Unix time."""
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
-        self._requests = self._prompt_tokens = 0
-        self._prompts: Counter[int] = Counter()
-        self._first_tokens: Counter[int] = Counter()
-        self._prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
+        self._prompts, self._first_tokens = Counter[int](), Counter[int]()
         self._estimated = self._computed = 0.0
-        self._tpot: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
+        self._tpot: deque[tuple[float, float]] = deque(maxlen=256)
+        self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         """Count an admitted request."""
         self._last_request_s = now_s
-        self._requests += 1
-        self._prompt_tokens += prompt_tokens
         self._prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def first_token(self, seconds: float) -> None:
         """Count a stream by the time from its complete request to its first token."""
         self._first_tokens[bucket(seconds)] += 1
 
-    def prefilled(self, prompt_tokens: int, seconds: float) -> None:
-        """Record the time to the first byte of a stream that was alone on its replica."""
-        self._prefills.append((prompt_tokens, seconds))
+    def computed(self, estimated: int, tokens: int) -> None:
+        """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
+        fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
+        self._estimated = self._estimated * fade + estimated
+        self._computed = self._computed * fade + tokens
 
-    def finished(self, request: Request, token_s: float | None, now_s: float) -> None:
-        """Count a finished request. token_s: mean time from one token to the next, of a stream."""
-        prompt = request.tokens.prompt
-        if prompt and request.prompt_tokens:
-            fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
-            self._estimated = self._estimated * fade + request.prompt_tokens
-            self._computed = self._computed * fade + max(prompt - request.tokens.cached, 0)
-        if token_s is not None:
-            self._tpot.append((now_s, token_s))
+    def paced(self, token_s: float, now_s: float) -> None:
+        """Count a stream that has ended by its mean time from one token to the next."""
+        self._tpot.append((now_s, token_s))
 
-    def report(self, now_s: float, unix_s: float) -> dict[str, Any]:
+    def report(self, now_s: float) -> dict[str, Any]:
         """This model's part of the load report.
 
         tpot_p95_s: of streams of the last minute, None without any. computed_part: prompt tokens that
@@ -75,19 +64,13 @@ class ModelLoad:
         told. prefill_tokens_per_s: of one replica, None if the streams so far do not determine it. arrived_prompts,
         first_tokens: requests by bucket (`bucket`) of their prompt tokens (from 1), and streams of
         the time to their first token.
-
-        Args:
-            now_s: the monotonic clock.
-            unix_s: Unix time, at the same moment.
         """
-        last_s, recent = self._last_request_s, sorted(s for at_s, s in self._tpot if at_s >= now_s - RECENT_S)
+        recent = sorted(seconds for at_s, seconds in self._tpot if at_s >= now_s - RECENT_S)
         return {
-            "last_request_s": None if last_s is None else unix_s - now_s + last_s,
-            "tpot_p95_s": recent[min(len(recent) - 1, int(len(recent) * 0.95))] if recent else None,
+            "last_request_s": self._last_request_s,
+            "tpot_p95_s": recent[int(len(recent) * 0.95)] if recent else None,
             "computed_part": self._computed / self._estimated if self._estimated else None,
-            "prefill_tokens_per_s": prefill_tokens_per_s(self._prefills),
-            "arrived_requests": self._requests,
-            "arrived_prompt_tokens": self._prompt_tokens,
+            "prefill_tokens_per_s": prefill_tokens_per_s(self.prefills),
             "arrived_prompts": self._prompts,
             "first_tokens": self._first_tokens,
         }
@@ -102,14 +85,12 @@ def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
     """
     if len(samples) < LEAST_SAMPLES:
         return None
-    ordered = sorted(samples)
-    third = len(ordered) // 3
-    short, long = ordered[:third], ordered[-third:]
-    tokens = median(n for n, _ in long) - median(n for n, _ in short)
-    short_s, long_s = median(s for _, s in short), median(s for _, s in long)
-    if tokens <= 0 or short_s <= 0 or long_s < _TELLING * short_s:
+    ordered, third = sorted(samples), len(samples) // 3
+    short, long = (median(n for n, _ in part) for part in (ordered[:third], ordered[-third:]))
+    short_s, long_s = (median(s for _, s in part) for part in (ordered[:third], ordered[-third:]))
+    if long <= short or short_s <= 0 or long_s < _TELLING * short_s:
         return None
-    return tokens / (long_s - short_s)
+    return (long - short) / (long_s - short_s)
 
 
 def bucket(value: float, least: float = SHORTEST_S) -> int:

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from appliance.gateway.access.request import Request
+from appliance.gateway.server.exchange import Exchange
 
 EXPORT_TIMEOUT_S = 3.0
 _W3C = TraceContextTextMapPropagator()
@@ -38,18 +38,18 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
-    def begin(self, request: Request) -> None:
+    def begin(self, exchange: Exchange) -> None:
         """Begin the request's span, which is the current one in its coroutine from now on."""
-        waited_s = time.monotonic() - request.received_s
-        request.span = self._tracer.start_span(
+        waited_s = time.monotonic() - exchange.received_s
+        exchange.span = self._tracer.start_span(
             "request",
-            context=_W3C.extract({"traceparent": request.trace.decode()}),
+            context=_W3C.extract({"traceparent": exchange.trace.decode()}),
             kind=SpanKind.SERVER,
             start_time=time.time_ns() - int(waited_s * 1e9),
-            attributes={"http.route": request.route.name, "request_id": request.request_id.decode()},
+            attributes={"http.route": exchange.route.name},
         )
-        context.attach(set_span_in_context(request.span))
-        request.trace = _traceparent()
+        context.attach(set_span_in_context(exchange.span))
+        exchange.trace = _traceparent()
 
     @contextmanager
     def part(self, name: str, **attributes: str | int) -> Iterator[bytes]:
@@ -58,43 +58,35 @@ class Tracing:
         with self._tracer.start_as_current_span(name, kind=kind, attributes=attributes, record_exception=False):
             yield _traceparent()
 
-    def end(self, request: Request) -> None:
-        request.span.set_attributes(_attributes(request))
-        if request.status >= 500:
-            request.span.set_status(Status(StatusCode.ERROR))
-        request.span.end()
+    def end(self, exchange: Exchange) -> None:
+        """Attributes `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in development."""
+        span, route, tokens, model = exchange.span, exchange.route, exchange.tokens, exchange.model
+        kind = "embeddings" if route.task == "embed" else "chat" if route.converses else "text_completion"
+        attributes: dict[str, str | int | float] = {
+            **exchange.ids,
+            "http.response.status_code": exchange.status,
+            "gen_ai.operation.name": kind,
+            "gen_ai.provider.name": "appliance",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": f"{model}@{exchange.model_version}" if exchange.model_version else model,
+            "gen_ai.usage.input_tokens": tokens.prompt,
+            "gen_ai.usage.cache_read.input_tokens": tokens.cached,
+            "gen_ai.usage.output_tokens": tokens.completion,
+        }
+        if exchange.stream_events:
+            attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_byte_s - exchange.received_s
+        if exchange.status >= 400:
+            attributes["error.type"] = str(exchange.status)
+        if exchange.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.set_attributes(attributes)
+        span.end()
 
     def close(self) -> None:
         """Send remaining spans; blocks for EXPORT_TIMEOUT_S at most: the SDK takes that long for each batch."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(EXPORT_TIMEOUT_S)
-
-
-def _attributes(request: Request) -> dict[str, str | int | float]:
-    """Attributes of a finished request; `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in
-    development."""
-    version, tokens, embeds = request.model_version, request.tokens, request.route.task == "embed"
-    attributes: dict[str, str | int | float] = {
-        "http.response.status_code": request.status,
-        "model": request.model,
-        "version": version,
-        "key_id": request.caller.id,
-        "prompt_tokens": tokens.prompt,
-        "completion_tokens": tokens.completion,
-        "gen_ai.operation.name": "chat" if request.route.converses else "embeddings" if embeds else "text_completion",
-        "gen_ai.provider.name": "appliance",
-        "gen_ai.request.model": request.model,
-        "gen_ai.response.model": f"{request.model}@{version}" if version else request.model,
-        "gen_ai.usage.input_tokens": tokens.prompt,
-        "gen_ai.usage.cache_read.input_tokens": tokens.cached,
-        "gen_ai.usage.output_tokens": tokens.completion,
-    }
-    if request.stream_events:
-        attributes["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
-    if request.status >= 400:
-        attributes["error.type"] = str(request.status)
-    return attributes
 
 
 def _traceparent() -> bytes:

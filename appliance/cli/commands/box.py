@@ -1,0 +1,241 @@
+"""`appliance up|down` and `gpu drain`: the box on this machine, and its devices.
+
+The box's main process is `appliance.boot.main`, which is never imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from appliance.cli import formats, output
+from appliance.cli.command import Session, command
+from appliance.cli.errors import CommandFailed, Conflict, Said
+from appliance.cli.locate import BoxFile, data_dir_option, python, resolved
+from appliance.cli.options import CONFIG, DEVICES, flag, number, opt
+from appliance.cli.resources import segment
+from appliance.cli.waiting import TIMEOUT, WAIT, until
+from appliance.paths import BoxPaths, UnsafeFolder, check_closed
+from runtime.replace_file import replace_file
+
+_LOOK_EVERY_S = 0.1
+_TAIL_BYTES = 3000
+_OF_A_BOX = {"appliance.db", "appliance.toml", "box.json", "logs"}
+"""One of these is in a directory where a box has run, has been configured or was restored."""
+
+
+@command(
+    "up",
+    flag("-d --detach", "Leave it running in the background."),
+    CONFIG,
+    opt("--host ADDRESS", "Default: 127.0.0.1. Wider ones open once a key exists."),
+    opt("--port PORT", "Default: 8000.", type=number(int, 1, 65535)),
+    DEVICES,
+    needs="here",
+)
+def up(session: Session, args: Namespace) -> None:
+    """Start the box on this machine.
+
+    Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
+    names the file that has the key (`first-key` in the data directory, yours alone). After a crash, the same command
+    brings back jobs, models, keys and mode and continues the work.
+
+    Examples:
+      appliance up --detach                     in the background; returns when it answers
+      appliance up --data-dir /srv/box --port 9000 --devices 4
+      appliance up --config box.toml            see docs/operations.md for every key
+    """
+    settings = resolved(args.config, args.devices, data_dir=args.data_dir, host=args.host, port=args.port)
+    folder = Path(settings.box.data_dir)
+    _check_folder(folder)
+    process = _start(settings.model_dump_json(), folder, args.detach)
+    came: list[int] = []
+
+    def forward(signum: int, _frame: Any) -> None:
+        """Whatever would end us ends the box in order instead; a second signal ends it at once."""
+        came.append(signum)
+        process.terminate()
+
+    for one in () if args.detach else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, forward)
+    try:
+        announced = _announced(process, folder, args.detach)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    except CommandFailed as error:
+        if came:
+            raise Said(130) from error
+        raise
+    file = announced["first_key_file"]
+    # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
+    first_key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
+    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": first_key, "first_key_file": file}
+    session.show(answer, lambda shown: _ready(shown, args.detach))
+    if not args.detach and (code := process.wait()) != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
+
+
+def _check_folder(data_dir: Path) -> None:
+    """Raises Conflict if a box runs there already, CommandFailed if it is no box's or others may write to it."""
+    running = BoxFile.read(data_dir)
+    if running.pid is not None:
+        raise _runs_already(data_dir, f" ({running.state}, {running.fields.get('url')}, pid {running.pid})")
+    if not data_dir.exists():
+        return
+    inside = {path.name for path in data_dir.iterdir()}
+    if inside - {"lost+found"} and not inside & _OF_A_BOX:
+        raise CommandFailed(f"{data_dir} is not empty and not a box's; name an empty directory, or a new one")
+    try:
+        check_closed(data_dir)  # before it is closed: what others have put there would stay
+    except UnsafeFolder as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _runs_already(data_dir: Path, known: str = "") -> Conflict:
+    down = f"appliance down{data_dir_option(data_dir)}"
+    return Conflict(f"a box runs on {data_dir} already{known}; `{down}` stops it")
+
+
+def _start(config_json: str, data_dir: Path, detach: bool) -> subprocess.Popen[bytes]:
+    """The main process, in a session of its own: Ctrl-C must reach the box once, from this command, and not also from
+    the terminal. A box in the foreground ends in order when its command is killed; a detached one writes to
+    logs/main.log."""
+    from runtime.processes.kernel import die_with_parent
+
+    paths = BoxPaths.of(data_dir)
+    paths.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data_dir.chmod(0o700)
+    replace_file(paths.config_file, config_json.encode())
+    log = os.open(paths.logs / "main.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if detach else None
+    try:
+        return subprocess.Popen(
+            python("appliance.boot.main", "up", "--config", str(paths.config_file)),
+            cwd=data_dir,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=None if detach else partial(die_with_parent, os.getpid(), signal.SIGTERM),
+        )
+    finally:
+        if log is not None:
+            os.close(log)
+
+
+def _announced(process: subprocess.Popen[bytes], data_dir: Path, detach: bool) -> dict[str, Any]:
+    """What the process announces once it is ready: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it
+    ends."""
+    assert process.stdout
+    with output.progress("starting the box") if detach else nullcontext(lambda _: None) as meter:
+        buffer = b""
+        while b"\n" not in buffer:
+            if select.select([process.stdout], [], [], _LOOK_EVERY_S)[0]:
+                piece = os.read(process.stdout.fileno(), 65536)
+                if not piece:
+                    raise _why_ended(process.wait(), data_dir, detach)
+                buffer += piece
+            state = BoxFile.read(data_dir)
+            if state.fields.get("pid") == process.pid:
+                meter(state.message or None)
+    return json.loads(buffer.partition(b"\n")[0])
+
+
+def _why_ended(code: int, data_dir: Path, detach: bool) -> CommandFailed | Conflict:
+    from runtime.log_files import end_of
+
+    if code == Conflict.exit_code:
+        return _runs_already(data_dir)
+    box, log = BoxFile.read(data_dir), data_dir / "logs" / "main.log"
+    if box.state == "failed":
+        return CommandFailed(f"the box did not start: {box.message}")
+    told = f"; {log} ends with:\n{end_of(log, _TAIL_BYTES)[0].strip()}" if detach else ""
+    return CommandFailed(f"the box did not start (exit code {code}){told}")
+
+
+def _ready(answer: dict[str, Any], detached: bool) -> Any:
+    page = f"{answer['url'].removesuffix('/v1')}/ui"
+    shown = [("endpoint", answer["url"]), ("page", page), ("data", answer["data_dir"])]
+    if answer["first_key"]:
+        shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
+    elif answer["first_key_file"]:
+        shown.append(("API key", f"in {answer['first_key_file']}"))
+    shown.append(("stop", f"appliance down{data_dir_option(Path(answer['data_dir']))}" if detached else "Ctrl-C"))
+    return output.stack("The box is ready.", output.fields(*shown), gap=False)
+
+
+@command(
+    "down",
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 0), default=300.0),
+    flag("--force", "Kill it; the next `up` continues from what was saved."),
+    needs="here",
+)
+def down(session: Session, args: Namespace) -> None:
+    """Stop the box on this machine.
+
+    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
+
+    Examples:
+      appliance down --data-dir /srv/box
+    """
+    box = BoxFile.read(args.data_dir)
+    pid = box.pid
+    if pid is not None:
+        handle = os.pidfd_open(pid)
+        signal.pidfd_send_signal(handle, signal.SIGKILL if args.force else signal.SIGTERM)
+        until(
+            lambda: BoxFile.read(box.data_dir),
+            lambda _: select.select([handle], [], [], 0)[0],
+            lambda now: (now.message or "stopping the box", None, None),
+            args.timeout,
+            f"stopping the box on {box.data_dir} (`appliance down{data_dir_option(box.data_dir)} --force` kills it)",
+        )
+    note = BoxFile.read(box.data_dir).message if pid is not None and not args.force else ""
+    text = f"the box on {box.data_dir} {'was killed' if args.force else 'has stopped'}"
+    answer = {"data_dir": str(box.data_dir), "ran": pid is not None, "note": note}
+    session.show(answer, lambda shown: text if shown["ran"] else f"no box runs on {box.data_dir}")
+    if note:
+        output.say(f"note: {note}")
+
+
+@command(
+    "gpu drain",
+    opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),
+    opt("--reason TEXT", "Shown in `gpu list` and in the audit log.", default=""),
+    *WAIT,
+    TIMEOUT,
+)
+def drain(session: Session, args: Namespace) -> None:
+    """Take a device out of use: its engine or job moves elsewhere without losing a request or a step.
+
+    Drained devices stay so over restarts. Waiting may be interrupted: the box goes on. Exit code 124 if it takes
+    longer than --timeout.
+
+    Examples:
+      appliance gpu drain n0/3 --reason "row remap pending"
+    """
+
+    def now() -> dict[str, Any]:
+        return next(one for one in session.client.get("/admin/v1/devices")["data"] if one["id"] == args.id)
+
+    device = session.client.post(f"/admin/v1/devices/{segment(args.id)}/drain", {"reason": args.reason})
+    if args.wait:
+        device = until(
+            now,
+            lambda one: one["holder"] is None or one["drain"] is None,
+            lambda one: (f"draining {args.id}: {formats.by_name('', one['holder'])} is leaving", None, None),
+            args.timeout,
+            f"draining {args.id}",
+        )
+    session.show(device)

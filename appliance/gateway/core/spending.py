@@ -1,0 +1,186 @@
+"""Limits what keys and owners spend and have open at one gateway process, and sums up what was spent."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.table import Caller
+from runtime.moments import minute
+
+_MINUTE_S: Final = 60.0
+
+
+class Bucket:
+    """`limit` per minute, refilled evenly, a minute's worth at once; `level` may be negative after a request that cost
+    more than estimated."""
+
+    def __init__(self, limit: int, now_s: float) -> None:
+        self.limit, self.level, self._at_s = limit, float(limit), now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until `amount` is available; an amount larger than the bucket needs a full one."""
+        self.level = min(self.limit, self.level + (now_s - self._at_s) * self.limit / _MINUTE_S)
+        self._at_s = now_s
+        return max(0.0, min(amount, self.limit) - self.level) * _MINUTE_S / self.limit
+
+
+class OwnerUse:
+    """Open work of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as much."""
+
+    requests: int = 0
+    body_bytes: int = 0
+
+
+class KeyUse:
+    """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
+    under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
+    them later. key: its id."""
+
+    def __init__(self, key: str, owner: OwnerUse, batch: bool = False) -> None:
+        self.key, self.owner, self.batch = key, owner, batch
+        self.under_way = 0
+        self.buckets: dict[str, Bucket] = {}
+
+    def limit(self, requests_per_minute: int | None, tokens_per_minute: int | None, now_s: float) -> None:
+        """None: no limit. Another limit than before begins with a full bucket."""
+        before, self.buckets = self.buckets, {}
+        for name, limit in (("requests", requests_per_minute), ("tokens", tokens_per_minute)):
+            if limit is not None:
+                same = name in before and before[name].limit == limit
+                self.buckets[name] = before[name] if same else Bucket(limit, now_s)
+
+    def take(self, requests: int, tokens: int, now_s: float) -> tuple[str, int, float] | None:
+        """Spend this, or nothing at all. Returns the exhausted bucket's name, limit and seconds to wait; a bucket in
+        debt refuses whatever is taken."""
+        for name, bucket in self.buckets.items():
+            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, now_s):
+                return name, bucket.limit, wait_s
+        self.spend(requests, tokens)
+        return None
+
+    def spend(self, requests: int, tokens: int) -> None:
+        """Spend this even if it is not available; a negative number is a refund."""
+        for name, bucket in self.buckets.items():
+            bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of https://platform.openai.com/docs/guides/rate-limits."""
+        return [
+            (f"x-ratelimit-{field}-{name}".encode(), b"%d" % value)
+            for name, bucket in self.buckets.items()
+            for field, value in (("limit", bucket.limit), ("remaining", max(0, int(bucket.level))))
+        ]
+
+
+class UsageLimits:
+    """What all keys spend and may spend at one gateway process.
+
+    events: counters, by name. workers: how many processes share the port; report_spent: reports to the others what a
+    key has spent here. callers: by the id of the key.
+    """
+
+    def __init__(self, events: Counter[str], workers: int) -> None:
+        self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
+        self._events, self._workers = events, workers
+        self.callers: dict[str, Caller] = {}
+        # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
+        # an allowance of its own.
+        self._uses: dict[tuple[str, str, bool], KeyUse] = {}
+        self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
+        # By key, model and version.
+        self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+
+    def apply(self, callers: Iterable[Caller]) -> None:
+        """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
+        self.callers = {caller.id: caller for caller in callers}
+        self._uses = {name: use for name, use in self._uses.items() if name[0] in self.callers}
+        for use in self._uses.values():
+            self._limit(use, self.callers[use.key])
+
+    def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
+        name = caller.id, caller.owner, batch
+        if name not in self._uses:
+            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner], batch)
+            self._limit(self._uses[name], caller)
+        return self._uses[name]
+
+    def _limit(self, use: KeyUse, caller: Caller) -> None:
+        use.limit(caller.requests_per_minute, caller.tokens_per_minute, time.monotonic())
+
+    def admit(self, caller: Caller, use: KeyUse) -> None:
+        """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
+        requests per minute."""
+        if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
+            self._events["quota_spent"] += 1
+            # No Retry-After: the quota renews in hours, and clients should not wait for that.
+            used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
+            message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
+            raise HttpError(429, message, kind=code, code=code, should_retry=False)
+        self._take(use, 1, 0)
+
+    def opened(self, caller: Caller, use: KeyUse, tokens: int, most_requests: int) -> None:
+        """Count a request that goes to an engine with its estimated tokens; `closed` must follow. Raise HttpError 429
+        unless the key has enough tokens and its owner few enough requests."""
+        if use.owner.requests >= most_requests:
+            raise self.too_many_at_once("requests", most_requests)
+        # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
+        quota = None if caller.quota is None else max(1, caller.quota // self._workers)
+        if quota is not None and use.under_way and use.under_way + tokens > quota:
+            self._events["concurrency_limited"] += 1
+            message = (
+                f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
+                f"quota allows {quota} at once. Please retry when one has ended."
+            )
+            raise errors.over_limit(message, "tokens", 1)
+        self._take(use, 0, tokens)
+        use.under_way += tokens
+        use.owner.requests += 1
+
+    def closed(self, use: KeyUse, tokens: int) -> None:
+        use.under_way -= tokens
+        use.owner.requests -= 1
+
+    def too_many_at_once(self, things: str, limit: int) -> HttpError:
+        self._events["concurrency_limited"] += 1
+        message = f"Your API keys have {limit} {things} open, the most at once. Please retry."
+        return errors.over_limit(message, "requests", 1)
+
+    def _take(self, use: KeyUse, requests: int, tokens: int) -> None:
+        """Raises HttpError 429."""
+        if not use.buckets:
+            return
+        if (refused := use.take(requests, tokens, time.monotonic())) is not None:
+            self._events["rate_limited"] += 1
+            name, limit, wait_s = refused
+            message = f"Rate limit reached: {limit} {name} per minute. Please try again in {wait_s:.3g}s."
+            raise errors.over_limit(message, name, wait_s)
+        self.report_spent(use.key, use.batch, requests, tokens)
+
+    def spent_elsewhere(self, key: str, batch: bool, requests: int, tokens: int) -> None:
+        """Another process of this port reports what a key has spent there."""
+        if key in self.callers:
+            self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
+
+    def correct(self, use: KeyUse, requests: int, tokens: int) -> None:
+        """Spend what a request cost beyond what it was charged; less than nothing is given back."""
+        if use.buckets:
+            use.spend(requests, tokens)
+            self.report_spent(use.key, use.batch, requests, tokens)
+
+    def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
+        """Add to the sums for the controller."""
+        self._sums[key, model, version].update(counts)
+
+    def take_sums(self) -> list[dict[str, Any]]:
+        """The sums since the last call, as rows of the bus's "usage" message."""
+        sums, self._sums = self._sums, defaultdict(Counter)
+        names = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
+        return [
+            {"key": key, "model": model, "version": version, **{name: row[name] for name in names}}
+            for (key, model, version), row in sums.items()
+        ]

@@ -1,0 +1,260 @@
+"""Answers as clients of OpenAI's and Anthropic's APIs expect them, where vLLM 0.32's differ.
+
+`Answers`, around vLLM's application, names the version of each answer and counts requests that the core does not have.
+The classes below it stand in the places of vLLM's handlers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages, _is_json
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.pooling.embed import protocol as embeddings
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.lora.request import LoRARequest
+
+from runtime.pydantic_words import words_of_check
+from weights.format import legacy_functions as legacy
+
+# The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.
+VERSION_HEADER = b"x-appliance-model-version"
+# What vLLM raises, and would answer with 500, where a request has a value that one of its steps does not expect.
+_UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, UnicodeError)
+KINDS = (ValueError, NotImplementedError, *_UNREADABLE)
+# A value of the wrong type is not the fault if another type fits except for something else.
+_OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
+UNREADABLE = (
+    "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
+    "formats with the documentation of this route."
+)
+
+# vLLM tries five models for each and writes an error for every token that is not a message: 4 s for 100,000 tokens, on
+# the loop that answers every owner.
+EmbeddingBody = Annotated[  # type: ignore[valid-type]
+    Annotated[get_args(embeddings.EmbeddingRequest)[0], Field(union_mode="left_to_right")],
+    BeforeValidator(embeddings.reject_removed_pooling_parameters),
+]
+_DATA = "data: "
+_ERROR = f'{_DATA}{{"error"'
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """State of one HTTP answer. begun: the core has its request. adapter: what its request has found, until then."""
+
+    begun: bool = False
+    adapter: LoRARequest | None = None
+
+
+_ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+_open: set[Answer] = set()
+
+
+def current() -> Answer | None:
+    """The answer that the calling task makes."""
+    return _ANSWER.get()
+
+
+def begin() -> None:
+    """The core has the request whose task calls this."""
+    if (answer := _ANSWER.get()) is not None:
+        answer.begun, answer.adapter = True, None
+
+
+def fault_of(error: Exception) -> Exception:
+    """The error to answer: until the core has the request, most errors are the request's fault."""
+    answer = _ANSWER.get()
+    return error if answer is None or answer.begun else of_request(error)
+
+
+def of_request(error: Exception) -> Exception:
+    """What a client is told about an error that was raised while its request was read."""
+    if isinstance(error, ValidationError):
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        fault = next((one for one in faults if not one["type"].endswith(_OTHER_TYPE)), faults[0])
+        # Names of types are among the names of fields.
+        place = ".".join(str(name) for name in fault["loc"] if isinstance(name, int) or name.islower())
+        return VLLMValidationError(f"Invalid value for `{place or 'messages'}`: {words_of_check(fault['msg'])}")
+    if isinstance(error, VLLMError) or not isinstance(error, KINDS):
+        return error
+    return VLLMValidationError(UNREADABLE if isinstance(error, _UNREADABLE) else str(error))
+
+
+def unbegun() -> int:
+    """How many open requests the engine does not have yet. Whoever drains the engine waits for them too."""
+    return sum(not answer.begun for answer in _open)
+
+
+class Answers:
+    """ASGI application around vLLM's. It delays the head of an answer until the first body chunk: then the first token
+    exists, and the head names the version that computed it. `version` returns the served one, which only changes while
+    the core is paused.
+
+    A stream that raises is answered with the error's status, or ends with vLLM's error event once its head is out;
+    vLLM itself writes that event for chat and completions alone.
+    """
+
+    def __init__(self, app: Any, version: Callable[[], str]):
+        self.app, self._version = app, version
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = Answer()
+        _ANSWER.set(answer)
+        _open.add(answer)
+        head: list[Any] = []
+        streams = False
+
+        async def send_named(message: Any) -> None:
+            nonlocal streams
+            if message["type"] == "http.response.start":
+                streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                head.append(message)
+                return
+            if head:
+                start = head.pop()
+                headers = [*start["headers"], (VERSION_HEADER, self._version().encode())]
+                await send({**start, "headers": headers})
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_named)
+        except Exception as error:
+            if not streams:
+                raise
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # starlette wraps it
+            fault = create_error_response(fault_of(cause))
+            if fault.error.code >= 500:
+                log.error("a stream failed", exc_info=cause)
+            if head:
+                await JSONResponse(fault.model_dump(), fault.error.code)(scope, receive, send)
+            else:
+                event = f"data: {json.dumps(fault.model_dump())}\n\n".encode()
+                await send({"type": "http.response.body", "body": event, "more_body": False})
+        finally:
+            _open.discard(answer)
+            answer.adapter = None  # contexts of vLLM's tasks may keep the answer
+
+
+class Chat(OpenAIServingChat):
+    """A request with the older `functions` gets `function_call`; the gateway has added the newer `tools`."""
+
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+        result = await super().create_chat_completion(request, raw_request)
+        if not legacy.is_legacy(request.model_extra or {}):
+            return result
+        if isinstance(result, ChatCompletionResponse):
+            return LegacyResponse.model_construct(_fields_set=result.model_fields_set, **vars(result))
+        return legacy_stream(result) if hasattr(result, "__aiter__") else result
+
+
+class LegacyResponse(ChatCompletionResponse):
+    """Has `function_call` where a ChatCompletionResponse has `tool_calls`."""
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        body = super().model_dump(**options)
+        for choice in body["choices"]:
+            choice["message"] = legacy.answer_message(choice["message"])
+            choice["finish_reason"] = legacy.finish_reason(choice["finish_reason"])
+        return body
+
+
+async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Server-sent events of vLLM's chat stream, in the older form. Each is `data: JSON` or `data: [DONE]`."""
+    async for event in events:
+        if "tool_calls" in event and event.startswith(_DATA):
+            chunk = json.loads(event[len(_DATA) :])
+            for choice in chunk.get("choices", ()):
+                choice["delta"] = legacy.answer_delta(choice["delta"])
+                choice["finish_reason"] = legacy.finish_reason(choice.get("finish_reason"))
+            event = f"{_DATA}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield event
+
+
+class Messages(AnthropicServingMessages):
+    """Ids begin with `msg_`. A conversation that ends with the assistant's own text is continued from there. A call
+    whose arguments are not JSON, because a limit cut them, has an empty `input`. A stream that fails ends with vLLM's
+    error object, of which the gateway makes the client's event."""
+
+    async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
+        try:
+            return await super().create_messages(request, raw_request)
+        except Exception as error:
+            raise fault_of(error) from error
+
+    async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        try:
+            return await super().count_tokens(request, raw_request)
+        except Exception as error:
+            raise fault_of(error) from error
+
+    @classmethod
+    def _build_base_request(cls, anthropic_request: Any, openai_messages: list[dict[str, Any]]) -> Any:
+        request = super()._build_base_request(anthropic_request, openai_messages)
+        last = openai_messages[-1] if openai_messages else {}
+        if last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls"):
+            request.add_generation_prompt = False
+            request.continue_final_message = True
+        return request
+
+    def messages_full_converter(self, generator: ChatCompletionResponse) -> Any:
+        for call in generator.choices[0].message.tool_calls:
+            if not _is_json(call.function.arguments):
+                call.function.arguments = "{}"
+        generator.id = "msg_" + generator.id.removeprefix("chatcmpl-")
+        return super().messages_full_converter(generator)
+
+    async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        failed: list[str] = []
+
+        async def until_error() -> AsyncGenerator[str, None]:
+            async for chunk in generator:
+                if chunk.startswith(_ERROR):
+                    failed.append(chunk)
+                    return
+                yield chunk.replace('"id":"chatcmpl-', '"id":"msg_', 1)
+
+        async for event in super().message_stream_converter(until_error()):
+            yield event
+        for error in failed:
+            yield error
+
+
+def set_up(app: Any) -> None:
+    """Put our subclasses in the places of vLLM's handlers, for whose classes it has no option. app: of vLLM's
+    build_app, after init_app_state and before it answers."""
+    for kind in KINDS:
+        app.add_exception_handler(kind, _answer_fault)
+    for name, own in (("openai_serving_chat", Chat), ("anthropic_serving_messages", Messages)):
+        if (handler := getattr(app.state, name, None)) is not None:
+            handler.__class__ = own
+    if getattr(app.state, "serving_embedding", None) is not None:
+        app.add_api_route("/v1/embeddings", _embed, methods=["POST"])
+        app.router.routes.insert(0, app.router.routes.pop())
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one, without these handlers
+
+
+async def _answer_fault(request: Request, error: Exception) -> Any:
+    return await exception_handler(request, fault_of(error))
+
+
+async def _embed(request: EmbeddingBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    from vllm.entrypoints.pooling.embed.api_router import create_embedding
+
+    return await create_embedding(request=request, raw_request=raw_request)
