@@ -104,7 +104,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
 
     @router.get("/handovers")
-    def list_handovers(part: Annotated[Part, part(20, most=1000, order=None)]) -> dict[str, Any]:
+    def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
         return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
 
     @router.get("/handovers/{handover_id}")

@@ -45,7 +45,7 @@ class BatchCreate(StrictBody):
 
 def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     db, view = context.db, partial(_view, runner)
-    router = BATCHES.serve(context, view, batches.page, part(20, most=100, order=None))
+    router = BATCHES.serve(context, view, batches.page, part(20, most=100))
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model, usable_models
+from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -34,10 +34,9 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("")
     @needs(INFERENCE, FINE_TUNING, READ)
     def list_models(caller: Caller, now: Status) -> dict[str, Any]:
-        usable = usable_models(db, caller.key_id)
         states, data = ModelStates(db, now), []
         for name in models.callable_names(db, caller.viewer):
-            if (usable is None or name in usable) and (item := resolve(db, name)) is not None:
+            if caller_may_use(db, caller, name) and (item := resolve(db, name)) is not None:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from appliance.store.database import Database
@@ -26,7 +27,7 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
-    key = _new_secret()
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
     row = KeyRow(
         id=new_id("key_"),
         name=name,
@@ -44,17 +45,13 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
     """Give a live key a new secret: the old one, and the logins of the page that were made by it, end. Returns as
     `create` does. Raises RowNotFound."""
-    key = _new_secret()
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
         page_sessions.end_of_key(db, key_id)
     row = KEYS.find(db, key_id)
     assert row is not None
     return row, key
-
-
-def _new_secret() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def fingerprint(key: str) -> str:
@@ -121,17 +118,13 @@ def list_live(db: Database) -> list[KeyRow]:
 
 
 def list_ended(db: Database, since_s: float) -> list[KeyRow]:
-    """The last thousand that ended by themselves, and not before `since_s`."""
-    sql = (
-        "SELECT * FROM keys WHERE expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s "
-        "ORDER BY expires_s DESC LIMIT 1000"
-    )
-    return db.all(KeyRow, sql, [since_s])
+    """Those that ended by themselves, and not before `since_s`."""
+    return list_all(db, "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s", since_s)
 
 
 def list_ending(db: Database, until_s: float) -> list[KeyRow]:
-    """Live ones that end by themselves until then, the next one first."""
-    return db.all(KeyRow, "SELECT * FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s", [until_s])
+    """Live ones that end by themselves until then."""
+    return list_all(db, "expires_s <= ? AND revoked_s IS NULL", until_s)
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
@@ -140,9 +133,8 @@ def revoke(db: Database, id_or_name: str) -> KeyRow:
     if row is None:
         raise RowNotFound("keys", id_or_name)
     if row.revoked_s is None:
+        row = replace(row, revoked_s=time.time())
         with db.transaction():
-            db.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", [time.time(), row.id])
+            update(db, row.id, revoked_s=row.revoked_s)
             page_sessions.end_of_key(db, row.id)
-    found = find(db, row.id)
-    assert found is not None
-    return found
+    return row

@@ -66,22 +66,22 @@ def test_database_of_another_program_is_refused_and_left_alone(tmp_path: Path):
 
 def test_declared_table_is_in_a_database_that_was_there_before(tmp_path: Path):
     @dataclass(frozen=True)
-    class Toy:
+    class Gadget:
         id: str
         size: Literal["small", "large"]
         parts: list[int]
         owner: str | None = None
 
     Database(tmp_path / "a.db").close()
-    toys = Table("toys", Toy)
+    gadgets = Table("gadgets", Gadget)
     try:
         with Database(tmp_path / "a.db") as db:
-            toys.insert(db, Toy("t1", "small", [1, 2]))
-            assert toys.find(db, "t1") == Toy("t1", "small", [1, 2], None)
+            gadgets.insert(db, Gadget("t1", "small", [1, 2]))
+            assert gadgets.find(db, "t1") == Gadget("t1", "small", [1, 2], None)
             with pytest.raises(sqlite3.IntegrityError):
-                toys.insert(db, Toy("t2", "tiny", []))  # type: ignore[arg-type]
+                gadgets.insert(db, Gadget("t2", "tiny", []))  # type: ignore[arg-type]
     finally:
-        del TABLES["toys"]
+        del TABLES["gadgets"]
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path):
