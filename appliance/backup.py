@@ -1,4 +1,4 @@
-"""Takes backups of a data directory, also while its box runs, and restores them into another directory.
+"""Take backups of a data directory, also while its box runs, and restore them into another directory.
 
 SQLite's online copy gives the database as of one moment; all other files appear in the directory whole and are copied
 in chunks. A place, a directory or an S3 store, has `backups/NAME.json`, the manifest of each backup, and
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
-import logging
 import os
 import secrets
 import shutil
@@ -18,13 +16,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from appliance import last_backup
-from appliance.last_backup import LastBackup
+import msgspec
+
 from appliance.paths import BoxPaths
 from runtime.moments import stamp
+from runtime.replace_file import replace_file
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects
 
@@ -37,9 +36,7 @@ LEFT_OUT = frozenset(
 )
 CHUNK_BYTES = 16 << 20
 DATABASE_CHUNK_BYTES = 1 << 20  # few of its pages change between backups
-PASSES = 3
 Report = Callable[[int, int], object]
-log = logging.getLogger(__name__)
 
 
 class BackupError(RuntimeError):
@@ -73,6 +70,25 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
 
+@dataclass(frozen=True)
+class LastBackup:
+    """The newest backup of a box, in a file of its data directory, for people. made_s: Unix time. where: the place,
+    without credentials."""
+
+    name: str
+    made_s: float
+    where: str
+    bytes: int
+
+
+def read_last(path: Path) -> LastBackup | None:
+    """None if none was taken, or if the file is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LastBackup)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
 def names(place: Objects) -> list[str]:
     """Names of the backups at a place, oldest first."""
     return sorted(PurePosixPath(key).stem for key, _ in place.list("backups/"))
@@ -84,11 +100,10 @@ def read(place: Objects, name: str) -> Manifest:
         digest, body = place.get(_manifest_key(name)).split(b"\n", 1)
         if _sha256(body) != digest.decode():
             raise ValueError("its own checksum does not match")
-        fields = json.loads(body)
-        return Manifest(**{**fields, "files": [SavedFile(**file) for file in fields["files"]]})
+        return msgspec.json.decode(body, type=Manifest)
     except ObjectDamaged as error:
         raise BackupError(f"{place.where} has no backup {name!r}; it has {names(place)[-5:]}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, msgspec.DecodeError) as error:
         raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; delete it, use another backup") from error
 
 
@@ -103,7 +118,7 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
     if not paths.database.is_file():
         raise BackupError(f"{paths.data_dir} is not a data directory of a box: it has no {DATABASE}")
     with _alone(paths.data_dir):
-        known, last = names(place), last_backup.read(paths.last_backup)
+        known, last = names(place), read_last(paths.last_backup)
         if not known and last is not None and last.where == place.where:
             raise BackupError(
                 f"{place.where} had {last.name} and is empty now: is it mounted? If so, delete {paths.last_backup}"
@@ -112,27 +127,23 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
         before = read(place, known[-1]) if known else None
         copy = paths.data_dir / COPY
         try:
+            box = _box_of(paths.database)
+            if before is not None and before.box != box:
+                raise BackupError(f"{place.where} has backups of another box ({before.data_dir}); name another place")
             writer = _Writer(place, before, report)
-            for _ in range(PASSES):
-                there = {name for name, _ in _files(paths.data_dir)}
-                box = _copy_database(paths.database, copy)
-                if before is not None and before.box != box:
-                    raise BackupError(
-                        f"{place.where} has backups of another box ({before.data_dir}); name another place"
-                    )
-                files = [writer.save(DATABASE, copy, DATABASE_CHUNK_BYTES), *writer.save_all(paths.data_dir)]
-                # The copied database may name a file that was deleted since: a further pass is short.
-                if not (gone := there - {file.path for file in files}):
-                    break
-            else:
-                log.warning("%d files were deleted while they were copied", len(gone))
+            saved = [*writer.save_all(paths.data_dir)]
+            _copy_database(paths.database, copy)
+            saved.append(writer.save(DATABASE, copy, DATABASE_CHUNK_BYTES))
+            saved += writer.save_all(paths.data_dir)  # what the database names and was made meanwhile
+            files = {file.path: file for file in saved}
         finally:
             copy.unlink(missing_ok=True)
         made_s = time.time()
-        made = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, files)
-        body = json.dumps(asdict(made)).encode()
+        made = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, [*files.values()])
+        body = msgspec.json.encode(made)
         place.put(_manifest_key(made.name), f"{_sha256(body)}\n".encode() + body)
-        last_backup.write(paths.last_backup, LastBackup(made.name, made_s, place.where, made.bytes))
+        last = LastBackup(made.name, made_s, place.where, made.bytes)
+        replace_file(paths.last_backup, msgspec.json.encode(last))
         _remove_old(place, made.name, keep)
         return made
 
@@ -155,9 +166,6 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
             report(done, found.bytes)
             _restore_file(place, file, partial)
             done += file.bytes
-        with closing(sqlite3.connect(partial / DATABASE)) as connection:
-            if (verdict := connection.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
-                raise BackupError(f"the database in {found.name} is damaged ({verdict}); use another backup")
         if data_dir.exists():
             data_dir.rmdir()
         partial.rename(data_dir)
@@ -218,22 +226,32 @@ def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield path.relative_to(data_dir).as_posix(), path.stat()
 
 
-def _copy_database(database: Path, copy: Path) -> str:
-    """Copies the database as of one moment, without the page's logins. Returns the id of the box's first key."""
-    copy.unlink(missing_ok=True)
-    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+@contextmanager
+def _reading(database: Path) -> Iterator[sqlite3.Connection]:
+    """Read only: a backup by root must not leave files of root next to the database. Raises BackupError."""
     try:
-        # Read only: a backup by root must not leave files of root beside the database.
-        read_only = f"{database.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(read_only, uri=True)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-            target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
-            with target:
-                target.execute("DELETE FROM page_sessions")
-            row = target.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
-            return row[0] if row else ""
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            yield connection
     except sqlite3.Error as error:
         raise BackupError(f"{database} cannot be copied: {error}") from error
+
+
+def _box_of(database: Path) -> str:
+    """The id of the box's first key."""
+    with _reading(database) as source:
+        row = source.execute("SELECT id FROM keys ORDER BY seq LIMIT 1").fetchone()
+        return row[0] if row else ""
+
+
+def _copy_database(database: Path, copy: Path) -> None:
+    """Copies the database as of one moment, without the page's logins."""
+    copy.unlink(missing_ok=True)
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with _reading(database) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+        target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+        with target:
+            target.execute("DELETE FROM page_sessions")
 
 
 def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
@@ -256,12 +274,12 @@ def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
 
 
 def _remove_old(place: Objects, made: str, keep: int) -> None:
-    """Deletes all backups but the newest `keep`, with the chunks that only they have."""
-    others = [name for name in names(place) if name != made]
-    old = others[: max(0, len(others) + 1 - keep)]
+    """Deletes all backups but `made` and the newest others, with the chunks that only they have."""
+    known = names(place)
+    old = [name for name in known[:-keep] if name != made]
     if not old:
         return
-    needed = {chunk for name in {*others, made} - {*old} for file in read(place, name).files for chunk in file.chunks}
+    needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}
     for name in old:
         place.delete(_manifest_key(name))
     for key, _ in list(place.list("chunks/")):

@@ -1,10 +1,8 @@
-"""The box's configuration: one TOML file, typed, composed of the settings that each package keeps beside its code.
+"""The box's configuration: one TOML file, composed of the settings that each package declares.
 
 This is the only file that reads the environment. Order of precedence: command line, `APPLIANCE_*` variables, the TOML
-file, defaults. An unknown key is an error that names it, where it stands, and the keys that are known there.
-
-A variable is called APPLIANCE_<KEY> for a key of [box] and APPLIANCE_<SECTION>__<KEY> for any other, for example
-APPLIANCE_PORT and APPLIANCE_SCHEDULER__DRAIN_TIMEOUT_S. An error says which of the sources is wrong.
+file, defaults. A variable is called APPLIANCE_<KEY> for a key of [box] and APPLIANCE_<SECTION>__<KEY> for any other. An
+error names the source and the key.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
@@ -33,10 +31,6 @@ FILE_NAME = "appliance.toml"
 _PREFIX = "APPLIANCE_"
 # Variables of ours that are not settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
-# Variables that a setting is known by elsewhere: it counts where nothing else gives that setting.
-_SHARED = {"HF_ENDPOINT": ("box", "hub_endpoint")}
-
-
 RAY_WORKER_PORTS = range(10002, 20000)  # `ray start --help`: --min-worker-port, --max-worker-port
 
 
@@ -53,7 +47,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class BoxSettings(_Section):
@@ -107,6 +101,15 @@ class BoxSettings(_Section):
         pattern=URL,
         description="hub to download from when hub_offline is false; `HF_ENDPOINT` counts where this is not set",
     )
+
+    @model_validator(mode="after")
+    def _free_node_port(self) -> BoxSettings:
+        if self.node_address is not None and (self.node_port in RAY_WORKER_PORTS or self.node_port == self.port):
+            raise ValueError(
+                f"node_port is {self.node_port}; expected a port other than that of the endpoint, and none of "
+                f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
+            )
+        return self
 
 
 class GatewaySettings(_Section):
@@ -254,8 +257,8 @@ def load_config(
                 f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
                 "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
             )
-    if shared := _shared(environ):
-        layers.append(_Layer("the environment", shared, True))
+    if hub := environ.get("HF_ENDPOINT"):
+        layers.append(_Layer("the environment", {"box": {"hub_endpoint": hub.rstrip("/")}}, True))
     return _checked(layers, path.parent)
 
 
@@ -277,7 +280,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_message(error.errors(), layers)) from error
-    _check_ports(config.box, layers)
     gateway = config.gateway.model_copy(
         update={
             key: str(folder / value)
@@ -289,12 +291,7 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         # The gateway's own checks (bounds of every limit, both TLS files or none) before anything is started.
         GatewayConfig.from_mapping(
             gateway.model_dump()
-            | {
-                "host": config.box.host,
-                "port": config.box.port,
-                "controller_socket": "",
-                "bus_socket": "",
-            }
+            | {"host": config.box.host, "port": config.box.port, "controller_socket": "", "bus_socket": ""}
         )
     except ConfigInvalid as error:
         location = ("gateway", *str(error).partition(":")[0].split("."))
@@ -302,28 +299,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         raise ConfigError(f"{layer.source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
-
-
-def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
-    """Checks the ports of a box that other nodes may join; without node_address nobody listens at node_port."""
-    if box.node_address is None:
-        return
-    if box.node_port in RAY_WORKER_PORTS:
-        raise ConfigError(
-            f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it must not be among {RAY_WORKER_PORTS[0]} to "
-            f"{RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
-        )
-    if box.node_port == box.port:
-        raise ConfigError(
-            f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it must differ from box.port, where the "
-            "endpoint listens"
-        )
-
-
-def _said(location: tuple[str, ...], layers: list[_Layer]) -> str:
-    """A setting with the source that gave it."""
-    layer = next((layer for layer in layers if layer.has(location)), None)
-    return f"the default of {'.'.join(location)}" if layer is None else f"{layer.source}: {layer.name_of(location)}"
 
 
 def _with_public_url(table: Table) -> Table:
@@ -357,6 +332,8 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
         guess = f"; did you mean {close[0]}?" if close else ""
         return f"{layer.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
     expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if _place(e, layers) == location))
+    if isinstance(error["input"], dict):  # settings that do not fit each other, maybe of several sources
+        return f"the configuration: [{'.'.join(location)}]: {expected}"
     return f"{layer.source}: {name} is {error['input']!r}: {expected}"
 
 
@@ -369,7 +346,7 @@ FORMS = {
 
 def _expected(error: Any) -> str:
     form = FORMS.get(error["ctx"]["pattern"]) if error["type"] == "string_pattern_mismatch" else None
-    return f"expected {form}" if form else str(error["msg"])
+    return f"expected {form}" if form else str(error["msg"]).removeprefix("Value error, ")
 
 
 def _place(error: Any, layers: list[_Layer]) -> tuple[str, ...]:
@@ -396,14 +373,6 @@ def _toml(path: Path) -> Table:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-
-
-def _shared(environ: Mapping[str, str]) -> Table:
-    table: Table = {}
-    for variable, (section, key) in _SHARED.items():
-        if text := environ.get(variable):
-            table.setdefault(section, {})[key] = text.rstrip("/")
-    return table
 
 
 def _environment(environ: Mapping[str, str]) -> Table:

@@ -1,110 +1,52 @@
-"""Every key of `appliance.toml` as Markdown, for docs/operations.md.
+"""Every key of `appliance.toml` as Markdown: `python -m appliance.config_reference`.
 
-    python -m appliance.config_reference
-
-What a key means is said once, beside its definition: in its `description`, in the text under it, or in the comment
-above it. A test compares the document with this.
+What a key means is said once, beside its definition: in its `description` or in the text under it.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import re
-import textwrap
-import types
-import typing
 from collections.abc import Iterator
-from typing import Any, Literal
-
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from typing import Any
 
 from appliance.config import BoxConfig
+
+Schema = dict[str, Any]
+NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false", "object": "table"}
 
 
 def reference() -> str:
     """One table per section, in the order of `BoxConfig`."""
-    parts = []
-    for title, kind in _sections(BoxConfig, ()):
-        rows = [f"| `{name}` | {shape} | {default} | {text} |" for name, shape, default, text in _keys(kind)]
-        about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
-        parts.append(
-            "\n".join(
-                [f"#### [{title}]", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows]
-            )
-        )
-    return "\n\n".join(parts) + "\n"
+    schema = BoxConfig.model_json_schema()
+    return "\n\n".join(_table(title, kind) for title, kind in _sections(schema["$defs"], schema, "")) + "\n"
 
 
-def _sections(kind: type, path: tuple[str, ...]) -> Iterator[tuple[str, type]]:
+def _sections(known: Schema, kind: Schema, path: str) -> Iterator[tuple[str, Schema]]:
     if path:
-        yield ".".join(path), kind
-    for name, annotation, _ in _fields(kind):
-        if _is_section(annotation):
-            yield from _sections(annotation, (*path, name))
+        yield path, kind
+    for name, field in kind["properties"].items():
+        if "$ref" in field:
+            yield from _sections(known, known[field["$ref"].rpartition("/")[2]], f"{path}.{name}".lstrip("."))
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
+def _table(title: str, kind: Schema) -> str:
+    rows = []
+    for name, field in kind["properties"].items():
+        if "$ref" not in field:
+            text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+            rows.append(f"| `{name}` | {_shape(field)} | {_literal(field['default'])} | {text} |")
+    about = kind["description"].split("\n\n")[0].replace("\n", " ")
+    head = [f"#### [{title}]", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows])
 
 
-def _fields(kind: type) -> list[tuple[str, Any, Any]]:
-    """(name, type, default) of each field."""
-    if issubclass(kind, BaseModel):
-        return [(name, field.annotation, field.default) for name, field in kind.model_fields.items()]
-    hints = typing.get_type_hints(kind)
-    return [(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]
-
-
-def _keys(kind: type) -> Iterator[tuple[str, str, str, str]]:
-    said = _said(kind)
-    for name, annotation, default in _fields(kind):
-        if _is_section(annotation):
-            continue
-        assert default not in (PydanticUndefined, dataclasses.MISSING), f"{kind.__name__}.{name} has no default"
-        yield name, _shape(annotation), _literal(default), said.get(name, "")
-
-
-def _said(kind: type) -> dict[str, str]:
-    """What the source says of each field: its description, else the text under it, else the comment above it."""
-    lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
-    body = typing.cast(ast.ClassDef, ast.parse("\n".join(lines)).body[0]).body
-    found: dict[str, str] = {}
-    for node, following in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        comments: list[str] = []
-        line = node.lineno - 2
-        while line >= 0 and re.match(r"\s*#(?! ---)", lines[line]):
-            comments.insert(0, lines[line].strip().removeprefix("#").strip())
-            line -= 1
-        text = " ".join(comments)
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = " ".join(str(following.value.value).split())
-        if issubclass(kind, BaseModel):
-            text = kind.model_fields[node.target.id].description or text
-        found[node.target.id] = text.replace("|", "\\|")
-    if issubclass(kind, BaseModel):  # fields of a base class stand in other source
-        for name, field in kind.model_fields.items():
-            found.setdefault(name, (field.description or "").replace("|", "\\|"))
-    return found
-
-
-def _shape(annotation: Any) -> str:
-    origin = typing.get_origin(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if origin is typing.Annotated:
-        return _shape(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_shape(option) for option in typing.get_args(annotation) if option is not type(None))
-    if origin is list:
-        return f"list of {_shape(typing.get_args(annotation)[0])}s"
-    if origin is dict:
-        return "table"
-    return {str: "text", int: "whole number", float: "number", bool: "true, false"}[annotation]
+def _shape(field: Schema) -> str:
+    if "anyOf" in field:
+        return " or ".join(_shape(option) for option in field["anyOf"] if option.get("type") != "null")
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    if field["type"] == "array":
+        return f"list of {_shape(field['items'])}s"
+    return NAMES[field["type"]]
 
 
 def _literal(value: Any) -> str:

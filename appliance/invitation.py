@@ -8,13 +8,13 @@ certificate of the authority, and know no list of removed ones.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -48,12 +48,12 @@ class Invitation:
     def read(cls, file: Path) -> Invitation:
         """Raises InvitationError."""
         try:
-            return cls(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return msgspec.json.decode(file.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
             raise InvitationError(f"{file} is not an invitation of `appliance node invite` ({error})") from error
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return msgspec.json.encode(self).decode()
 
     def accept(self, paths: BoxPaths) -> None:
         """Keep the token and the certificate where Ray looks for them."""

@@ -8,8 +8,6 @@ import secrets
 import stat
 from pathlib import Path
 
-from runtime.replace_file import replace_file
-
 SHM_MOUNT = Path("/dev/shm")
 
 
@@ -76,10 +74,6 @@ class BoxPaths:
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
             write_secret(self.ray_token, secrets.token_hex(32))
-
-    def renew_ray_token(self) -> None:
-        """Before Ray begins, on a box that no other node may join. Raises OSError: the old one stays."""
-        replace_file(self.ray_token, secrets.token_hex(32).encode())
 
     def renew_gateway_token(self) -> None:
         """Before the controller and the gateways of this run begin."""

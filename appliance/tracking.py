@@ -1,11 +1,11 @@
-"""Sends the figures of jobs to MLflow and W&B: a script that runs beside the box, started by its main process.
+"""Send the figures of jobs to MLflow and W&B: a script that the box's main process starts.
 
     python -P appliance/tracking.py SETTINGS        JSON, see `appliance.boot.tracking`
 
 It runs in the interpreter that has the trackers' libraries, which need not be the box's own, so it imports nothing of
-the box. A thread for each tracker reads the database; no job waits for it. A file of the tracker has the time up to
-which all jobs that ended are sent; a new process sends all points of the others again, and each tracker takes a point
-that it has once. `status.json` says which trackers fail.
+the box. A thread for each tracker reads the database; no job waits for it. A file of the tracker names the ended jobs
+that are sent; a new process sends all points of the others again, and each tracker takes a point that it has once.
+`status.json` says which trackers fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 log = logging.getLogger("tracking")
 
@@ -32,10 +32,8 @@ Settings = dict[str, Any]
 LOOK_EVERY_S = 2.0
 RETRY_EVERY_S = 30.0
 GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
-LATE_S = 10.0  # a job's end may be committed so long after its time
-EVENTS_AT_ONCE = 500
-# Limits of MLflow's server: how many values one request may have, and how long each may be.
-METRICS, PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 1000, 100, 6000, 5000
+EVENTS_AT_ONCE = 40  # MLflow's server takes 1000 values in a request; an event has less than 25
+PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # what it takes at most
 STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
@@ -65,17 +63,6 @@ class Point(NamedTuple):
     values: dict[str, float]
 
 
-class Tracker(Protocol):
-    """Raises whatever its library raises; then `begin` is called again, and gets all points again."""
-
-    def begin(self, job: Job) -> None:
-        """Begins the job's run, or resumes the one that there is."""
-
-    def log(self, job: Job, points: list[Point]) -> None: ...
-
-    def end(self, job: Job) -> None: ...
-
-
 @dataclass
 class Sent:
     """What this process has sent of a job: up to event `seq`, with the last step of each kind. A step that a job
@@ -87,22 +74,23 @@ class Sent:
 
 
 class Follower:
-    """Sends what is new to one tracker. `path`: the file with the time up to which all is sent."""
+    """Sends what is new to one tracker, `Mlflow` or `Wandb`. When it fails for a job, `begin` resumes its run, and
+    all points are sent again. path: a file with the time of its begin and the ended jobs that are sent."""
 
-    def __init__(self, tracker: Tracker, database: Path, path: Path, only_wandb: bool = False) -> None:
+    def __init__(self, tracker: Any, database: Path, path: Path, only_wandb: bool = False) -> None:
         self._tracker, self._database, self._path, self._only_wandb = tracker, database, path, only_wandb
-        self._since_s = float(path.read_text()) if path.exists() else time.time()
+        known = json.loads(path.read_text()) if path.exists() else {"since_s": time.time(), "done": []}
+        self._since_s, self._done = known["since_s"], set(known["done"])
         self._sent: dict[str, Sent] = {}
-        self._done: set[str] = set()
 
     def look(self) -> str:
         """Returns why a job could not be sent, "" if all were. Raises OSError, sqlite3.Error."""
-        now_s, why = time.time(), ""
+        why = ""
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
-            max(self._since_s, now_s - GIVE_UP_S),
+            max(self._since_s, time.time() - GIVE_UP_S),
         )
-        waiting = [now_s - LATE_S]
+        self._done &= {row["id"] for row in rows}
         for row in rows:
             if row["id"] in self._done or not (job := self._job(row)).wandb and self._only_wandb:
                 continue
@@ -112,10 +100,7 @@ class Follower:
                 log.warning("%s: %r", job.id, error)
                 del self._sent[job.id]
                 why = why or str(error) or repr(error)
-            if job.finished_s is not None and job.id not in self._done:
-                waiting.append(job.finished_s - 1e-3)
-        self._since_s = max(self._since_s, min(waiting))
-        replace(self._path, str(self._since_s))
+        replace(self._path, json.dumps({"since_s": self._since_s, "done": sorted(self._done)}))
         return why
 
     def _send(self, job: Job, at: Sent) -> None:
@@ -211,8 +196,7 @@ class Mlflow:
             runs = [self._client.create_run(experiment, run_name=job.name, tags=tags)]
         self._runs[job.id] = runs[0].info.run_id
         params = [Param(name, text[:PARAM_CHARACTERS]) for name, text in sorted(job.params.items())]
-        for first in range(0, len(params), PARAMS):
-            self._client.log_batch(self._runs[job.id], params=params[first : first + PARAMS])
+        self._client.log_batch(self._runs[job.id], params=params[:PARAMS])
 
     def log(self, job: Job, points: list[Point]) -> None:
         from mlflow.entities import Metric
@@ -222,8 +206,7 @@ class Mlflow:
             for one in points
             for name, value in one.values.items()
         ]
-        for first in range(0, len(metrics), METRICS):
-            self._client.log_batch(self._runs[job.id], metrics=metrics[first : first + METRICS])
+        self._client.log_batch(self._runs[job.id], metrics=metrics)
 
     def end(self, job: Job) -> None:
         from mlflow.entities import RunTag

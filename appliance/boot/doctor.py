@@ -23,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from appliance import last_backup
+from appliance.backup import read_last
 from appliance.boot import endpoint
 from appliance.boot.box_state import read_end, read_troubles
 from appliance.config import BoxConfig, load_resolved
@@ -294,7 +294,7 @@ def _keys(database: Path) -> Iterator[Finding]:
 
 
 def _backup(newest: Path) -> Iterator[Finding]:
-    last = last_backup.read(newest)
+    last = read_last(newest)
     age_s = None if last is None else time.time() - last.made_s
     yield _judged(
         "backup",

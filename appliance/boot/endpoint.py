@@ -1,9 +1,8 @@
-"""The endpoint's port: whether this box can have it, and whether this box is the one that answers there."""
+"""Whether the box can have the endpoint's port."""
 
 from __future__ import annotations
 
 import errno
-import json
 
 import psutil
 
@@ -21,15 +20,6 @@ def why_not(host: str, port: int) -> str:
             "--host ([box] port, host)"
         )
     return ""
-
-
-def is_ours(answer: bytes, boot: str) -> bool:
-    """Whether this answer of /health comes from the gateway that was started with `boot`."""
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and found.get("boot") == boot
 
 
 def _holder(port: int) -> str:

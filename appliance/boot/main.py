@@ -2,11 +2,8 @@
 
     python -m appliance.boot.main up --config FILE
 
-It locks the data directory, clears what a killed run left, starts Ray, the controller and the gateway, prints the
-endpoint, and keeps all three running until told to stop. It ends in the other order: the gateway finishes its requests,
-the controller suspends jobs and writes what only memory holds to disk, Ray ends, shared memory is given back. Every
-process below has asked the kernel to die with this one, so `kill -9` of it leaves nothing behind except the versions
-and snapshots in shared memory, which the next `up` finds again.
+Every process below has asked the kernel to die with this one, so `kill -9` of it leaves nothing behind except the
+versions and snapshots in shared memory, which the next `up` finds again.
 """
 
 from __future__ import annotations
@@ -17,12 +14,13 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +28,16 @@ import httpx
 
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
-from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, kill_leftovers, own_files_only
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, own_files_only
 from appliance.boot.tracking import run_exporter, status_file
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
+from appliance.store.database import Database
+from appliance.store.errors import StoreError
+from appliance.store.ids import new_id
+from appliance.store.records import audit, keys
+from appliance.store.rows import AuditRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
@@ -42,7 +45,6 @@ from runtime.processes.kernel import tail
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
-from serve.core.spec import remove_segments_below
 
 log = logging.getLogger("appliance.boot.main")
 
@@ -125,6 +127,22 @@ def local_url(config: BoxConfig) -> str:
     return f"{config.scheme}://{host}:{config.box.port}"
 
 
+def make_first_key(paths: BoxPaths) -> bool:
+    """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError,
+    StoreError, sqlite3.Error.
+
+    The key goes nowhere else: what this process prints may end in a journal.
+    """
+    with Database(paths.database) as db, db.transaction():
+        if keys.list_all(db):
+            return False
+        row, key = keys.create(db, "first", ["inference", "fine_tuning", "admin"])
+        audit.insert(db, AuditRow(new_id("audit_"), None, "key.create", row.id, "done", "", row.created_s, {}))
+        paths.first_key.unlink(missing_ok=True)  # that of an earlier box here
+        write_secret(paths.first_key, key + "\n")
+        return True
+
+
 class Box:
     """Ray, the controller and the gateway of one box, each a supervised process. When one of them cannot be kept
     running it calls `stop`, and `hopeless` says why."""
@@ -132,7 +150,6 @@ class Box:
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
         self.hopeless = ""
-        self._boot = secrets.token_hex(8)
         joinable = config.box.node_address is not None
         if joinable:
             prepare(paths, config.box.node_address, config.box.node_port)
@@ -147,10 +164,7 @@ class Box:
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
-        left = kill_leftovers(self._paths.box_id)
-        remove_segments_below(self._paths.replica_sockets)
-        shutil.rmtree(self._paths.worlds, ignore_errors=True)
-        if left:
+        if left := clear_leftovers(self._paths):
             self._say(f"ended {len(left)} processes that an earlier run left behind")
         # Check before anything starts: without its port the box is useless, and its holder might answer for us.
         if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
@@ -163,21 +177,18 @@ class Box:
         for words in foreign_use(self._devices):
             self._say(words)
         self._paths.renew_gateway_token()
+        try:
+            has_first_key = make_first_key(self._paths)
+        except (OSError, StoreError, sqlite3.Error) as error:
+            raise BoxError(f"the first key cannot be made: {error}") from error
         self._say("starting Ray")
         await self._ray.begin()
         self._say("starting the controller")
         await self._controller.begin()
         await self._wait_for(self._controller)
-        try:
-            has_first_key = await self._first_key()
-        except OSError as error:
-            raise BoxError(f"the first key cannot be written to {self._paths.first_key}: {error.strerror}") from error
-        except httpx.HTTPError as error:
-            path = self._paths.logs / "controller.log"
-            raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        await self._wait_for(self._gateway, boot=self._boot)
+        await self._wait_for(self._gateway)
         self._state.update(state="ready", message="ready")
         self._announce(has_first_key)
         for process in (self._controller, self._gateway):
@@ -196,8 +207,7 @@ class Box:
         saved = await self._controller.end(CONTROLLER_END_S)
         self._state.update(state="stopping", message="stopping Ray")
         await self._ray.end(RAY_END_S)
-        kill_leftovers(self._paths.box_id)
-        remove_segments_below(self._paths.replica_sockets)
+        clear_leftovers(self._paths)
         ray_head.remove_files(self._paths)
         if saved:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
@@ -211,21 +221,13 @@ class Box:
         return fault
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
-        if self._config.box.node_address is None:
-            # On loopback Ray's processes send it in clear, also to whatever takes the port of one that has just ended:
-            # it is of no use to him once Ray begins again. Where nodes may join, they have copies, and all is TLS.
-            try:
-                self._paths.renew_ray_token()
-            except OSError as error:
-                log.warning("Ray begins with the token of its last run: %s", error)
+        box = self._config.box
         process, self._ray_address = await ray_head.start(
             self._paths,
+            ray_head.head(box.node_address, box.node_port),
             [device.id for device in self._devices],
-            self._paths.logs / "ray.log",
             self._environment,
-            self._config.box.start_timeout_s,
-            self._config.box.node_address,
-            self._config.box.node_port,
+            box.start_timeout_s,
         )
         return process
 
@@ -239,7 +241,6 @@ class Box:
         gateway = self._config.gateway.model_dump() | {
             "host": self._config.box.host,
             "port": self._config.box.port,
-            "boot": self._boot,
             "controller_socket": str(self._paths.gateway_socket),
             "token_path": str(self._paths.gateway_token),
             "bus_socket": str(self._paths.bus_socket),
@@ -270,50 +271,23 @@ class Box:
         self._say(message)
         self._controller.restart()
 
-    async def _wait_for(self, process: Supervised, boot: str | None = None) -> None:
-        """Returns when it answers with 200 and, if given, with `boot`: another program may have the port. Raises
-        BoxError."""
+    async def _wait_for(self, process: Supervised) -> None:
+        """Returns when it answers with 200. Raises BoxError."""
         assert process.probe is not None
         timeout_s, began_s = self._config.box.start_timeout_s, time.monotonic()
         while True:
-            try:
-                answer = await process.probe.ask()
-                if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
+            with suppress(httpx.HTTPError):  # it does not listen yet
+                if (await process.probe.ask()).status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass  # it does not listen yet, or somebody else does who speaks no HTTP
-            what = ""
+            why = ""
             if process.restarts >= 3:
-                what = "ended three times while it started"
-                if boot is not None and (reason := endpoint.why_not(self._config.box.host, self._config.box.port)):
-                    what += f" ({reason})"
+                why = "ended three times while it started"
             elif time.monotonic() - began_s > timeout_s:
-                what = f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
-            if what:
+                why = f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
+            if why:
                 log_path = self._paths.logs / f"{process.name}.log"
-                raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
+                raise BoxError(f"the {process.name} {why}; {log_path} ends with:\n{tail(log_path)}")
             await asyncio.sleep(0.05)
-
-    async def _first_key(self) -> bool:
-        """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError.
-
-        The key goes nowhere else: what this process prints may end in a journal.
-        """
-        transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
-            keys = (await client.get("/admin/v1/keys")).raise_for_status().json()["data"]
-            if keys:
-                return False
-            path = self._paths.first_key
-            path.unlink(missing_ok=True)  # that of an earlier box here
-            write_secret(path, "")  # a full disk fails here, before there is a key that nobody knows
-            made = await client.post(
-                "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
-            )
-            key = made.raise_for_status().json()["key"]
-            path.unlink()
-            write_secret(path, key + "\n")
-            return True
 
     def _announce(self, has_first_key: bool) -> None:
         file = str(self._paths.first_key) if has_first_key else None

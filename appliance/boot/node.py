@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import kill_leftovers, own_files_only
+from appliance.boot.supervised_process import clear_leftovers, own_files_only
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import Invitation, InvitationError
 from appliance.paths import BoxPaths, UnsafeFolder
@@ -30,7 +30,6 @@ from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
 from scheduler.core.errors import NodeNameTaken
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
-from serve.core.spec import remove_segments_below
 
 log = logging.getLogger("appliance.boot.node")
 
@@ -72,9 +71,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    kill_leftovers(paths.box_id)
-    remove_segments_below(paths.replica_sockets)
-    shutil.rmtree(paths.worlds, ignore_errors=True)
+    clear_leftovers(paths)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name)
     check_build(devices)
@@ -88,15 +85,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
     from scheduler.ray.nodes import announced_from, emptied
 
     node_config = node_config_of(config, paths, devices)
-    ray = await ray_head.join(
-        paths,
-        head,
-        node_config.address,
-        [device.id for device in devices],
-        paths.logs / "ray.log",
-        environment,
-        timeout_s,
-    )
+    where, ids = ray_head.member(head, node_config.address), [device.id for device in devices]
+    ray, _ = await ray_head.start(paths, where, ids, environment, timeout_s)
     try:
         await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
@@ -114,8 +104,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
             ray.terminate()
             await ray.wait()
         kill_group(ray.pid)
-        kill_leftovers(paths.box_id)
-        remove_segments_below(paths.replica_sockets)
+        clear_leftovers(paths)
         ray_head.remove_files(paths)
         for folder in (paths.shm_root, paths.away_jobs):
             shutil.rmtree(folder, ignore_errors=True)

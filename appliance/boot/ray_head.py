@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 from appliance.boot.supervised_process import BOX_VARIABLE
@@ -53,7 +52,7 @@ def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = Fal
         "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
         "RAY_ROTATION_BACKUP_COUNT": "2",
         # A raylet first waits until two agents in Python have imported what they need; a new worker imports too. Ray
-        # allows 30 to 60 s, which is too little on a machine without a free processor. `_start` waits for all of it.
+        # allows 30 to 60 s, which is too little on a machine without a free processor. `start` waits for all of it.
         "RAY_raylet_start_wait_time_s": str(round(start_timeout_s)),
         "RAY_agent_register_timeout_ms": str(round(start_timeout_s * 1000)),
         "RAY_worker_register_timeout_seconds": str(round(start_timeout_s)),
@@ -85,47 +84,23 @@ def box_environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool) 
     return {**os.environ, **settings, **kept, BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
 
 
-async def start(
-    paths: BoxPaths,
-    device_ids: Sequence[str],
-    log_path: Path,
-    env: Mapping[str, str],
-    timeout_s: float,
-    node_address: str | None = None,
-    node_port: int = 0,
-) -> tuple[asyncio.subprocess.Process, str]:
-    """Start `ray start --head --block`; returns it and its address once other processes can join it.
-
-    Other nodes can join at `node_address` and `node_port`. With None nobody can: Ray stays on loopback.
-    Raises RayStartError when it exits or does not answer within `timeout_s` seconds.
-    """
-    where = ["--head", f"--port={node_port if node_address else 0}", f"--node-ip-address={node_address or '127.0.0.1'}"]
+def head(node_address: str | None, node_port: int) -> list[str]:
+    """Options of the head, which other nodes can join at this address and port; None: Ray stays on loopback."""
+    address, port = (node_address, node_port) if node_address else ("127.0.0.1", 0)
     # The monitor is the process of the autoscaler, which is not needed either.
-    process = await _start(paths, [*where, "--include-dashboard=false", "--no-monitor"], device_ids, log_path, env)
-    return process, await _address(paths, process, log_path, timeout_s)
+    return ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false", "--no-monitor"]
 
 
-async def join(
-    paths: BoxPaths,
-    head: str,
-    node_address: str,
-    device_ids: Sequence[str],
-    log_path: Path,
-    env: Mapping[str, str],
-    timeout_s: float,
-) -> asyncio.subprocess.Process:
-    """Start `ray start --address --block` on another machine than the head's (`head`: its host:port).
-
-    Returns once this node is part of the cluster. Raises RayStartError.
-    """
-    process = await _start(paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env)
-    await _address(paths, process, log_path, timeout_s)
-    return process
+def member(head: str, node_address: str) -> list[str]:
+    """Options of another machine that joins the head at `head` (host:port)."""
+    return [f"--address={head}", f"--node-ip-address={node_address}"]
 
 
-async def _start(
-    paths: BoxPaths, where: Sequence[str], device_ids: Sequence[str], log_path: Path, env: Mapping[str, str]
-) -> asyncio.subprocess.Process:
+async def start(
+    paths: BoxPaths, where: Sequence[str], device_ids: Sequence[str], env: Mapping[str, str], timeout_s: float
+) -> tuple[asyncio.subprocess.Process, str]:
+    """Start `ray start --block` with the options of `head` or `member`; return it and the head's address once other
+    processes can use it. Raises RayStartError when it exits or does not answer in time."""
     remove_files(paths)
     for folder in (paths.ray_session, paths.ray_logs):
         folder.mkdir(mode=0o700)
@@ -140,8 +115,22 @@ async def _start(
         f"--resources={json.dumps(resources)}",
     ]
     command = ["-P", "-m", "scheduler.ray.start", str(paths.ray_logs), "start", *where, "--block", *options]
+    log_path = paths.logs / "ray.log"
     with open(log_path, "ab") as log:
-        return await start_process(command, log, env)
+        process = await start_process(command, log, env)
+    file = paths.ray_session / "ray_current_cluster"  # Ray writes host and port of its head
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not (file.exists() and (address := file.read_text().strip())):
+                if process.returncode is not None:
+                    raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
+                await asyncio.sleep(0.05)
+        return process, address
+    except TimeoutError as error:
+        raise RayStartError(
+            f"ray did not start within {timeout_s:g} s ([box] start_timeout_s; a slow machine needs more); "
+            f"{log_path} ends with:\n{tail(log_path)}"
+        ) from error
 
 
 async def start_process(
@@ -158,23 +147,6 @@ async def start_process(
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
-
-
-async def _address(paths: BoxPaths, process: asyncio.subprocess.Process, log_path: Path, timeout_s: float) -> str:
-    """Host and port of the head that this Ray belongs to, once it is up. Ray writes them into its own folder."""
-    file = paths.ray_session / "ray_current_cluster"
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not (file.exists() and (address := file.read_text().strip())):
-                if process.returncode is not None:
-                    raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
-                await asyncio.sleep(0.05)
-        return address
-    except TimeoutError as error:
-        raise RayStartError(
-            f"ray did not start within {timeout_s:g} s ([box] start_timeout_s; a slow machine needs more); "
-            f"{log_path} ends with:\n{tail(log_path)}"
-        ) from error
 
 
 def remove_files(paths: BoxPaths) -> None:

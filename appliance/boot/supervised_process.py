@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -12,17 +13,16 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from appliance.paths import BoxPaths
 from runtime.background_tasks import first_words
 from runtime.processes.kernel import kill_group
+from serve.core.spec import remove_segments_below
 
 BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.2, 10.0, 60.0
 LOOK_EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
 """Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
-LONGEST_HUNG_S = 8 * HUNG_S
-"""What is started again in place of one that did not answer gets twice its time, up to this: on a machine with no
-processor time to give, a start may take minutes, and one that is always cut short never ends."""
 
 
 class Probe(NamedTuple):
@@ -62,7 +62,6 @@ class Supervised:
         self._started_s = 0.0
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
-        self._hung_s = HUNG_S
         self.restarts = 0
 
     @property
@@ -104,7 +103,7 @@ class Supervised:
 
     async def look(self) -> None:
         """Asks once; any answer will do, even a refusal. Kills a process that has not answered for `HUNG_S`, or not
-        since its start that long ago; twice as long after each that was killed, until one answers."""
+        since its start that long ago."""
         assert self.probe is not None
         pid, now_s = self.pid, self._clock()
         if pid is None or pid != self._answered[0]:
@@ -112,11 +111,10 @@ class Supervised:
             return
         try:
             await self.probe.ask()
-            self._answered, self._hung_s = (pid, now_s), HUNG_S
+            self._answered = pid, now_s
         except httpx.HTTPError:
-            if self._clock() - self._answered[1] >= self._hung_s and self.pid == pid:
-                self._say(f"the {self.name} lives and has not answered for {self._hung_s:.0f} s: it is restarted")
-                self._hung_s = min(2 * self._hung_s, LONGEST_HUNG_S)
+            if self._clock() - self._answered[1] >= HUNG_S and self.pid == pid:
+                self._say(f"the {self.name} lives and has not answered for {HUNG_S:.0f} s: it is restarted")
                 self.restart()
 
     @property
@@ -172,6 +170,14 @@ def kill_leftovers(box_id: str) -> list[int]:
             continue
     psutil.wait_procs(found, timeout=10)
     return [process.pid for process in found]
+
+
+def clear_leftovers(paths: BoxPaths) -> list[int]:
+    """Ends what an earlier run left, and removes its shared memory and sockets; returns the pids."""
+    found = kill_leftovers(paths.box_id)
+    remove_segments_below(paths.replica_sockets)
+    shutil.rmtree(paths.worlds, ignore_errors=True)
+    return found
 
 
 def own_files_only() -> None:

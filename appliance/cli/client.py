@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +14,6 @@ import httpx
 from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
 
@@ -23,14 +22,13 @@ def box_url(text: str) -> httpx.URL:
     """`http(s)://host[:port]`, given with or without `/v1` behind it. Raises BadUsage."""
     try:
         url = httpx.URL(text if "//" in text else f"http://{text}")
+        if url.scheme in ("http", "https") and url.host and url.path.rstrip("/") in ("", "/v1"):
+            return url.copy_with(path="/")
     except httpx.InvalidURL:
-        url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host or url.path.rstrip("/") not in ("", "/v1"):
-        raise BadUsage(
-            f"the box's URL is {text!r}; expected something like http://127.0.0.1:8000, with no path behind the port "
-            "other than /v1"
-        )
-    return url.copy_with(path="/")
+        pass
+    raise BadUsage(
+        f"the box's URL is {text!r}; expected one such as http://127.0.0.1:8000, with or without /v1 behind it"
+    )
 
 
 class Client:
@@ -48,7 +46,7 @@ class Client:
         not known."""
         known = box_url(url)
         self.address, self._why_silent = socket_path or str(known).rstrip("/"), why_silent
-        self.is_local = socket_path is not None or known.host in LOOPBACK
+        self.is_local = socket_path is not None or known.host in ("127.0.0.1", "localhost", "::1")
         """Whether paths mean the same to the box as they do here."""
         self._http = httpx.Client(
             base_url=known,
@@ -80,21 +78,11 @@ class Client:
         return self.send("DELETE", path)
 
     def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        query: Mapping[str, Any] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        headers: Mapping[str, str] | None = None,
-        **more: Any,
+        self, method: str, path: str, body: Any = None, query: Any = None, timeout_s: float = TIMEOUT_S, **more: Any
     ) -> Any:
         """The JSON of the answer. `query` values that are None are left out. more: for httpx."""
         params = {name: value for name, value in (query or {}).items() if value is not None}
-        if body is not None:
-            more |= {"content": json.dumps(body), "headers": {"content-type": "application/json", **(headers or {})}}
-        with self._answer(method, path, timeout_s, params=params or None, **more) as response:
+        with self._answer(method, path, timeout_s, json=body, params=params or None, **more) as response:
             return _json(response.read())
 
     def stream_events(self, path: str, body: Any, timeout_s: float) -> Iterator[Any]:

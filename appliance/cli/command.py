@@ -95,9 +95,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, made: Command):
         text, _, examples = made.help.partition("\n\nExamples:\n")
-        words = [_shown(one) for one in made.options if one.is_positional]
-        needed = [one for one in made.options if one.settings.get("required")]
-        words += [f"{one.flags[0]} {one.settings.get('metavar') or one.flags[0][2:].upper()}" for one in needed]
+        words = [one.shown for one in made.options if one.is_positional or one.settings.get("required")]
         prog, width = f"appliance {made.name}", min(110, shutil.get_terminal_size().columns)
         super().__init__(
             prog=prog,
@@ -113,12 +111,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; `{self.prog} --help` shows what it takes\n")
-
-
-def _shown(argument: Option) -> str:
-    """In a line of usage."""
-    name, nargs = argument.settings.get("metavar") or argument.flags[0], argument.settings.get("nargs")
-    return {"?": f"[{name}]", "*": f"[{name}...]", "+": f"{name}..."}.get(nargs, name)
 
 
 def open_session(args: Namespace) -> Session:

@@ -75,11 +75,6 @@ def short(reason: object) -> str:
     return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"
 
 
-def many(count: int, noun: str) -> str:
-    """1 device, 2 devices."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def by_name(name: str, value: Any) -> str:
     """A value in the unit that its name ends with; of a mapping or a list each in its own."""
     if isinstance(value, dict):

@@ -7,14 +7,13 @@ import importlib.util
 import json
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance import DEFAULT_DATA_DIR
-from appliance.cli.errors import BadUsage, CommandFailed, Unreachable
+from appliance.cli.errors import BadUsage, Unreachable
 
 if TYPE_CHECKING:
     from appliance.config import BoxConfig
@@ -111,16 +110,6 @@ def python(module: str, *arguments: str) -> list[str]:
     look_for_all()
     # -P: a folder here that is called `train` or `serve` must not hide ours.
     return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def output_of(module: str, *arguments: str, given: str = "") -> str:
-    """What a process of ours prints. given: on its stdin. Raises CommandFailed with the last line of its errors."""
-    done = subprocess.run(python(module, *arguments), input=given, capture_output=True, text=True)
-    if done.returncode != 0:
-        from runtime.processes.ended import how_it_ended
-
-        raise CommandFailed((done.stderr.strip() or f"its process {how_it_ended(done.returncode)}").splitlines()[-1])
-    return done.stdout
 
 
 def look_for_all() -> None:

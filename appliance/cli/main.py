@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
-import itertools
 import os
 import sys
+from importlib import metadata
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS, Parser, open_session
+from appliance.cli.command import COMMANDS
 from appliance.cli.errors import BadUsage, CliError, Said
 from appliance.cli.resources import GROUPS
 
-for _module in ("box", "chat", "data", "evals", "jobs", "keys", "machine", "mode", "models", "nodes", "plan"):
+for _module in ("box", "chat", "data", "evals", "jobs", "keys", "machine", "mode", "models"):
     importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
@@ -73,8 +72,8 @@ def call(words: list[str]) -> int:
         head = f"{GROUPS.get(name, '')}\n\nUsage: appliance {name} COMMAND ...\n\nCommands:\n{{commands}}"
         print((head if name else _OVERVIEW).format(commands=commands))
         return 0 if rest else 2
-    if not name and rest[0] in _OPTIONS:
-        _OPTIONS[rest[0]](rest[1:])
+    if not name and rest[0] == "--version":
+        print(f"appliance {metadata.version('appliance')}")
         return 0
     guesses = difflib.get_close_matches(rest[0], dict(below(name)))
     if guesses:
@@ -82,44 +81,6 @@ def call(words: list[str]) -> int:
     else:
         hint = f"`{f'appliance {name}'.strip()} --help` lists them."
     raise BadUsage(f"there is no command {f'{name} {rest[0]}'.strip()!r}. {hint}")
-
-
-def _version(_: list[str]) -> None:
-    from importlib import metadata  # late: 25 ms
-
-    print(f"appliance {metadata.version('appliance')}")
-
-
-def _complete(words: list[str]) -> None:
-    """For the shell: what may stand where the cursor is in COMP_LINE, a word a line. words: bash names the command and
-    the part of the word that it replaces, which begins behind a colon."""
-    line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "100000"))]
-    *before, typed = line.split(" ")
-    name, rest = split([word for word in before[1:] if word])
-    if name in COMMANDS:
-        options = COMMANDS[name].all_options()
-        found = [text for one in options for text in one.flags if text.startswith("--")]
-        last = next((one for one in options if rest and rest[-1] in one.flags), None)
-        wanted = last.names if last else next((one.names for one in options if one.is_positional), "")
-        found += _names(wanted, rest) if wanted else []
-    else:
-        found = [word for word, _ in below(name)]
-    there = len(typed) - len(words[1]) if len(words) > 1 else 0
-    print("\n".join(word[there:] for word in found if word.startswith(typed)))
-
-
-def _names(kind: str, rest: list[str]) -> list[str]:
-    """Names of the box, none if it does not answer: a shell that completes must not print errors over the line."""
-    path, key = {"model": ("/admin/v1/models", "name"), "job": ("/v1/fine_tuning/jobs", "id")}[kind]
-    given = [text for pair in itertools.pairwise(rest) if pair[0] in BOX_OPTIONS for text in pair]
-    with contextlib.suppress(CliError, SystemExit):
-        session = open_session(Parser(COMMANDS["status"]).parse_args(given))
-        answer = session.client.send("GET", path, query={"limit": 500}, timeout_s=2.0)
-        return [row[key] for row in answer["data"]]
-    return []
-
-
-_OPTIONS = {"--version": _version, "--complete": _complete}
 
 
 def main(words: list[str]) -> int:

@@ -17,12 +17,10 @@ from appliance.cli import formats
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An argument of a command. settings: of `ArgumentParser.add_argument`. names: "model" or "job", whose names the
-    shell completes. env: the variable that stands for it."""
+    """An argument of a command. settings: of `ArgumentParser.add_argument`. env: the variable that stands for it."""
 
     flags: tuple[str, ...]
     settings: dict[str, Any]
-    names: str = ""
     env: str = ""
 
     @property
@@ -30,11 +28,17 @@ class Option:
         return not self.flags[0].startswith("-")
 
     @property
+    def shown(self) -> str:
+        """In a line of usage."""
+        name = self.settings.get("metavar") or self.flags[0]
+        return name if self.is_positional else f"{self.flags[0]} {name}"
+
+    @property
     def dest(self) -> str:
         return self.settings.get("dest") or self.flags[-1].lstrip("-").replace("-", "_")
 
 
-def opt(words: str, help: str = "", names: str = "", env: str = "", **settings: Any) -> Option:
+def opt(words: str, help: str = "", env: str = "", **settings: Any) -> Option:
     """An option or a positional argument. words: its flags or its name, and what help calls its value ("--limit N")."""
     *flags, last = words.split(" ")
     if last.startswith("-") and last != "-" or not flags:
@@ -44,7 +48,7 @@ def opt(words: str, help: str = "", names: str = "", env: str = "", **settings: 
     default = settings.get("default")
     if default not in (None, "") and not isinstance(default, (bool, list)):
         help = f"{help} Default: {default}.".lstrip()
-    return Option(tuple(flags), {"help": help.replace("%", "%%"), **settings}, names, env)
+    return Option(tuple(flags), {"help": help.replace("%", "%%"), **settings}, env)
 
 
 def flag(words: str, help: str) -> Option:

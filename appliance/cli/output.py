@@ -1,5 +1,4 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal,
-else a line now and then."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, on a terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 # Rich is imported inside the functions that draw, because it would double the time of `--help`.
-
-_UNBOUNDED_COLUMNS = 10_000
-LINE_EVERY_S = 30.0
-"""Off a terminal: of work that takes less, nothing is said."""
-
-
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
 """`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
@@ -102,7 +95,8 @@ def view(answer: Mapping[str, Any], label: Callable[[str], str] = formats.label)
             parts.append(stack(f"{label(name)}:", view(value, formats.label_of_parts(name)), gap=False))
         else:
             pairs.append((label(name), formats.by_name(name, value)))
-    return stack(fields(*pairs) if pairs else None, *parts, notes(remarks))
+    told = "\n".join(f"! {one}" for one in remarks) or None
+    return stack(table(("", ""), pairs) if pairs else None, *parts, told)
 
 
 def _rows(value: Any) -> list[Any]:
@@ -128,11 +122,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     return drawn if drawn.row_count else Text(empty)
 
 
-def fields(*pairs: tuple[str, object]) -> RenderableType:
-    """One thing, with a name and a value per line."""
-    return table(("", ""), pairs)
-
-
 def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
     """Parts below each other; None is left out. gap: with a blank line in between."""
     from rich.console import Group
@@ -146,11 +135,6 @@ def stack(*parts: RenderableType | None, gap: bool = True) -> RenderableType:
     return Group(*shown)
 
 
-def notes(sentences: Iterable[str]) -> str | None:
-    """Remarks for a person, a line each; None if there are none."""
-    return "\n".join(f"! {sentence}" for sentence in sentences) or None
-
-
 def draw(renderable: RenderableType) -> None:
     if isinstance(renderable, str):
         renderable = formats.printable(renderable)
@@ -158,7 +142,7 @@ def draw(renderable: RenderableType) -> None:
         _console().print(renderable)
         return
     # In a pipe there is no width to fold to, and no padding trails.
-    console = _console(width=_UNBOUNDED_COLUMNS)
+    console = _console(width=10_000)
     with console.capture() as captured:
         console.print(renderable)
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)
@@ -182,30 +166,12 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
             time.sleep(every_s)
 
 
-Meter = Callable[..., None]
-"""Shows how far a piece of work is, by `message`, `done` and `total`, as far as they are given."""
-
-
-def _lines(message: str) -> Meter:
-    """For logs and pipes: a line at most every LINE_EVERY_S."""
-    began_s = said_s = time.monotonic()
-
-    def update(now: str | None = None, done: float | None = None, total: float | None = None) -> None:
-        nonlocal message, said_s
-        message = now or message
-        if time.monotonic() - said_s >= LINE_EVERY_S:
-            said_s = time.monotonic()
-            share = f", {100 * (done or 0) / total:.0f} %" if total else ""
-            say(f"{message}{share}, after {formats.duration(said_s - began_s)}")
-
-    return update
-
-
 @contextmanager
-def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; on a terminal a bar in place."""
+def progress(message: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr that lives while the work does, only on a terminal. What it yields is called with the message,
+    how much is done, and of how much, as far as they are known."""
     if not sys.stderr.isatty():
-        yield _lines(message)
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

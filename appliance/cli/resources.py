@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from appliance.cli import output, views
+from appliance.cli import output
 from appliance.cli.command import COMMANDS, Command, Session
 from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
 from appliance.cli.formats import by_name
@@ -74,7 +74,7 @@ class Row:
             path = path.format(id=segment(id))
             if method == "GET":
                 return session.client.listed(path, most, **fields)
-            body = fields if method == "POST" else None
+            body = None if method == "DELETE" else fields
             return session.client.send(method, path, body=body, timeout_s=self.timeout_s)
 
         def answer() -> Any:
@@ -109,6 +109,74 @@ class Row:
             session.show(answer(), self.drawn)
 
 
+# How answers look where the order and the names of their fields do not say it
+
+Answer = dict[str, Any]
+_DEVICES = (
+    "device=id kind name >memory=memory_bytes ?>used=meters.memory_used_bytes ?>heat=meters.temperature_c "
+    "?>power=meters.power_w ?>limit=meters.power_limit_w ?slowed_by=meters.throttled ?>busy=meters.busy health ?cordon "
+    "holder ?reason=health_reason ?lost"
+)
+_JOBS = (
+    "job=id status ?phase model=fine_tuned_model|model ?>devices:total ?>step ?>of=total_steps ?>loss "
+    "?>tokens/s=tokens_per_s:count ?>eta=eta_s ?reason:short"
+)
+_REPLICAS = "replica=id model version state >devices:total >requests=inflight >memory=rss_bytes"
+_STEPS = "step=verb target state ?>time=seconds ?>bytes ?>rate=bytes_per_s ?path ?detail"
+_QUEUE = (
+    ">#=position job=id owner >priority phase >devices:total ?may_use=allowed_sizes ?>from=min_devices "
+    "?>to=max_devices deadline=deadline_s reason message"
+)
+
+
+def _status(now: Answer) -> Any:
+    box, devices, requests = now["box"], now["devices"], now["requests"].values()
+    held, lost = sum(one["holder"] is not None for one in devices), sum(one["health"] == "lost" for one in devices)
+    about = {
+        "box": {"id": box["id"], "version": box["version"], "up_s": time.time() - box["started_s"]},
+        "endpoint": box["url"],
+        "data": box["data_dir"],
+        "mode": {name: one for name, one in now["mode"].items() if one is not None},
+        "power": now["power"] if now["power"].get("set") else None,
+        "devices": f"{held} of {len(devices) - lost} held{f', {lost} lost' if lost else ''}",
+        "requests": {
+            "running": sum(one["inflight"] for one in requests),
+            "waiting": sum(one["held"] for one in requests),
+        },
+        "backup": box.get("backup") or "none yet (`appliance backup make`)",
+        "weights": now["memory"],
+    }
+    return output.stack(
+        output.view(about),
+        output.listing(_DEVICES, devices),
+        output.listing(_REPLICAS, now["replicas"], empty="no replicas: a model starts when it is asked for"),
+        output.listing(_JOBS, now["jobs"], empty="no unfinished jobs"),
+        draw_handover(now["handover"]) if now["handover"] else None,
+        output.listing("degraded=name since_s failures why", now["degraded"]) if now.get("degraded") else None,
+        output.view({"notes": now["notes"]}) if now.get("notes") else None,
+    )
+
+
+def draw_mode(now: Answer) -> Any:
+    moved = draw_handover(now["handover"]) if now["handover"] else None
+    return output.stack(output.view({**now, "handover": None}), moved)
+
+
+def draw_handover(one: Answer) -> Any:
+    """A hand-over, and a table of its steps."""
+    return output.stack(output.view({**one, "steps": None}), output.listing(_STEPS, one["steps"], empty="no steps"))
+
+
+def _queue(answer: Answer) -> Any:
+    table = output.listing(_QUEUE, answer["data"], empty="no job waits or runs")
+    return output.stack(table, output.listing("", answer["owners"]) if answer["data"] else None)
+
+
+def draw_operation(one: Answer) -> Any:
+    """An operation and what it made."""
+    return output.view({"operation": one["id"], "state": one["state"], **(one.get("result") or {})})
+
+
 _SAMPLES = {
     "JOB_ID": "ftjob-abc123",
     "MODEL": "smollm2-135m",
@@ -120,9 +188,9 @@ _SAMPLES = {
     "FILE_ID": "file-abc123",
 }
 """Values of arguments, for examples; of another KIND_ID it is `kind_abc123`."""
-MODEL = opt("id MODEL", names="model")
-JOB = opt("id JOB_ID", names="job")
-_MANY_JOBS = (opt("ids JOB_ID", names="job", nargs="+"),)
+MODEL = opt("id MODEL")
+JOB = opt("id JOB_ID")
+_MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
 _WINDOW = opt("id WINDOW", "As `mode schedule list` names it.")
 _BATCH = opt("id BATCH_ID")
 JOBS = "/v1/fine_tuning/jobs"
@@ -156,50 +224,26 @@ GROUPS = {
     "tier": "Tiers: where the bytes of models and jobs are kept.",
 }
 
+# fmt: off
 ROWS = (
-    Row(
-        "gpu list",
-        "GET /admin/v1/devices",
+    Row("gpu list", "GET /admin/v1/devices",
         """List devices with their health and holder (a job, a replica or nobody), and of GPUs heat, power and use.
 
-        Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.""",
-        views.DEVICES,
-        empty="no devices",
-        watch=True,
-    ),
-    Row(
-        "gpu undrain",
-        "POST /admin/v1/devices/{id}/undrain",
-        "Put a device back into use, whoever took it out.",
-        "{id}: {health}",
-        (opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),),
-    ),
-    Row(
-        "gpu forget",
-        "DELETE /admin/v1/nodes/{id}",
+        Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.""", _DEVICES,
+        empty="no devices", watch=True),
+    Row("gpu undrain", "POST /admin/v1/devices/{id}/undrain", "Put a device back into use, whoever took it out.",
+        "{id}: {health}", (opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),)),
+    Row("gpu forget", "DELETE /admin/v1/nodes/{id}",
         "Remove the devices of a lost node from the list. A node that joins again is usable again.",
         "{id} is forgotten with its devices: {devices}",
-        (opt("id NODE", "The first part of its devices' names, e.g. n1."),),
-    ),
-    Row(
-        "node list",
-        "GET /admin/v1/nodes",
+        (opt("id NODE", "The first part of its devices' names, e.g. n1."),)),
+    Row("node list", "GET /admin/v1/nodes",
         "List the machines of the box. Each is asked now for the memory it has left.",
         "node=id address >devices:total >answers_in=answered_s >memory_left=memory_available_bytes "
-        ">of=memory_bytes ?home:yes ?leaves:yes",
-        empty="no nodes",
-    ),
-    Row(
-        "status",
-        "GET /admin/v1/status",
-        "Show the box at a glance: mode, devices, replicas, jobs, memory, hand-over.",
-        views.status,
-        watch=True,
-    ),
-    Row(
-        "usage",
-        "GET /admin/v1/usage",
-        """Show who spent what: tokens by key or model, device-hours of training.
+        ">of=memory_bytes ?home:yes ?leaves:yes", empty="no nodes"),
+    Row("status", "GET /admin/v1/status", "Show the box at a glance: mode, devices, replicas, jobs, memory, hand-over.",
+        _status, watch=True),
+    Row("usage", "GET /admin/v1/usage", """Show who spent what: tokens by key or model, device-hours of training.
 
         A key of scope inference or fine_tuning sees what its owner's keys and jobs have spent.
 
@@ -208,78 +252,43 @@ ROWS = (
           appliance usage --by owner --since 30d -o json""",
         "name >requests:count >refused:count >errors:count >prompt_tokens:count >completion_tokens:count >device_hours",
         (opt("--by", "One row for each.", choices=("key", "owner", "model", "version", "hour"), default="key"), _SINCE),
-        empty="nothing was spent in that time",
-    ),
-    Row(
-        "power",
-        "GET /admin/v1/power",
-        "Show the power limit, and the energy of each job that had not ended before that time.",
-        output.view,
-        (_SINCE,),
-    ),
-    Row(
-        "audit",
-        "GET /admin/v1/audit",
-        """Show who did what: every change, by whom, and its outcome.
+        empty="nothing was spent in that time"),
+    Row("power", "GET /admin/v1/power",
+        "Show the power limit, and the energy of each job that had not ended before that time.", output.view,
+        (_SINCE,)),
+    Row("audit", "GET /admin/v1/audit", """Show who did what: every change, by whom, and its outcome.
 
         WHO is a key's name, or `box` for a command on the box itself, for a window and for the box's own decisions.
 
         Examples:
           appliance audit --limit 1000 -o json | jq '.data[] | select(.action == "key.create")'""",
-        "when=created_s who=by action of=target outcome detail",
-        (limit(50),),
-        empty="nothing was changed yet",
-    ),
-    Row(
-        "mode show",
-        "GET /admin/v1/mode",
-        "Show the mode, since when it holds, and what serving always keeps.",
-        watch=True,
-    ),
-    Row(
-        "mode schedule list",
-        "GET /admin/v1/mode/schedule",
+        "when=created_s who=by action of=target outcome detail", (limit(50),), empty="nothing was changed yet"),
+    Row("mode show", "GET /admin/v1/mode", "Show the mode, since when it holds, and what serving always keeps.",
+        watch=True),
+    Row("mode schedule list", "GET /admin/v1/mode/schedule",
         "List windows in the order they were made. If two begin together, the later one holds.",
         "id begins=cron ends=until|for_s zone=tz mode=policy ?>train=train_devices >floor=serving_floor next=next_s",
-        empty='no windows; `appliance mode schedule add "0 22 * * *" train --for 9h` makes one',
-    ),
-    Row(
-        "mode schedule remove",
-        "DELETE /admin/v1/mode/schedule/{id}",
-        "Remove a window. If it holds now, the mode that holds without it takes over at once.",
-        "removed {id}",
-        (_WINDOW,),
-    ),
-    Row(
-        "mode schedule preview",
-        "GET /admin/v1/mode/schedule/preview",
+        empty='no windows; `appliance mode schedule add "0 22 * * *" train --for 9h` makes one'),
+    Row("mode schedule remove", "DELETE /admin/v1/mode/schedule/{id}",
+        "Remove a window. If it holds now, the mode that holds without it takes over at once.", "removed {id}",
+        (_WINDOW,)),
+    Row("mode schedule preview", "GET /admin/v1/mode/schedule/preview",
         """Show what will hold over the coming 24 hours, in this machine's local time.
 
         Without a window the mode that was set by hand holds.""",
         "from=from_s to=to_s mode=policy ?>train=train_devices >floor=serving_floor ?window ?instead_of=overridden",
-        (opt("--hours N", "How far to look.", type=number(float, 1, 744), default=24.0),),
-    ),
-    Row(
-        "tier list",
-        "GET /admin/v1/tiers",
+        (opt("--hours N", "How far to look.", type=number(float, 1, 744), default=24.0),)),
+    Row("tier list", "GET /admin/v1/tiers",
         "List tiers: what each holds, what is still to be copied to it, its last error.",
         "tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes now=busy last_error",
-        empty="no tiers",
-        watch=True,
-    ),
-    Row(
-        "tier verify",
-        "POST /admin/v1/tiers/verify",
+        empty="no tiers", watch=True),
+    Row("tier verify", "POST /admin/v1/tiers/verify",
         """Read every copy of every model, adapter and snapshot, and compare it with its checksums.
 
         Exit code 1 names every copy that is damaged. On disk or in the remote store such a copy is replaced from
         the next tier when it is needed; in memory it goes at once, if nobody reads it and a tier has it whole.""",
-        views.operation,
-        operation=True,
-    ),
-    Row(
-        "model list",
-        "GET /admin/v1/models",
+        draw_operation, operation=True),
+    Row("model list", "GET /admin/v1/models",
         """List models: the version that answers, its canary, and whether it is awake.
 
         A key without the scope read gets the names that it may ask, as OpenAI's API has them.""",
@@ -287,77 +296,33 @@ ROWS = (
         "?version=active_version ?canary=canary_version ?>context=max_model_len state=state_details|state "
         "?message:short",
         empty="no models; `appliance model catalog` lists some that `appliance model import` brings in",
-        own="/v1/models",
-        watch=True,
-    ),
-    Row(
-        "model show",
-        "GET /admin/v1/models/{id}",
-        "Show one model with all its versions and the tiers that each is in.",
-        options=(MODEL,),
-        own="/v1/models/{id}",
-    ),
-    Row(
-        "model rm",
-        "DELETE /v1/models/{id}",
-        "Delete a model with all its versions. Exit code 5 if a job uses it.",
-        "deleted {id}",
-        (MODEL,),
-    ),
-    Row(
-        "model verify",
-        "POST /admin/v1/models/{id}/verify",
-        "Compare every tensor of every version with its checksum. Exit code 1 names what is damaged.",
-        views.operation,
-        (MODEL,),
-        operation=True,
-    ),
-    Row(
-        "model promote",
-        "POST /admin/v1/models/{id}/promote",
-        "Give the canary of a model all its requests, swapped in under running ones.",
-        "{model}: {from} -> {to}",
-        (MODEL,),
-        timeout_s=600,
-    ),
-    Row(
-        "model rollback",
-        "POST /admin/v1/models/{id}/rollback",
+        own="/v1/models", watch=True),
+    Row("model show", "GET /admin/v1/models/{id}",
+        "Show one model with all its versions and the tiers that each is in.", options=(MODEL,), own="/v1/models/{id}"),
+    Row("model rm", "DELETE /v1/models/{id}", "Delete a model with all its versions. Exit code 5 if a job uses it.",
+        "deleted {id}", (MODEL,)),
+    Row("model verify", "POST /admin/v1/models/{id}/verify",
+        "Compare every tensor of every version with its checksum. Exit code 1 names what is damaged.", draw_operation,
+        (MODEL,), operation=True),
+    Row("model promote", "POST /admin/v1/models/{id}/promote",
+        "Give the canary of a model all its requests, swapped in under running ones.", "{model}: {from} -> {to}",
+        (MODEL,), timeout_s=600),
+    Row("model rollback", "POST /admin/v1/models/{id}/rollback",
         "Serve an older version, swapped in under running requests; a model that has a canary loses that instead.",
         "{model}: {from} -> {to}; swap: {swap}",
-        (MODEL, opt("--version VERSION", "The version to serve. Default: the one before.")),
-        timeout_s=600,
-    ),
-    Row(
-        "model pin",
-        "POST /admin/v1/models/{id}/pin",
-        "Keep a version in every tier, whatever the retention rules say.",
-        "{model} {version}, pinned: {pinned}",
-        (
-            MODEL,
-            opt("version VERSION"),
-            opt("--off", "Leave it to the retention rules again.", dest="pinned", action="store_false"),
-        ),
-    ),
-    Row(
-        "job list",
-        f"GET {JOBS}",
-        """List jobs: how far each is, which devices it holds, and what it waits for.
+        (MODEL, opt("--version VERSION", "The version to serve. Default: the one before.")), timeout_s=600),
+    Row("model pin", "POST /admin/v1/models/{id}/pin",
+        "Keep a version in every tier, whatever the retention rules say.", "{model} {version}, pinned: {pinned}",
+        (MODEL, opt("version VERSION"),
+         opt("--off", "Leave it to the retention rules again.", dest="pinned", action="store_false"))),
+    Row("job list", f"GET {JOBS}", """List jobs: how far each is, which devices it holds, and what it waits for.
 
-        A key without the scope read gets its owner's, as OpenAI's API has them.""",
-        views.JOBS,
-        (limit(100),),
-        empty="no jobs; `appliance job submit --help` shows how to make one",
-        watch=True,
-    ),
+        A key without the scope read gets its owner's, as OpenAI's API has them.""", _JOBS, (limit(100),),
+        empty="no jobs; `appliance job submit --help` shows how to make one", watch=True),
     Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.", options=(JOB,), watch=True),
-    Row(
-        "job queue",
-        "GET /admin/v1/queue",
-        "List jobs in the order in which they get devices, each with why it waits, as Slurm does.",
-        views.queue,
-        watch=True,
-    ),
+    Row("job queue", "GET /admin/v1/queue",
+        "List jobs in the order in which they get devices, each with why it waits, as Slurm does.", _queue,
+        watch=True),
     *(
         Row(f"job {name}", f"POST /admin/v1/jobs/{{id}}/{name}", help, f"{{id}} is {done}", _MANY_JOBS)
         for name, done, help in (
@@ -375,54 +340,26 @@ ROWS = (
             ("cancel", "Cancel jobs for good. Exit code 5 if one of them has ended already."),
         )
     ),
-    Row(
-        "batch list",
-        "GET /v1/batches",
-        "List batches, the newest first.",
+    Row("batch list", "GET /v1/batches", "List batches, the newest first.",
         "id status >answered=request_counts.completed >failed=request_counts.failed >total=request_counts.total "
-        "created=created_at ?waits_for=waiting_for",
-        empty="no batches; `appliance batch create FILE` starts one",
-    ),
-    Row(
-        "batch show",
-        "GET /v1/batches/{id}",
-        "Show how far a batch is, what it waits for, and its files.",
-        options=(_BATCH,),
-    ),
-    Row(
-        "batch cancel",
-        "POST /v1/batches/{id}/cancel",
-        "Cancel a batch. Its output file keeps the answers so far.",
-        options=(_BATCH,),
-    ),
-    Row(
-        "eval list",
-        "GET /v1/evals",
-        "List evaluations, the newest first.",
+        "created=created_at ?waits_for=waiting_for", empty="no batches; `appliance batch create FILE` starts one"),
+    Row("batch show", "GET /v1/batches/{id}", "Show how far a batch is, what it waits for, and its files.",
+        options=(_BATCH,)),
+    Row("batch cancel", "POST /v1/batches/{id}/cancel", "Cancel a batch. Its output file keeps the answers so far.",
+        options=(_BATCH,)),
+    Row("eval list", "GET /v1/evals", "List evaluations, the newest first.",
         "id name graders=testing_criteria:names created=created_at",
         (opt("--order", "desc: the newest first.", choices=("desc", "asc"), default="desc"),),
-        empty="no evaluations; `appliance eval run` makes one",
-    ),
-    Row(
-        "file list",
-        "GET /v1/files",
-        "List files, the newest first.",
+        empty="no evaluations; `appliance eval run` makes one"),
+    Row("file list", "GET /v1/files", "List files, the newest first.",
         "id purpose >size=bytes status created=created_at filename",
         (opt("--purpose PURPOSE", "Only files of this purpose."),),
-        empty="no files; `appliance file upload FILE` sends one",
-    ),
-    Row(
-        "file rm",
-        "DELETE /v1/files/{id}",
-        "Delete files. Jobs that were made from them keep their own copy.",
-        "deleted {id}",
-        (opt("ids FILE_ID", nargs="+"),),
-    ),
-    Row(
-        "key revoke",
-        "DELETE /admin/v1/keys/{id}",
+        empty="no files; `appliance file upload FILE` sends one"),
+    Row("file rm", "DELETE /v1/files/{id}", "Delete files. Jobs that were made from them keep their own copy.",
+        "deleted {id}", (opt("ids FILE_ID", nargs="+"),)),
+    Row("key revoke", "DELETE /admin/v1/keys/{id}",
         "Revoke a key at once: its requests, batches and background responses end, its jobs are paused.",
-        options=(opt("id NAME_OR_ID"),),
-    ),
+        options=(opt("id NAME_OR_ID"),)),
 )
+# fmt: on
 COMMANDS.update({one.name: one.command() for one in ROWS})

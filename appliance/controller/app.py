@@ -19,8 +19,7 @@ from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import key_ends, keys, page_sessions
-from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.work import Batches
+from appliance.controller.batches import work as batch_work
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
@@ -28,7 +27,7 @@ from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
 from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
-from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.grading import Grading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
@@ -38,11 +37,11 @@ from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.openai import (
     batch_routes,
-    completion_routes,
     job_routes,
     model_routes,
     response_routes,
 )
+from appliance.controller.responses.background import BackgroundResponses
 from appliance.controller.responses.stored import StoredResponses
 
 ADMIN_FILES = [
@@ -62,11 +61,12 @@ def create_app(context: ControllerContext) -> FastAPI:
     """
     JobValidation(context)
     operations.Operations(context)
-    checks, batches = data_checks.DataWork(context), Batches(context)
+    checks = data_checks.DataWork(context)
+    context.tasks.add(batch_work.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    graders, answers = context.graders, ModelAnswers(context.db, context.asking)
-    evaluations = EvalRunner(context, graders, answers)
+    grading = Grading(context.db, context.graders, context.asking)
+    evaluations = EvalRunner(context, grading)
     gates = Gates(context)
 
     @contextlib.asynccontextmanager
@@ -89,7 +89,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await asyncio.gather(*rounds, return_exceptions=True)
             await canaries.tasks.stop()
             await context.tasks.stop()
-            await graders.stop()
+            await context.graders.stop()
 
     app = FastAPI(
         title="appliance",
@@ -100,8 +100,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[Middleware(RequestIds)],
     )
     app.state.context = context
-    app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.graders = answers
+    app.state.responses = stored
     error_handlers.install(app)
 
     admin_router = make_router("/admin/v1", ADMIN, reads=(READ,))
@@ -116,15 +115,15 @@ def create_app(context: ControllerContext) -> FastAPI:
         file_routes.routes(context),
         upload_routes.routes(context),
         data_checks.routes(context, checks),
-        batch_routes.routes(context, batches),
+        batch_routes.routes(context),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
-        completion_routes.routes(context, stored),
+        response_routes.completion_routes(context, stored),
         job_routes.reading_routes(context),
-        job_routes.routes(context, graders),
+        job_routes.routes(context, context.graders),
         job_routes.method_routes(),
-        grader_routes.routes(context, graders, answers),
-        *eval_routes.routes(context, evaluations, graders),
+        grader_routes.routes(context, grading),
+        *eval_routes.routes(context, evaluations),
         model_routes.routes(context),
         admin_router,
     ):

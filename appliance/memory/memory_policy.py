@@ -53,13 +53,12 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """what: the job, or "". bound: allowed number of sleepers. why: for users."""
+    """what: the job, or "". nbytes: to free. why: for users."""
 
     kind: Kind
     back: bool
     why: str
     what: str = ""
-    bound: int = 0
     nbytes: int = 0
 
 
@@ -94,23 +93,25 @@ def decide(
     enough = int(reserve * ENOUGH_OF_RESERVE) + holdings.wanted
     short = _short(reading, holdings, reserve)
     state = replace(state, short=short)
-    if short:
-        state = replace(state, calm_since_s=None)
-        if now_s < state.next_s:
-            return state, None
-        why = f"memory is short, {short}"
-        given = _give_idle(holdings, state, enough - reading.available, why) or _suspend(holdings, state, now_s, why)
-        return _settled(given, now_s) if given else (state, None)
     lacking = holdings.job_wanted + reserve - reading.available
-    if holdings.job_wanted and lacking > 0:
+    if short or (holdings.job_wanted and lacking > 0):
+        state = replace(state, calm_since_s=None) if short else state
         if now_s < state.next_s:
             return state, None
-        why = (
-            f"a job waits for {gb(holdings.job_wanted)} besides the reserve of {gb(reserve)}, "
-            f"{gb(reading.available)} of {reading.where} available"
-        )
-        given = _give_idle(holdings, state, lacking, why)
-        return _settled(given, now_s) if given else (state, None)
+        if short:
+            why = f"memory is short, {short}"
+            given = _give_idle(holdings, state, enough - reading.available, why)
+            given = given or _suspend(holdings, state, now_s, why)
+        else:
+            why = (
+                f"a job waits for {gb(holdings.job_wanted)} besides the reserve of {gb(reserve)}, "
+                f"{gb(reading.available)} of {reading.where} available"
+            )
+            given = _give_idle(holdings, state, lacking, why)
+        if given is None:
+            return state, None
+        state, action = given
+        return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
     if not state.holds_back or reading.available < enough:
         return replace(state, calm_since_s=None), None
     if state.calm_since_s is None:
@@ -146,10 +147,8 @@ def _give_idle(holdings: Holdings, state: MemoryState, lacking: int, why: str) -
         text = f"versions that nobody reads leave shared memory ({gb(freed)}): {why}"
         return state, Action("versions", False, text, nbytes=freed)
     if holdings.sleepers and (state.sleepers is None or state.sleepers >= holdings.sleepers):
-        bound = holdings.sleepers - 1
-        return replace(state, sleepers=bound), Action(
-            "sleeper", False, f"a sleeping engine is ended: {why}", bound=bound
-        )
+        state = replace(state, sleepers=holdings.sleepers - 1)
+        return state, Action("sleeper", False, f"a sleeping engine is ended: {why}")
     return None
 
 
@@ -161,11 +160,6 @@ def _suspend(holdings: Holdings, state: MemoryState, now_s: float, why: str) -> 
     job = staying[0]
     changed = replace(state, jobs=(*state.jobs, job), suspended_s=now_s)
     return changed, Action("job", False, f"job {job} is suspended: {why}", job)
-
-
-def _settled(given: tuple[MemoryState, Action], now_s: float) -> tuple[MemoryState, Action]:
-    state, action = given
-    return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
 
 
 def gb(count: int) -> str:

@@ -10,12 +10,11 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.models.checkpoint import ADAPTER_WEIGHTS_FILE as WEIGHTS_FILE
-from appliance.models.checkpoint import INDEX_SUFFIX, WEIGHT_SUFFIX, Files, chat_templates, check_header, regular
+from appliance.models.checkpoint import INDEX_SUFFIX, WEIGHT_SUFFIX, chat_templates, check_header, regular
 from appliance.models.errors import AdapterRefused
 from serve.core.sizing import ADAPTER_MODULES
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused
@@ -39,16 +38,6 @@ _MORE_THAN_FACTORS = {
     "use_bdlora": "block-diagonal factors",
     "use_qalora": "QA-LoRA",
 }
-
-
-@dataclass(frozen=True)
-class AdapterFacts:
-    """rank: the largest that an engine has to take. params: of the factors. base: what it says it was trained on."""
-
-    rank: int
-    params: int
-    base: str
-    modules: tuple[str, ...]
 
 
 def is_adapter(directory: Path) -> bool:
@@ -77,14 +66,12 @@ def wanted(where: str, names: Collection[str]) -> set[str]:
     return {name for name in (CONFIG_FILE, WEIGHTS_FILE, *_KEPT) if name in names}
 
 
-def choose_files(directory: Path) -> Files:
-    """The files of the adapter. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
+def choose_files(directory: Path) -> dict[str, Path]:
+    """The files of the adapter by name. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
     NotACheckpoint, PickleRefused, UnsafeLink."""
-    names = sorted(os.listdir(directory))
-    taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), names))}
+    taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), os.listdir(directory)))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
-    left = tuple(name for name in names if name not in taken)
-    return Files(taken, left, sum(path.stat().st_size for path in taken.values()))
+    return taken
 
 
 def read_base(directory: Path) -> str:
@@ -106,9 +93,10 @@ def template_note(directory: Path, base: str, base_path: Path) -> list[str]:
     ]
 
 
-def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> AdapterFacts:
-    """Checks the adapter in `directory`, whose tensors are `layout`, against its base. `rank_limit`: the largest rank
-    that the base's engines take; 0: they take no adapters. Raises AdapterRefused, NotACheckpoint."""
+def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> int:
+    """Checks the adapter in `directory`, whose tensors are `layout`, against its base; returns the rank that an engine
+    has to take. `rank_limit`: the largest that the base's engines take; 0: they take no adapters. Raises
+    AdapterRefused, NotACheckpoint."""
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     _refuse_kind(config)
     if rank_limit == 0:
@@ -134,9 +122,7 @@ def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, 
             f"the adapter has rank {max(ranks)}, engines of {base} take at most {rank_limit}: raise [serve] "
             "adapter_max_rank, or merge it into the base and import the result",
         )
-    modules = {name.removesuffix(_DOWN).rpartition(".")[2] for name in layout.names if name.endswith(_DOWN)}
-    params = sum(placed.spec.numel for placed in layout)
-    return AdapterFacts(max(ranks), params, read_base(directory), tuple(sorted(modules)))
+    return max(ranks)
 
 
 def _refuse_kind(config: Mapping[str, Any]) -> None:

@@ -36,7 +36,6 @@ from weights.format.tool_template import with_tools
 
 Task = Literal["generate", "embed"]
 
-MAX_FILES = 4096
 WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 # Formats that vLLM and DeepSpeed here do not read.
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
@@ -53,58 +52,41 @@ _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
 @dataclass(frozen=True)
-class Files:
-    """`taken`: name in the checkpoint -> the regular file behind it. `left`: names that stay behind."""
-
-    taken: Mapping[str, Path]
-    left: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Facts:
-    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow. `chat_template`:
-    of plain conversations."""
+    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
 
     arch: str
     task: Task
     params: int
     max_model_len: int | None
-    chat_template: str | None
     warnings: tuple[str, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def choose_files(directory: Path) -> Files:
-    """Which files of `directory` make the checkpoint. Sub-directories, code and other formats stay behind.
+def choose_files(directory: Path) -> dict[str, Path]:
+    """The files of `directory` that make the checkpoint, by name. Sub-directories, code and other formats stay behind.
 
     A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
     part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
     UnsafeLink.
     """
     names = sorted(os.listdir(directory))
-    if len(names) > MAX_FILES:
-        raise NotACheckpoint("", f"{directory} holds {len(names)} files; a checkpoint has a few, at most {MAX_FILES}")
     weights = _weight_files(directory, names)
     taken: dict[str, Path] = {}
-    left: list[str] = []
     for name in names:
-        is_weight = name in weights
-        wanted = is_weight or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
+        wanted = name in weights or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
         wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
         if name.endswith(INDEX_SUFFIX):
             wanted = name == f"model{INDEX_SUFFIX}"
         if wanted:
             taken[name] = regular(directory, name)
-        else:
-            left.append(name)
     for name in sorted(weights):
         if name not in taken:
             raise NotACheckpoint(name, f"named by model{INDEX_SUFFIX} but not in {directory}: the copy is incomplete")
         check_header(taken[name], name)
     if "config.json" not in taken:
         raise NotACheckpoint("config.json", f"not in {directory}; expected a Hugging Face checkpoint directory")
-    return Files(taken, tuple(left), sum(path.stat().st_size for path in taken.values()))
+    return taken
 
 
 def check_header(path: Path, name: str) -> None:
@@ -186,7 +168,7 @@ def regular(directory: Path, name: str) -> Path:
 def examine(directory: Path, layout: Layout) -> Facts:
     """Reads config and tokenizer of a `directory` of plain files whose weights are `layout`.
 
-    Raises CheckpointRefused. It only finds the chat template; `folder_trial` tells whether the template runs.
+    Raises CheckpointRefused. It only finds the chat template; `trial` tells whether the template runs.
     """
     check_folder(directory)
     config = read_json(directory / "config.json", "config.json")
@@ -205,11 +187,6 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
             "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
-    if _has_unused_template(directory, template or ""):
-        warnings.append(
-            "there are two different chat templates: that of chat_template.jinja is used, that of "
-            "tokenizer_config.json is not. If the other one is meant, remove chat_template.jinja and import again"
-        )
     shown, tokens = with_tools(template), tokens_of(directory, PARSER_TOKENS)
     calls = parser_of_calls(family, shown)
     if missing := missing_tokens(calls, tokens) if task == "generate" else ():
@@ -227,7 +204,6 @@ def examine(directory: Path, layout: Layout) -> Facts:
         task=task,
         params=sum(placed.spec.numel for placed in layout),
         max_model_len=size(text, "max_position_embeddings") or None,
-        chat_template=template,
         warnings=tuple(warnings),
         info={
             "model_type": family,
@@ -294,14 +270,6 @@ def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
         raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are taken")
     first, others = next(iter(different), None), tuple(different[1:])
     return (first if first and first.strip() else None), others
-
-
-def _has_unused_template(directory: Path, used: str) -> bool:
-    """Whether chat_template.jinja hides another template of tokenizer_config.json, as it does in transformers."""
-    if not (directory / "chat_template.jinja").is_file():
-        return False
-    others = _named_templates(read_tokenizer_config(directory).get("chat_template"), "tokenizer_config.json")
-    return any(other.strip() != used.strip() for other in others)
 
 
 def _named_templates(given: Any, file: str) -> list[str]:

@@ -1,31 +1,28 @@
-"""The models on disk: `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
+"""Import models into `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
 
 Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
-are on the medium. What a crash leaves is in `.staging`, and the next import removes it. The number of a version never
-comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone.
+are on disk. What a crash leaves is in `.staging`, and the next import removes it. The number of a deleted version is
+not given again: engines, other nodes and tiers know a version by name and number alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models import adapter, checkpoint_trial, hub
-from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
+from appliance.models import adapter, hub, trial
+from appliance.models.checkpoint import Task, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, NotEnoughMemory, SourceNotFound
-from appliance.models.folder_trial import try_folder
 from appliance.models.put_right import check_numbers, put_right
-from appliance.models.trial_process import TrialFailed, TrialProcess
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint import generation
@@ -34,15 +31,14 @@ from weights.checkpoint.folder import read_json
 from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import decode_name, encode_name
-from weights.tiers.directory import DirectoryTier, seal_dir, verify
+from weights.format.names import encode_name
+from weights.tiers.directory import DirectoryTier, seal_dir
 from weights.tiers.record import Name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
-COPY_CHUNK_BYTES = 1 << 30
+CONVERT_S = 86_400.0
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception that it raises cancels the work."""
@@ -59,81 +55,68 @@ class ModelVersion:
     name: str
     version: str
     path: Path
-    arch: str
-    task: Task
-    params: int
     bytes: int
-    max_model_len: int | None
     source: str
-    warnings: tuple[str, ...] = ()
+    params: int
+    arch: str = ""
+    task: Task = "generate"
+    max_model_len: int | None = None
+    warnings: Sequence[str] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A source's files in `folder`. name: of the model. source: for people. ours: its files may be moved."""
+
+    folder: Path
+    name: str
+    source: str
+    ours: bool
 
 
 class ModelLibrary:
     """All models below `models_dir` (made 0700). One process at a time may import; any number may read."""
 
-    def __init__(
-        self,
-        models_dir: Path,
-        *,
-        hub_settings: hub.HubSettings | None = None,
-    ):
+    def __init__(self, models_dir: Path, *, hub_settings: hub.HubSettings | None = None):
         self._root = Path(models_dir)
         self._hub = hub_settings or hub.HubSettings()
 
     def import_model(
-        self, source: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
+        self, source: str | Path, *, name: str | None = None, revision: str | None = None, report: Report = silent
     ) -> ModelVersion:
-        """Imports the directory or GGUF file at `source` if there is one, else a hub repository. Raises ModelError,
-        IntegrityError."""
-        if _is_path(source):
-            _refuse_revision(source, revision)
-            return self.import_path(Path(source).expanduser(), name=name, report=report)
-        return self.import_hub(source, name=name, revision=revision, report=report)
-
-    def import_path(self, path: Path, *, name: str | None = None, report: Report = silent) -> ModelVersion:
-        """Copies the checkpoint directory `path` in as a new version of `name` (default: the directory's name).
+        """Take in a new version of `name` (default: that of the directory, file or repository).
 
         It takes safetensors, configuration, tokenizer and README.md, and leaves code, pickles and sub-directories.
-        Raises CheckpointRefused, weights.format.errors.IntegrityError (a damaged or hostile weight file, by name),
-        NotEnoughDisk, InvalidModelName, SourceNotFound.
+        Called again after an interrupted download, it fetches the missing files.
+
+        Args:
+            source: a checkpoint's directory or GGUF file if there is one, else a hub repository.
+            revision: a branch, tag or commit of the repository.
+
+        Raises ModelError, CheckpointRefused, weights.format.errors.IntegrityError (a damaged weight file, by name).
         """
-        if (file := _gguf(path)) is not None:
-            return self._import_gguf(file, name, report)
-        if path.is_dir() and adapter.is_adapter(path):
-            raise NotACheckpoint(
-                "",
-                f"{path} is an adapter's directory; expected a checkpoint with config.json and weights. An adapter is "
-                "imported together with its base (`appliance model import DIR --base NAME`)",
-            )
-        if not path.is_dir():
-            what = "is a file and no GGUF" if path.exists() else "does not exist"
-            raise SourceNotFound(
-                f"{path} {what}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
-            )
-        chosen_name = check_name(name if name is not None else _name_of(path.resolve().name))
-        return self._take_in(path.resolve(), chosen_name, source=str(path.resolve()), meta={}, report=report)
+        with self._fetched(str(source), name, revision, report) as found:
+            if adapter.is_adapter(found.folder):
+                raise NotACheckpoint(
+                    "",
+                    f"{source} is an adapter; expected a checkpoint with config.json and weights. An adapter is "
+                    f"imported together with its base (`appliance model import {source} --base NAME`)",
+                )
+            return self._take_in(found, report)
 
     def find_adapter(
         self, source: str, *, name: str | None = None, revision: str | None = None
     ) -> tuple[str, str, str | None] | None:
-        """What the adapter `source`, a directory or a hub repository, would be called, the base that it names ("" for
+        """The name that the adapter `source`, a directory or a hub repository, would get, the base that it names ("":
         none) and its commit on the hub; None if `source` is anything else. Only the listing and adapter_config.json of
         a repository are fetched. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
-        if not _is_path(source):
-            return self._find_adapter_on_hub(source, name, revision)
-        path = Path(source).expanduser()
-        if not path.is_dir() or not adapter.is_adapter(path):
-            return None
-        _refuse_revision(source, revision)
-        return check_name(name if name is not None else _name_of(path.resolve().name)), adapter.read_base(path), None
-
-    def _find_adapter_on_hub(
-        self, repository: str, name: str | None, revision: str | None
-    ) -> tuple[str, str, str | None] | None:
-        hub.check_reference(repository, revision)
-        chosen_name = check_name(name if name is not None else repository)
-        listing = hub.list_files(repository, revision, self._hub)
+        if _is_path(source, revision):
+            path = Path(source).expanduser().resolve()
+            if not path.is_dir() or not adapter.is_adapter(path):
+                return None
+            return check_name(name if name is not None else _name_of(path.name)), adapter.read_base(path), None
+        chosen_name, listing = self._listed(source, name, revision)
         if not listing.is_adapter:
             return None
         described = replace(listing, files=tuple(file for file in listing.files if file.name == adapter.CONFIG_FILE))
@@ -151,80 +134,63 @@ class ModelLibrary:
         revision: str | None = None,
         report: Report = silent,
     ) -> ModelVersion:
-        """Takes peft's adapter `source`, a directory or a hub repository at `revision`, in as a version of `name`.
-
-        It is to be served beside `base` `base_version`, whose files are in `base_path` and whose engines take ranks up
-        to `rank_limit`.
+        """Take in peft's adapter `source`, a directory or a hub repository at `revision`, as a version of `name`, to be
+        served with `base` `base_version` in `base_path`, whose engines take ranks up to `rank_limit`.
 
         It takes adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
         weights.format.errors.IntegrityError, NotEnoughDisk, HubError.
         """
+        with self._fetched(source, name, revision, report) as found:
+            files = adapter.choose_files(found.folder)
+            note = [] if found.ours else adapter.template_note(found.folder, base, base_path)
+            with self._staged(files, found, report) as staging:
+                layout = Layout.read(staging)
+                below = Layout.read(base_path)
+                rank = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
+                check_numbers(staging, layout)
+                meta = {
+                    "source": found.source,
+                    "params": sum(placed.spec.numel for placed in layout),
+                    "base": base,
+                    "base_version": base_version,
+                    "warnings": note,
+                    "info": {"adapter": {"rank": rank, "trained_on": adapter.read_base(staging)}},
+                }
+                return self._publish(staging, "adapter", name, meta)
+
+    @contextlib.contextmanager
+    def _fetched(self, source: str, name: str | None, revision: str | None, report: Report) -> Iterator[_Fetched]:
+        """The files of a source on this machine. A download stays where the block fails, to be continued."""
         self._sweep()
-        local, origin = _is_path(source), {"source": source}
-        if local:
-            path = Path(source).expanduser().resolve()
-            origin["source"] = str(path)
-        else:
+        if not _is_path(source, revision):
             report(0, None, "", f"asking the hub for the files of {source}")
-            listing = hub.list_files(source, revision, self._hub)
-            path = self._downloaded(listing, report)
-            origin = self._origin(listing)
-        files = adapter.choose_files(path)
-        self._require_space(files.nbytes if local else 0)
-        with self._staging(files.nbytes) as staging:
-            _fill(staging, files, report, move=not local)
-            layout, below = Layout.read(staging), Layout.read(base_path)
-            facts = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
-            check_numbers(staging, layout)
-            meta = {
-                **origin,
-                "params": facts.params,
-                "base": base,
-                "base_version": base_version,
-                "warnings": adapter.template_note(path, base, base_path) if local else [],
-                "info": {
-                    "adapter": {"rank": facts.rank, "trained_on": facts.base, "modules": list(facts.modules)},
-                },
-            }
-            taken = self._publish(staging, "adapter", name, meta)
-        if not local:
-            shutil.rmtree(path)
-        return taken
+            chosen_name, listing = self._listed(source, name, revision)
+            folder = self._downloaded(listing, report)
+            yield _Fetched(folder, chosen_name, f"{listing.repository}@{listing.commit}", ours=True)
+            shutil.rmtree(folder)
+            return
+        path = Path(source).expanduser()
+        if (file := _gguf(path)) is not None:
+            chosen_name = check_name(name if name is not None else _name_of(file.stem))
+            self._require_space(file.stat().st_size)  # at the least: of 4 bits it makes bfloat16
+            with self._staging() as staging:
+                _convert_gguf(file, staging / "made", report)
+                _keep_sampling(file.parent, staging / "made" / generation.FILE)
+                yield _Fetched(staging / "made", chosen_name, str(file), ours=True)
+            return
+        if not path.is_dir():
+            found = "is a file and no GGUF" if path.exists() else "does not exist"
+            raise SourceNotFound(
+                f"{path} {found}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
+            )
+        path = path.resolve()
+        chosen_name = check_name(name if name is not None else _name_of(path.name))
+        yield _Fetched(path, chosen_name, str(path), ours=False)
 
-    def _import_gguf(self, file: Path, name: str | None, report: Report) -> ModelVersion:
-        """Converts a GGUF file to bfloat16 in a process of its own and takes the result in."""
-        chosen_name = check_name(name if name is not None else _name_of(file.stem))
-        # At the least: bfloat16 has 16 bits for what the file may have in 4.
-        with self._made("gguf", file.stat().st_size) as made:
-            facts = _convert_gguf(file, made, report)
-            _keep_sampling(file.parent, made / generation.FILE)
-            meta = {"converted_from": "gguf"} | facts
-            return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
-
-    def import_hub(
-        self, repository: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
-    ) -> ModelVersion:
-        """Downloads `repository` (at `revision`, default main) and takes it in under its own name or `name`.
-
-        Called again after an interruption, it downloads the missing files. Raises as `import_path`, and HubError.
-        """
-        hub.check_reference(repository, revision)
-        chosen_name = check_name(name if name is not None else repository)
-        report(0, None, "", f"asking the hub for the files of {repository}")
-        listing = hub.list_files(repository, revision, self._hub)
-        meta, folder = self._origin(listing), self._downloaded(listing, report)
-        taken = self._take_in(folder, chosen_name, source=meta.pop("source"), meta=meta, report=report, move=True)
-        shutil.rmtree(folder)
-        return taken
-
-    def _origin(self, listing: hub.Listing) -> dict[str, str]:
-        """What a manifest says of where a download came from."""
-        return {
-            "source": f"{listing.repository}@{listing.commit}",
-            "repository": listing.repository,
-            "commit": listing.commit,
-            "endpoint": self._hub.endpoint,
-        }
+    def _listed(self, source: str, name: str | None, revision: str | None) -> tuple[str, hub.Listing]:
+        """The name that a model of a hub gets, and its files there."""
+        hub.check_reference(source, revision)
+        return check_name(name if name is not None else source), hub.list_files(source, revision, self._hub)
 
     def _downloaded(self, listing: hub.Listing, report: Report) -> Path:
         """The directory with all files of `listing`; what an earlier call left there is kept."""
@@ -239,125 +205,63 @@ class ModelLibrary:
         def on_file(done: int, file: str) -> None:
             report(done, listing.nbytes, "bytes", f"downloading {file}")
 
-        with self._room_for(listing.nbytes):
-            hub.download(listing, folder, self._hub, on_file)
+        hub.download(listing, folder, self._hub, on_file)
         return folder
 
     @contextlib.contextmanager
-    def _made(self, kind: str, least_bytes: int) -> Iterator[Path]:
-        """A path where another process makes a checkpoint of at least this many bytes; what is left there goes. Raises
-        NotEnoughDisk."""
-        self._sweep()
-        self._require_space(least_bytes)
-        made = self._private(self._root / ".staging") / f"{kind}-{os.getpid()}-{uuid.uuid4().hex}"
-        try:
-            yield made
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+    def _staged(self, files: Mapping[str, Path], found: _Fetched, report: Report) -> Iterator[Path]:
+        """A directory with a copy of the files; they are moved if they are ours."""
+        done, nbytes = 0, sum(file.stat().st_size for file in files.values())
+        if not found.ours:
+            self._require_space(nbytes)
+        with self._staging() as staging:
+            for file, real in files.items():
+                report(done, nbytes, "bytes", f"copying {file}")
+                done += real.stat().st_size
+                if found.ours:
+                    os.rename(real, staging / file)
+                else:
+                    shutil.copyfile(real, staging / file)
+                (staging / file).chmod(0o600)
+            yield staging
 
-    def _take_in(
-        self, directory: Path, name: str, *, source: str, meta: Mapping[str, Any], report: Report, move: bool = False
-    ) -> ModelVersion:
-        """Copies the files (moves them if they are ours already), examines, seals and publishes them."""
-        self._sweep()
-        files = choose_files(directory)
-        if not move:
-            self._require_space(files.nbytes)
-        with self._staging(files.nbytes) as staging, checkpoint_trial.begun() as trial:
-            _fill(staging, files, report, move=move)
+    def _take_in(self, found: _Fetched, report: Report) -> ModelVersion:
+        """Stage, examine, try, mend, seal and publish a checkpoint."""
+        files = choose_files(found.folder)
+        nbytes = sum(file.stat().st_size for file in files.values())
+        has_adapter = (found.folder / adapter.CONFIG_FILE).exists()
+        with self._staged(files, found, report) as staging:
             facts = examine(staging, Layout.read(staging))
-            report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")
-            tried = try_folder(staging)
-            report(files.nbytes, files.nbytes, "bytes", "comparing its tensors with its architecture")
-            found = trial.result(staging, facts.arch)
-            facts = put_right(staging, facts, tried, found)
-            if adapter.CONFIG_FILE in files.left:
-                left = (
+            report(nbytes, nbytes, "bytes", "trying its tokenizer and chat template")
+            tried = trial.try_folder(staging)
+            report(nbytes, nbytes, "bytes", "comparing its tensors with its architecture")
+            facts = put_right(staging, facts, tried, trial.compare(staging, facts.arch))
+            warnings = list(facts.warnings)
+            if has_adapter:
+                warnings.append(
                     f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
                 )
-                facts = replace(facts, warnings=(*facts.warnings, left))
-            report(files.nbytes, files.nbytes, "bytes", "computing checksums")
-            described = {
-                "source": source,
-                "arch": facts.arch,
-                "task": facts.task,
-                "params": facts.params,
-                "max_model_len": facts.max_model_len,
-                "warnings": list(facts.warnings),
-                "info": dict(facts.info),
-            }
-            return self._publish(staging, "version", name, {**meta, **described})
+            report(nbytes, nbytes, "bytes", "computing checksums")
+            meta = {"source": found.source, **asdict(facts), "warnings": warnings}
+            return self._publish(staging, "version", found.name, meta)
 
     def _publish(self, staging: Path, kind: str, name: str, meta: Mapping[str, Any]) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
-        while True:
-            number = self._next_number(name, family)
-            version = f"v{number}"
-            seal_dir(staging, kind=kind, model=name, version=version, meta=meta)
-            for file in staging.iterdir():
-                sync(file)
-            replace_file(self._given(name), str(number).encode(), durable=True)
-            try:
-                os.rename(staging, family / version)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    continue  # this number was taken meanwhile, by a published fine-tune for instance
-                raise
-            sync(family)
-            return self.show(name, version)
-
-    def _next_number(self, name: str, family: Path) -> int:
-        numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
-        given = self._given(name)
-        return max([*numbers, int(given.read_text()) if given.exists() else 0]) + 1
+        highest = int(self._given(name).read_text()) if self._given(name).exists() else 0
+        on_disk = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
+        number = max([*on_disk, highest]) + 1
+        seal_dir(staging, kind=kind, model=name, version=f"v{number}", meta=meta)
+        for file in staging.iterdir():
+            sync(file)
+        replace_file(self._given(name), str(number).encode(), durable=True)
+        os.rename(staging, family / f"v{number}")
+        sync(family)
+        return _described(family / f"v{number}")
 
     def _given(self, name: str) -> Path:
         """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
-
-    def list(self) -> list[ModelVersion]:
-        """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""
-        found = []
-        for family in sorted(self._root.iterdir()) if self._root.is_dir() else []:
-            name = decode_name(family.name)
-            if name is None or family.name.startswith(".") or not family.is_dir():
-                continue
-            for directory in sorted(family.iterdir(), key=lambda entry: (len(entry.name), entry.name)):
-                if (directory / "manifest.json").is_file() and not directory.name.startswith("."):
-                    found.append(self.show(name, directory.name))
-        return found
-
-    def show(self, name: str, version: str) -> ModelVersion:
-        """Raises weights.format.errors.IntegrityError if there is no such version or its manifest is damaged."""
-        path = self.path(name, version)
-        manifest = Manifest.read(path)
-        meta = manifest.meta
-        return ModelVersion(
-            name=name,
-            version=version,
-            path=path,
-            arch=meta.get("arch", ""),
-            task=meta.get("task", "generate"),
-            params=meta.get("params", 0),
-            bytes=manifest.nbytes,
-            max_model_len=meta.get("max_model_len"),
-            source=meta.get("source", ""),
-            warnings=tuple(meta.get("warnings", ())),
-            info=meta.get("info", {}),
-        )
-
-    def path(self, name: str, version: str) -> Path:
-        """Where a version stands or would stand. Raises weights.format.errors.InvalidName."""
-        return self._root / encode_name(name) / encode_name(version)
-
-    def verify(self, directory: Path) -> dict[str, int]:
-        """Reads every byte of a version (on disk or in shared memory) and compares it with its manifest.
-
-        Returns {"tensors", "bytes"}. Raises weights.format.errors.IntegrityError naming the file.
-        """
-        manifest = verify(directory)
-        return {"tensors": manifest.tensors, "bytes": manifest.nbytes}
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
@@ -373,26 +277,14 @@ class ModelLibrary:
             raise NotEnoughDisk(str(self._root), needed_bytes, free, KEPT_FREE_BYTES)
 
     @contextlib.contextmanager
-    def _staging(self, nbytes: int) -> Iterator[Path]:
-        """A directory for one import of this many bytes; what is not renamed out of it goes. Raises NotEnoughDisk."""
+    def _staging(self) -> Iterator[Path]:
+        """A directory for one import; what is not renamed out of it goes."""
         staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
+        staging.mkdir(mode=0o700)
         try:
-            with self._room_for(nbytes):
-                staging.mkdir(mode=0o700)
-                yield staging
+            yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _room_for(self, nbytes: int) -> Iterator[None]:
-        """There was room for this many bytes, and others write too: raises NotEnoughDisk where the block finds none."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            free = shutil.disk_usage(self._root).free
-            raise NotEnoughDisk(str(self._root), nbytes, free, KEPT_FREE_BYTES) from error
 
     def _sweep(self) -> None:
         """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""
@@ -403,45 +295,30 @@ class ModelLibrary:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
-    done = 0
-    for file, real in files.taken.items():
-        report(done, files.nbytes, "bytes", f"copying {file}")
-        done += real.stat().st_size
-        if move:
-            os.rename(real, staging / file)
-            (staging / file).chmod(0o600)
-        else:
-            _copy(real, staging / file)
+def _described(path: Path) -> ModelVersion:
+    manifest = Manifest.read(path)
+    known = {key: value for key, value in manifest.meta.items() if key in ModelVersion.__dataclass_fields__}
+    return ModelVersion(manifest.model, manifest.version, path, manifest.nbytes, **known)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """A new file, 0600. It shares the blocks where the file system can (reflink)."""
-    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as old, open(target, "xb") as new:
-        os.fchmod(new.fileno(), 0o600)
-        try:
-            while os.copy_file_range(old.fileno(), new.fileno(), COPY_CHUNK_BYTES):
-                pass
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise
-            shutil.copyfileobj(old, new)  # between these file systems; from where it stopped
-
-
-def _convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
-    """Writes the model in `file` as a checkpoint directory into the new directory `out`; returns what the file says of
-    itself. Raises CheckpointRefused, NotEnoughMemory."""
+def _convert_gguf(file: Path, out: Path, report: Report) -> None:
+    """Write the model in `file` as a checkpoint into the new directory `out`. Raises CheckpointRefused,
+    NotEnoughMemory."""
     report(0, None, "", f"reading {file.name}")
+
+    def on_event(event: dict[str, Any]) -> None:
+        report(event["done"], event["total"], "tensors", "dequantising")
+
     try:
-        with TrialProcess(file.name, "train.convert.gguf", str(file), str(out)) as process:
-            facts = process.events(lambda event: report(event["done"], event["total"], "tensors", "dequantising"))
-    except TrialFailed as error:
+        found = trial.run_trial(
+            file.name, "train.convert.gguf", str(file), str(out), limit_s=CONVERT_S, on_event=on_event
+        )
+    except trial.TrialFailed as error:
         raise CheckpointRefused(file.name, f"its conversion {error}") from None
-    if "refused" in facts:
-        raise CheckpointRefused(file.name, facts["refused"])
-    if "needed_bytes" in facts:
-        raise NotEnoughMemory(file.name, facts["needed_bytes"], facts["available_bytes"])
-    return facts
+    if "refused" in found:
+        raise CheckpointRefused(file.name, found["refused"])
+    if "needed_bytes" in found:
+        raise NotEnoughMemory(file.name, found["needed_bytes"], found["available_bytes"])
 
 
 def _keep_sampling(folder: Path, made: Path) -> None:
@@ -455,13 +332,12 @@ def _keep_sampling(folder: Path, made: Path) -> None:
     made.write_text(json.dumps({**config, **sampling}, indent=2))
 
 
-def _is_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or Path(source).exists()
-
-
-def _refuse_revision(source: str, revision: str | None) -> None:
-    if revision is not None:
+def _is_path(source: str, revision: str | None) -> bool:
+    """Raises SourceNotFound for a path with a revision."""
+    is_path = source.startswith((".", "/", "~")) or Path(source).exists()
+    if is_path and revision is not None:
         raise SourceNotFound(f"{source} is a path; a revision can only be given for a hub repository")
+    return is_path
 
 
 def check_name(name: str) -> str:

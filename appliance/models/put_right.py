@@ -7,7 +7,7 @@ here, by the name of the tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ from weights.checkpoint.folder import CONFIG_FILE, read_json, read_tokenizer_con
 from weights.checkpoint.settings import CONFIG_FILE as TOKENIZER_CONFIG
 from weights.checkpoint.settings import MAP_FILE
 from weights.checkpoint.turns import Turns, told, warnings_of
-from weights.format.files import open_regular
-from weights.format.layout import Layout
+from weights.format.layout import Layout, Placed
 from weights.format.rename import rename_tensors
 
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 # Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.
 _ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
 _QUANTISATION = ("quantization_config", "compression_config")
-_CHUNK_BYTES = 8 << 20
-_FIRST_NOT_FINITE = {"BF16": ("u2", "i2", 0x7F80), "F16": ("u2", "i2", 0x7C00), "F32": ("u4", "i4", 0x7F800000)}
-"""By dtype: how its bits are read without and with a sign, and the bits of infinity, above which all are NaN."""
+_CHUNK = 4 << 20  # numbers
+_INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F800000)}
+"""By dtype: how its bits are read, and those of infinity; without their sign, those of NaN are above."""
 _NAMED = 3
 
 
@@ -44,7 +43,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     tensors, tokenizer, layout = found["tensors"], found["tokenizer"], Layout.read(directory)
     check_tensors(tensors)
     if tensors.get("plain"):
-        _drop_quantisation(directory)
+        _change_config(directory, lambda part: [part.pop(key, None) for key in _QUANTISATION])
         facts = examine(directory, layout)
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
     if tensors.get("plain"):
@@ -133,22 +132,26 @@ def check_tensors(found: Mapping[str, Any]) -> None:
 def check_numbers(directory: Path, layout: Layout) -> None:
     """Raises NotACheckpoint, naming the tensor, for a weight with NaN or infinity: all answers would be NaN."""
     for placed in layout:
-        bits = _FIRST_NOT_FINITE.get(placed.spec.dtype)
-        if bits is None or not placed.spec.name.endswith(("weight", "bias")):
+        if placed.spec.dtype not in _INFINITY or not placed.spec.name.endswith(("weight", "bias")):
             continue
-        unsigned, signed, infinity = bits
-        sign = infinity + 1 + np.iinfo(signed).max
-        with open_regular(directory, placed.file) as file:
-            file.seek(placed.start)
-            for at in range(0, placed.nbytes, _CHUNK_BYTES):
-                raw = file.read(min(_CHUNK_BYTES, placed.nbytes - at))
-                highest = np.frombuffer(raw, signed).max(), np.frombuffer(raw, unsigned).max()
-                if highest[0] >= infinity or highest[1] >= sign:
-                    raise NotACheckpoint(
-                        placed.spec.name,
-                        "has numbers that are NaN or infinite, so that every answer would be; the training diverged, "
-                        "or it was saved or merged in float16, which its values exceed: save it in bfloat16",
-                    )
+        kind, infinity = _INFINITY[placed.spec.dtype]
+        numbers = _mapped(directory, placed, kind)
+        without_sign = numbers.dtype.type(np.iinfo(kind).max >> 1)
+        for at in range(0, numbers.size, _CHUNK):
+            if (numbers[at : at + _CHUNK] & without_sign).max() >= infinity:
+                raise NotACheckpoint(
+                    placed.spec.name,
+                    "has numbers that are NaN or infinite, so that every answer would be; the training diverged, "
+                    "or it was saved or merged in float16, which its values exceed: save it in bfloat16",
+                )
+
+
+def _mapped(directory: Path, placed: Placed, kind: str) -> np.ndarray:
+    """The bytes of a tensor as numbers of this kind, mapped from its file."""
+    if not placed.nbytes:
+        return np.empty(0, kind)
+    size = placed.nbytes // np.dtype(kind).itemsize
+    return np.memmap(directory / placed.file, kind, "r", offset=placed.start, shape=(size,))
 
 
 def _and_more(names: list[str], count: int) -> str:
@@ -175,16 +178,8 @@ def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> l
 def _same_bytes(directory: Path, one: str, other: str) -> bool:
     layout = Layout.read(directory)
     a, b = layout.find(one), layout.find(other)
-    if (a.spec.dtype, a.spec.shape) != (b.spec.dtype, b.spec.shape):
-        return False
-    with open_regular(directory, a.file) as first, open_regular(directory, b.file) as second:
-        first.seek(a.start)
-        second.seek(b.start)
-        for at in range(0, a.nbytes, _CHUNK_BYTES):
-            count = min(_CHUNK_BYTES, a.nbytes - at)
-            if first.read(count) != second.read(count):
-                return False
-    return True
+    is_alike = (a.spec.dtype, a.spec.shape) == (b.spec.dtype, b.spec.shape)
+    return is_alike and np.array_equal(_mapped(directory, a, "u1"), _mapped(directory, b, "u1"))
 
 
 def _untie(directory: Path, head: str, embedding: str, arch: str) -> str:
@@ -194,28 +189,20 @@ def _untie(directory: Path, head: str, embedding: str, arch: str) -> str:
             f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model again "
             "with the two tied",
         )
-    config, parts = _config_parts(directory)
-    for part in parts:
-        part["tie_word_embeddings"] = False
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    _change_config(directory, lambda part: part.update(tie_word_embeddings=False))
     return (
         f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
         "(tie_word_embeddings is false in the stored config.json)"
     )
 
 
-def _drop_quantisation(directory: Path) -> None:
-    config, parts = _config_parts(directory)
-    for part in parts:
-        for key in _QUANTISATION:
-            part.pop(key, None)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-
-
-def _config_parts(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """config.json, and those of its parts that describe the language model."""
+def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change config.json, and its part that describes the language model."""
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
-    return config, [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            change(part)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
 def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:

@@ -1,8 +1,6 @@
-"""Tries a foreign chat template in a process that can be killed.
+"""Render a foreign chat template under limits of CPU time and memory: `python -m appliance.models.template_trial`.
 
-Jinja's sandbox keeps a template from reaching Python, but not from looping three thousand times three thousand or from
-padding a string to 200 MB. The trial has limits of CPU seconds and memory; it accepts a template that stays within them
-for a short conversation.
+Jinja's sandbox keeps a template from reaching Python, but not from looping without end or padding a string to 200 MB.
 """
 
 from __future__ import annotations
@@ -17,13 +15,10 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from appliance.models.errors import TemplateRefused
-from appliance.models.trial_process import TrialFailed, TrialProcess
 from runtime.processes.bounds import Bounds
 from weights.checkpoint.turns import PROBES
 
-CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
-MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
+CPU_S, MEMORY_BYTES, MAX_OUTPUT_CHARACTERS = 2, 1 << 30, 1_000_000
 CONVERSATION = (
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hello, how can I help?"},
@@ -31,8 +26,8 @@ CONVERSATION = (
 )
 _TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-# What a request may have, by what a template may tell apart: one that was quick with three messages and endless with
-# eight took its engine off the air for everybody.
+# What a request may have, by what a template may tell apart: one that is quick with three messages may be endless with
+# eight.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"messages": CONVERSATION[:1]},
     {"messages": ({"role": "system", "content": "Be brief."}, *CONVERSATION)},
@@ -54,39 +49,16 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-_MOST_SHOWN = 100_000
-
-
 @dataclass(frozen=True)
 class Tried:
-    """warning: that the template raised an error for a plain conversation of two users' turns. rendered: the probes."""
+    """warning: the error of the template for a plain conversation of two users' turns. rendered: the probes."""
 
     warning: str | None = None
     rendered: Mapping[str, str | None] = field(default_factory=dict)
 
 
-def try_template(template: str, special: Mapping[str, str] | None = None) -> Tried:
-    """Renders `template` in a child process. special: the texts of `bos_token`, `eos_token` and the like.
-
-    Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
-    """
-    if len(template) > MAX_TEMPLATE_CHARACTERS:
-        raise TemplateRefused(
-            "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
-        )
-    given = json.dumps({"template": template, "special": dict(special or {})})
-    try:
-        with TrialProcess("chat template", "appliance.models.template_trial") as trial:
-            verdict = trial.result(given, limit_s=WALL_S)
-    except TrialFailed as error:
-        raise TemplateRefused(
-            "chat template",
-            f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "
-            f"{MEMORY_BYTES >> 20} MB of memory",
-        ) from error
-    if verdict["kind"] == "refused":
-        raise TemplateRefused("chat template", verdict["reason"])
-    return Tried(verdict["reason"] if verdict["kind"] == "warning" else None, verdict["rendered"])
+class _Refused(Exception):
+    """The template must not run anywhere; the text says why."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -99,7 +71,8 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _render(template: str, special: Mapping[str, str]) -> dict[str, Any]:
+def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `Tried`, or {"refused": why}."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -112,42 +85,40 @@ def _render(template: str, special: Mapping[str, str]) -> dict[str, Any]:
     environment.globals["raise_exception"] = raise_exception
     try:
         compiled = environment.from_string(template)
+        _, warning = _render(compiled, {"messages": CONVERSATION}, special)
+        for given in OTHERS:
+            _render(compiled, given, special)
+        rendered = {name: _render(compiled, given, special)[0] for name, given in PROBES.items()}
     except jinja2.TemplateSyntaxError as error:
-        return {"kind": "refused", "reason": f"line {error.lineno}: {error.message}"}
-    verdict = _one(compiled, {"messages": CONVERSATION}, special)
-    for given in OTHERS if verdict["kind"] != "refused" else ():
-        other = _one(compiled, given, special)
-        if other["kind"] == "refused":
-            return other
-    rendered = {}
-    for name, given in PROBES.items() if verdict["kind"] != "refused" else ():
-        probe = _one(compiled, given, special)
-        rendered[name] = str(probe["text"])[:_MOST_SHOWN] if probe["kind"] == "fine" else None
-    return {**verdict, "text": None, "rendered": rendered}
+        return {"refused": f"line {error.lineno}: {error.message}"}
+    except _Refused as error:
+        return {"refused": str(error)}
+    return {"warning": warning, "rendered": rendered}
 
 
-def _one(compiled: jinja2.Template, given: dict[str, Any], special: Mapping[str, str]) -> dict[str, str | None]:
-    """One conversation; that a template raises an error is no more than a warning."""
+def _render(
+    compiled: jinja2.Template, given: dict[str, Any], special: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """The rendered conversation and None, or None and why the template raised an error. Raises _Refused."""
     common = {"add_generation_prompt": True, "bos_token": "", "eos_token": "", "tools": None, "documents": None}
+    text = ""
     try:
-        length, pieces = 0, []
         for piece in compiled.generate(**common | special | given):
-            length += len(piece)
-            pieces.append(piece)
-            if length > MAX_OUTPUT_CHARACTERS:
-                return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 20,000"}
+            text += piece
+            if len(text) > MAX_OUTPUT_CHARACTERS:
+                raise _Refused(f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 20,000")
     except jinja2.sandbox.SecurityError as error:
-        return {"kind": "refused", "reason": f"reaches outside of the template: {error}"}
+        raise _Refused(f"reaches outside of the template: {error}") from error
     except MemoryError:
-        return {"kind": "refused", "reason": f"needs more than {MEMORY_BYTES >> 20} MB of memory for three messages"}
+        raise _Refused(f"needs more than {MEMORY_BYTES >> 20} MB of memory for three messages") from None
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        return {"kind": "warning", "reason": f"the chat template fails on a plain conversation: {str(error)[:200]}"}
-    return {"kind": "fine", "reason": None, "text": "".join(pieces)}
+        return None, f"the chat template fails on a plain conversation: {str(error)[:200]}"
+    return text, None
 
 
 def main() -> None:
     Bounds(CPU_S, MEMORY_BYTES).hold()
-    print(json.dumps(_render(**json.load(sys.stdin))))
+    print(json.dumps(try_here(**json.load(sys.stdin))))
 
 
 if __name__ == "__main__":

@@ -501,16 +501,17 @@ class EvalRunRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalItemRow:
-    """One item of a run. status: queued, then pass, fail or error. results: one for each criterion."""
+    """One judged item of a run. place: in the data. sample: as the API shows it. results: one for each criterion, or
+    none where there is no sample."""
 
     id: str
     run_id: str
     place: int
     created_s: float
-    status: str = "queued"
-    item: dict[str, Any] = field(default_factory=dict)
-    sample: dict[str, Any] | None = None
-    results: list[dict[str, Any]] | None = None
+    status: Literal["pass", "fail", "error"]
+    item: dict[str, Any]
+    sample: dict[str, Any]
+    results: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +556,7 @@ class BatchRow:
 @dataclass(frozen=True, slots=True)
 class UploadRow:
     """A file that arrives in parts. bytes: announced size of the whole. file_keep_s: seconds the file is kept once it
-    is complete, None: for ever. parts, part_bytes: that have arrived."""
+    is complete, None: for ever. part_bytes: of parts that have arrived."""
 
     id: str
     filename: str
@@ -569,7 +570,6 @@ class UploadRow:
     key_id: str | None = None
     owner: str = ""
     file_id: str | None = None
-    parts: int = 0
     part_bytes: int = 0
 
 

@@ -68,7 +68,6 @@ CREATE INDEX IF NOT EXISTS device_time_ended ON device_time (to_s);
 CREATE INDEX IF NOT EXISTS responses_made ON responses (created_s, bytes);
 CREATE INDEX IF NOT EXISTS responses_waiting ON responses (key_id, bytes) WHERE status IN ('queued', 'in_progress');
 CREATE INDEX IF NOT EXISTS responses_held ON responses (owner, seq, status, bytes, key_id);
-CREATE INDEX IF NOT EXISTS responses_chain ON responses (id, owner, previous_id, bytes);
 CREATE INDEX IF NOT EXISTS completions_of_owner ON responses (owner, seq, model, metadata)
     WHERE kind = 'chat.completion';
 CREATE INDEX IF NOT EXISTS completions_of_all ON responses (seq, model, metadata) WHERE kind = 'chat.completion';
@@ -86,8 +85,7 @@ CREATE INDEX IF NOT EXISTS eval_runs_sampled ON eval_runs (eval_id, seq)
     WHERE data_source ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id';
 CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id)
     WHERE status IN ('queued', 'in_progress');
-CREATE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, status, seq);
-CREATE INDEX IF NOT EXISTS eval_items_in_order ON eval_items (run_id, seq, status);
+CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);
 CREATE UNIQUE INDEX IF NOT EXISTS page_sessions_secret ON page_sessions (sha256);
 CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id, seen_s);
 

@@ -11,23 +11,23 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.controller.access.naming import resolve
 from appliance.store.database import Database
-from appliance.store.objects import models
-from appliance.store.records import box, tier_removals
-from appliance.store.rows import TierRemovalRow
-from appliance.tiers.facts import Facts, name_of, read_facts
-from appliance.tiers.tiers import Tier, Tiers
-from runtime.background_tasks import BackgroundTasks
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import box, canaries, tier_removals
+from appliance.store.rows import TierRemovalRow, VersionRow
+from appliance.tiers.tiers import Tier, Tiers, name_of
 from train.state.cadence import every_s
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
+from weights.format.names import step_of
 from weights.memory.lease import StoredVersion, take_lease, unpin
-from weights.tiers.record import Name
+from weights.tiers.record import Kept, Name, keep
 from weights.tiers.remote import RemoteTier
-from weights.tiers.retention import keep
 
 log = logging.getLogger(__name__)
 
@@ -47,26 +47,17 @@ class TierFlow:
     """
 
     def __init__(
-        self,
-        db: Database,
-        tiers: Tiers,
-        *,
-        owner: str,
-        is_held: Callable[[Name], bool] = lambda name: False,
-        background: BackgroundTasks | None = None,
+        self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False
     ) -> None:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
-        self._background = background or BackgroundTasks()
         self._stopping = threading.Event()
-        self._deleted: set[Name] = set()
         self._collected: set[str] = set()
         self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
 
     async def run(self) -> None:
-        # One task each: an error of one tier holds up none of the others.
-        await asyncio.gather(
-            *(self._background.keep(f"tier: {tier.name}", partial(self._work, tier)) for tier in self._tiers.all)
-        )
+        async with asyncio.TaskGroup() as group:
+            for tier in self._tiers.all:
+                group.create_task(self._work(tier), name=f"tier: {tier.name}")
 
     async def finish(self) -> bool:
         """Ends the work and copies to disk what only memory has. False if something is not safe."""
@@ -81,11 +72,9 @@ class TierFlow:
         while True:
             tier.changed.clear()
             await self.run_once(tier.name)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
                     await tier.changed.wait()
-            except TimeoutError:
-                continue
 
     async def run_once(self, name: str, *, everything: bool = False) -> None:
         """One pass over the tier of this name. Its errors are noted for `Tiers.status`."""
@@ -98,7 +87,7 @@ class TierFlow:
             self._tiers.note(tier, f"{error}; trying again in {EVERY_S:.0f} s")
 
     def _pass(self, tier: Tier, everything: bool) -> None:
-        held = tier.copies
+        held, disk = tier.copies, self._tiers.disk
         if isinstance(held, RemoteTier):
             known = f"tier {held.where}"
             held.claim(self._owner, box.get(self._db, known) is None)
@@ -110,13 +99,11 @@ class TierFlow:
             held.remove(Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
         tier.here = held.names()
-        stored, sources = self._sources(tier)
-        created = {
-            **{name: found.manifest.created_s for name, found in stored.items()},
-            **self._tiers.disk.here,
-            **tier.here,
-        }
-        facts = read_facts(self._db, created, self._is_held)
+        stored = self._tiers.in_memory()
+        sources = {} if tier is disk else {name: disk.copies.path(name) for name in disk.here}
+        sources |= {name: found.path for name, found in stored.items()}
+        made_s = {name: found.manifest.created_s for name, found in stored.items()}
+        facts = read_facts(self._db, {**made_s, **disk.here, **tier.here}, self._is_held)
         push, drop = _plan(tier, facts, set(sources))
         tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in push}
         is_full = self._push_all(tier, push, stored, sources, everything)
@@ -124,15 +111,9 @@ class TierFlow:
             held.remove(name)
             tier.here = {other: made_s for other, made_s in tier.here.items() if other != name}
             log.info("%s left the %s tier: no rule keeps it", name, tier.name)
-        if tier is self._tiers.disk:
+        if tier is disk:
             self._after_disk(facts, stored, push)
         tier.used_bytes = held.usage_bytes()
-
-    def _sources(self, tier: Tier) -> tuple[dict[Name, StoredVersion], dict[Name, Path]]:
-        """What memory has, and the directory of everything that could be copied to this tier."""
-        stored, disk = self._tiers.in_memory(), self._tiers.disk
-        below = {} if tier is disk else {name: disk.copies.path(name) for name in disk.here}
-        return stored, {**below, **{name: found.path for name, found in stored.items()}}
 
     def _push_all(
         self,
@@ -168,8 +149,6 @@ class TierFlow:
         def moved(nbytes: int) -> None:
             if self._stopping.is_set():
                 raise TransferStopped
-            if name in self._deleted:
-                raise VersionNotFound(f"{name} was deleted while it was copied")
             tier.busy = name, nbytes + (tier.busy[1] if tier.busy else 0)
 
         tier.busy = name, 0
@@ -182,7 +161,6 @@ class TierFlow:
                 unpin(stored)
         finally:
             tier.busy = None
-            self._deleted.discard(name)
         tier.here = {**tier.here, name: self._tiers.clock()}
 
     def _after_disk(self, facts: Facts, stored: dict[Name, StoredVersion], push: list[Name]) -> None:
@@ -194,15 +172,8 @@ class TierFlow:
                 models.update_version(self._db, row.model, row.version, disk_path=path)
         for name, found in stored.items():
             if name in facts.kept and (name in disk.here or name not in push) and found.path.is_dir() and found.pinned:
-                try:
+                with suppress(VersionNotFound):
                     unpin(found)
-                except VersionNotFound:
-                    continue
-
-    def stop_copying(self, name: Name) -> None:
-        """End copies of `name`, which is about to be deleted."""
-        if any(tier.busy is not None and tier.busy[0] == name for tier in self._tiers.all):
-            self._deleted.add(name)
 
     def forget(self, name: Name) -> None:
         """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
@@ -229,3 +200,45 @@ def _spare_newest(drop: list[Name], here: dict[Name, float], facts: Facts) -> li
     that goes on."""
     newest = {(name.kind, name.model): name for name in sorted(here, key=lambda name: here[name])}
     return [name for name in drop if name in facts.over or newest[name.kind, name.model] != name]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the store's rows tell retention. `kept`: every version and snapshot that it may judge. `over`: snapshots of
+    jobs that have ended."""
+
+    kept: dict[Name, Kept]
+    over: frozenset[Name]
+    rows: tuple[VersionRow, ...]
+
+
+def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
+    """`created`: creation time of everything that any place holds. What no row knows is not judged."""
+    unfinished = {row.id: row for row in jobs.list_unfinished(db)}
+    known = models.list_all(db)
+    rows = tuple(version for model in known for version in models.list_versions(db, model.id))
+    losses = {(row.model, row.version): row.metrics.get("valid_loss") for row in job_records.list_checkpoints(db)}
+    needed = {(row.id, row.active_version) for row in known}
+    needed |= {
+        (found.model.id, (job.resolved or {}).get("base_version") or found.version.version)
+        for job in unfinished.values()
+        if (found := resolve(db, job.model)) is not None
+    }
+    needed |= {(below["base"], below["base_version"]) for row in rows if (below := row.meta.get("adapter"))}
+    needed |= {(canary.model, canary.version) for canary in canaries.list_running(db)}
+    kept = {}
+    for row in rows:
+        name, version = name_of(row), (row.model, row.version)
+        # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
+        family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
+        is_needed = bool(row.pinned) or version in needed or is_held(name)
+        kept[name] = Kept(name, family, row.created_s, losses.get(version), is_needed)
+    snapshots = [name for name in created if name.kind == "snapshot"]
+    steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}
+    newest = {name.model: name for name in sorted(steps, key=lambda name: steps[name])}
+    for name, step in steps.items():
+        metric = job_records.metric_at(db, name.model, step)
+        loss = metric.valid_loss if metric is not None else None
+        kept[name] = Kept(name, name.model, created[name], loss, protected=newest[name.model] == name)
+    over = {name for name in snapshots if name.model not in unfinished and jobs.find(db, name.model) is not None}
+    return Facts(kept, frozenset(over), rows)

@@ -7,26 +7,27 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.tiers.facts import name_of
+from appliance.store.rows import VersionRow
 from weights.format.config import KeepRules, WeightsConfig
 from weights.format.errors import (
     IntegrityError,
+    NotSealed,
     StoreFull,
     TierUnavailable,
     VersionExists,
     VersionLeased,
     VersionNotFound,
 )
-from weights.format.manifest import KINDS, Manifest
+from weights.format.manifest import KINDS
 from weights.format.names import step_of, version_path
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
@@ -38,6 +39,7 @@ from weights.tiers.remote import RemoteTier
 log = logging.getLogger(__name__)
 
 NICENESS = 10
+Report = Callable[[float, float | None, str, str], None]
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Tier:
     copies: DirectoryTier | RemoteTier
     version_rules: KeepRules
     snapshot_rules: KeepRules
-    pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor = field(default_factory=lambda: _thread())
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     here: dict[Name, float] = field(default_factory=dict)
     backlog: dict[Name, int] = field(default_factory=dict)
@@ -63,24 +65,25 @@ class Tier:
     last_error_s: float | None = None
 
 
-class Copy(NamedTuple):
-    """One place where a version or snapshot is; tier: None for memory. `verify` reads all of it and raises as its
-    tier's `verify` does."""
+@dataclass
+class Checked:
+    """`whole`: {"name", "version", "path", "tensors", "bytes"} of every copy that agrees with its checksums.
+    `unsealed`: copies in shared memory whose checksums are not made yet. `faults`: what is damaged or cannot be
+    reached, as text."""
 
-    tier: Tier | None
-    where: str
-    verify: Callable[[], Manifest]
+    whole: list[dict[str, Any]] = field(default_factory=list)
+    unsealed: int = 0
+    faults: list[str] = field(default_factory=list)
 
-    @property
-    def place(self) -> str:
-        return self.tier.name if self.tier else "memory"
+    def totals(self) -> dict[str, int]:
+        return {key: sum(copy[key] for copy in self.whole) for key in ("tensors", "bytes")}
 
 
 class Tiers:
     """The disk and the remote place, if there is one, in `all`; shared memory is above them.
 
-    Implements `TierPort` of the controller's ports. May be called from any thread, but for `nudge`. Raises
-    TierUnavailable where the settings of an S3 store make no client.
+    May be called from any thread, but for `nudge`. Raises TierUnavailable where the settings of an S3 store make no
+    client.
     """
 
     def __init__(self, db: Database, store: WeightStore, config: WeightsConfig, paths: BoxPaths) -> None:
@@ -88,11 +91,11 @@ class Tiers:
         self._db, self._jobs_dir = db, paths.jobs
         disk, remote = config.disk, config.remote
         on_disk = DirectoryTier(paths.models, paths.snapshots, free_bytes=disk.free_bytes)
-        self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots, _thread())
+        self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
             there = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
-            self.all.append(Tier("remote", there, remote.versions, remote.snapshots, _thread()))
+            self.all.append(Tier("remote", there, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
         """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""
@@ -125,7 +128,7 @@ class Tiers:
         Damaged copies on the way are removed once another was good, so that the flow writes them again. Raises
         LookupError if no tier has it whole, StoreFull.
         """
-        store = store or self.store
+        store, found = store or self.store, None
         try:
             if (found := store.find(*name)) is not None:
                 return found
@@ -143,16 +146,12 @@ class Tiers:
                 continue
             except VersionExists:
                 found = store.find(*name)
-            except StoreFull:
-                raise
             except IntegrityError as error:
                 damaged.append(tier)
                 faults.append(f"damaged in the {tier.name} tier ({error})")
                 self.note(tier, f"{name} is damaged: {error}")
-                continue
             except (TierUnavailable, OSError) as error:
                 faults.append(f"unreachable in the {tier.name} tier ({error})")
-                continue
             if found is not None:
                 for other in damaged:
                     self._remove_damaged(other, name, tier.name)
@@ -168,16 +167,34 @@ class Tiers:
         tier.damaged += 1
         self.note(tier, f"{name} was damaged and was removed, to be written again; the {good} tier had it whole")
 
-    def snapshots_of(self, job_id: str) -> dict[Name, float]:
-        """Creation times of the job's snapshots in any tier, the highest step first."""
-        found: dict[Name, float] = {}
+    def snapshots_of(self, job_id: str) -> list[Name]:
+        """The job's snapshots in any tier, the highest step first."""
+        found: set[Name] = set()
         for tier in self.all:
             try:
-                found |= tier.copies.names()
+                found |= {name for name in tier.copies.names() if name.kind == "snapshot" and name.model == job_id}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
-        mine = [name for name in found if name.kind == "snapshot" and name.model == job_id]
-        return {name: found[name] for name in sorted(mine, key=lambda name: step_of(name.version), reverse=True)}
+        return sorted(found, key=lambda name: step_of(name.version), reverse=True)
+
+    def newest_snapshot(self, job_id: str) -> StoredVersion | None:
+        """The newest whole snapshot, from which the job goes on: in shared memory, beside the job, or else read in from
+        the nearest tier."""
+        beside = self.beside_job(job_id)
+        stores = [self.store, *([beside] if (beside.root / "snapshots").is_dir() else [])]
+        written = [stored for store in stores for stored in store.list("snapshot", job_id)]
+        newest = max(written, key=lambda stored: step_of(stored.version), default=None)
+        for name in self.snapshots_of(job_id):
+            if newest is not None and step_of(name.version) <= step_of(newest.version):
+                break
+            try:
+                try:
+                    return self.bring_in(name)
+                except StoreFull:
+                    return self.bring_in(name, beside)
+            except LookupError as error:
+                log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
+        return newest
 
     # What people see
 
@@ -194,27 +211,55 @@ class Tiers:
         """Everything that any place had at the last pass."""
         return sorted({name for tier in self.all for name in tier.here} | self.in_memory().keys())
 
-    def copies(self, name: Name) -> list[Copy]:
-        """Where `name` is now, or was at the last pass over the tier; nearest first."""
-        roots = (self.store.root, self._jobs_dir / name.model / "snapshots")
-        in_memory = next((path for root in roots if (path := version_path(root, *name)).is_dir()), None)
-        found = [] if in_memory is None else [Copy(None, str(in_memory), partial(verify, in_memory))]
-        for tier in self.all:
-            held = tier.copies
-            where = held.path(name) if isinstance(held, DirectoryTier) else None
-            if name in tier.here if where is None else where.is_dir():
-                found.append(Copy(tier, str(where or held.where), partial(held.verify, name)))
-        return found
+    def check(self, names: Iterable[Name], report: Report) -> Checked:
+        """Reads every copy of these and compares it with its checksums. A copy that is gone meanwhile does not count.
 
-    def drop_from_memory(self, name: Name, tier: str) -> str:
-        """Removes a copy that is damaged in memory and whole in the tier of this name; says what came of it."""
-        ours = version_path(self.store.root, *name).is_dir()
-        try:
-            (self.store if ours else self.beside_job(name.model)).discard(*name)
-        except VersionLeased:
-            return "it is in use and stays; when its engine or job has let go of it, verify again"
-        log.error("the damaged copy of %s was removed from memory; the %s tier has it whole", name, tier)
-        return f"it was removed there, and comes from the {tier} tier when it is needed"
+        A damaged copy on disk or in the remote tier is replaced when it is needed, because reading it back compares it.
+        From shared memory engines load without hashing, so a damaged copy there is removed if a tier has it whole.
+        """
+        found, read_bytes = Checked(), 0
+        for name in names:
+            roots = (self.store.root, self._jobs_dir / name.model / "snapshots")
+            in_memory = [path for root in roots if (path := version_path(root, *name)).is_dir()][:1]
+            copies: list[tuple[Tier | None, str, Callable[[], Any]]]
+            copies = [(None, str(path), partial(verify, path)) for path in in_memory]
+            for tier in self.all:
+                path = tier.copies.path(name) if isinstance(tier.copies, DirectoryTier) else None
+                if name in tier.here if path is None else path.is_dir():
+                    copies.append((tier, str(path or tier.copies.where), partial(tier.copies.verify, name)))
+            bad_in_memory, whole_in = -1, []
+            for at, where, read in copies:
+                place = at.name if at else "memory"
+                report(read_bytes, None, "bytes", f"reading {name} in {place}")
+                try:
+                    manifest = read()
+                except NotSealed:
+                    found.unsealed += 1
+                except (VersionNotFound, FileNotFoundError):
+                    continue
+                except IntegrityError as error:
+                    if at is None:
+                        bad_in_memory = len(found.faults)
+                    else:
+                        self.note(at, f"{name} is damaged: {error}")
+                    found.faults.append(f"{name} is damaged in the {place} tier: {error}")
+                except (TierUnavailable, OSError) as error:
+                    found.faults.append(f"{name} cannot be read in the {place} tier: {error}")
+                else:
+                    read_bytes += manifest.nbytes
+                    whole_in.append(place)
+                    facts = {"tensors": manifest.tensors, "bytes": manifest.nbytes}
+                    found.whole.append({"name": str(name), "version": name.version, "path": where, **facts})
+            if bad_in_memory >= 0 and whole_in:
+                try:
+                    ours = in_memory[0].is_relative_to(self.store.root)
+                    (self.store if ours else self.beside_job(name.model)).discard(*name)
+                    said = f"it was removed there, and comes from the {whole_in[0]} tier when it is needed"
+                except VersionLeased:
+                    said = "it is in use and stays; when its engine or job has let go of it, verify again"
+                found.faults[bad_in_memory] += f"; {said}"
+        report(read_bytes, read_bytes, "bytes", "everything was read")
+        return found
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Called on any thread, for it
@@ -249,6 +294,11 @@ def _status(tier: Tier) -> dict[str, Any]:
         "busy": None if busy is None else {"name": str(busy[0]), "done_bytes": busy[1]},
         **{key: getattr(tier, key) for key in ("damaged", "last_error", "last_error_s")},
     }
+
+
+def name_of(row: VersionRow) -> Name:
+    """The name of a version in every tier."""
+    return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
 
 
 def _thread() -> ThreadPoolExecutor:

@@ -1,4 +1,4 @@
-"""Reads the page's files into memory and answers requests for them. Pure once read.
+"""The page's files, read into memory.
 
 `/ui` is the document and always asked again; what it names is below `/ui/HASH/`, a hash of all files, and kept by
 browsers for ever. A release thus never mixes with the files of another one.
@@ -6,7 +6,6 @@ browsers for ever. A release thus never mixes with the files of another one.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,27 +46,15 @@ _FOR_EVER: Final = b"public, max-age=31536000, immutable"
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """A file as it is sent; `packed` with gzip."""
+    """A file as it is sent."""
 
     content_type: bytes
-    plain: bytes
-    packed: bytes
-    etag: bytes
-    cache_control: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SiteAnswer:
-    """status: 200, 304 without a body where the client has the file, or 303 to where the page is."""
-
-    status: int
-    content_type: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
 
 
-TO_THE_PAGE: Final = SiteAnswer(
-    303, CONTENT_TYPES[".txt"], (*_SECURITY, (b"location", ROOT), (b"vary", b"accept")), b"The page is at /ui.\n"
+TO_THE_PAGE: Final = SiteFile(
+    CONTENT_TYPES[".txt"], b"The page is at /ui.\n", (*_SECURITY, (b"location", ROOT), (b"vary", b"accept"))
 )
 
 
@@ -89,30 +76,5 @@ def read_site(folder: Path) -> Mapping[bytes, SiteFile]:
     return files | {ROOT: _file(DOCUMENT, document, b"no-cache")}
 
 
-def answer(file: SiteFile, *, if_none_match: bytes | None, accept_encoding: bytes | None) -> SiteAnswer:
-    """The answer to a GET of `file` with these headers."""
-    headers = (
-        *_SECURITY,
-        (b"etag", file.etag),
-        (b"cache-control", file.cache_control),
-        (b"vary", b"accept-encoding"),
-    )
-    if if_none_match is not None and file.etag in if_none_match:
-        return SiteAnswer(304, file.content_type, headers, b"")
-    if not _takes_gzip(accept_encoding or b""):
-        return SiteAnswer(200, file.content_type, headers, file.plain)
-    return SiteAnswer(200, file.content_type, (*headers, (b"content-encoding", b"gzip")), file.packed)
-
-
 def _file(name: str, content: bytes, cache_control: bytes) -> SiteFile:
-    etag = b'"%b"' % hashlib.sha256(content).hexdigest()[:32].encode()
-    # Its head has no time, so that all workers and restarts send the same bytes.
-    return SiteFile(CONTENT_TYPES[Path(name).suffix], content, gzip.compress(content, 9, mtime=0), etag, cache_control)
-
-
-def _takes_gzip(accepted: bytes) -> bool:
-    for one in accepted.lower().split(b","):
-        coding, _, quality = one.partition(b";")
-        if coding.strip() in (b"gzip", b"*"):
-            return quality.strip().replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
-    return False
+    return SiteFile(CONTENT_TYPES[Path(name).suffix], content, (*_SECURITY, (b"cache-control", cache_control)))

@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class SchedulerConfig(BaseModel):
     """Every dwell, timeout and limit of the scheduler's decisions, with its unit in the name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     # --- deciding
     target_inflight: int = Field(32, ge=1)

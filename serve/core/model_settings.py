@@ -31,22 +31,17 @@ ENGINE_ARGUMENTS = frozenset(
 _FEWER_BITS = ("--quantization", "--kv-cache-dtype", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype")
 # What has a setting of its own, or is the box's affair.
 ELSEWHERE = {
-    "max-model-len": "--max-model-len",
-    "dtype": "--dtype",
-    "kv-cache-dtype": "--kv-cache-dtype",
+    **{
+        name: f"--{name}"
+        for name in "max-model-len dtype kv-cache-dtype max-num-seqs reasoning-parser chat-template".split()
+    },
     "kv-cache-memory-bytes": "--kv-cache-bytes",
     "gpu-memory-utilization": "--gpu-memory",
-    "max-num-seqs": "--max-num-seqs",
-    "tool-call-parser": "--tool-parser",
-    "enable-auto-tool-choice": "--tool-parser",
-    "reasoning-parser": "--reasoning-parser",
-    "chat-template": "--chat-template",
-    "override-generation-config": "--temperature and the like",
-    "generation-config": "--temperature and the like",
+    **dict.fromkeys(("tool-call-parser", "enable-auto-tool-choice"), "--tool-parser"),
+    **dict.fromkeys(("override-generation-config", "generation-config"), "--temperature and the like"),
     "speculative-config": "--draft",
     "tensor-parallel-size": "--tensor-parallel",
-    "enable-lora": "[serve] adapter_slots",
-    "max-loras": "[serve] adapter_slots",
+    **dict.fromkeys(("enable-lora", "max-loras"), "[serve] adapter_slots"),
     "max-lora-rank": "[serve] adapter_max_rank",
     "max-cpu-loras": "[serve] adapters_resident",
 }

@@ -91,23 +91,20 @@ class ReplicaSpec:
 def segment_prefix_of(socket_path: str | Path) -> str:
     """Return the name prefix of all segments in /dev/shm of the engine that listens on this socket."""
     path = Path(socket_path)
-    return f"appliance-{_digest(str(path.parent), 8)}.{_digest(path.name, 6)}."
+    return f"{_folder_prefix(path.parent)}{hashlib.sha256(path.name.encode()).hexdigest()[:6]}."
+
+
+def _folder_prefix(sockets: Path) -> str:
+    return f"appliance-{hashlib.sha256(str(sockets).encode()).hexdigest()[:8]}."
 
 
 def remove_segments_of(socket_path: str | Path) -> None:
     """Remove the segments left by the engine that listened on this socket."""
-    _remove(segment_prefix_of(socket_path))
+    for segment in SEGMENTS.glob(f"{segment_prefix_of(socket_path)}*"):
+        segment.unlink(missing_ok=True)
 
 
 def remove_segments_below(sockets: Path) -> None:
     """Remove the segments left by engines whose sockets were in this folder; none of those engines may still run."""
-    _remove(f"appliance-{_digest(str(sockets), 8)}.")
-
-
-def _remove(prefix: str) -> None:
-    for segment in SEGMENTS.glob(f"{prefix}*"):
+    for segment in SEGMENTS.glob(f"{_folder_prefix(sockets)}*"):
         segment.unlink(missing_ok=True)
-
-
-def _digest(text: str, length: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:length]

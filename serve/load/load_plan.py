@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -178,21 +178,13 @@ class LoadPlan:
         """Bytes of the version that this worker reads (its slices only, under tensor parallelism)."""
         return sum(piece.source.numel * source.described[piece.name].dtype.itemsize for piece in self._pieces())
 
-    def copied_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
-        """Byte ranges [start, end) of each file that this worker copies in one piece.
-
-        Strided reads (columns of a row-parallel matrix) are left out, because they are gathered first.
-        """
-        return self._spans(source, (piece for piece in self._pieces() if piece.source.dense))
-
-    def read_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
-        """Byte ranges [start, end) of each file that contain all that this worker reads."""
-        return self._spans(source, self._pieces())
-
-    @staticmethod
-    def _spans(source: VersionSource, pieces: Iterable[Piece]) -> dict[str, list[tuple[int, int]]]:
+    def spans(self, source: VersionSource, *, in_one_piece: bool = False) -> dict[str, list[tuple[int, int]]]:
+        """Byte ranges [start, end) of each file that contain all that this worker reads; or those alone that it copies
+        in one piece, without columns of a row-parallel matrix, which are gathered first."""
         spans: dict[str, list[tuple[int, int]]] = {}
-        for piece in pieces:
+        for piece in self._pieces():
+            if in_one_piece and not piece.source.dense:
+                continue
             placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
             start = placed.start + piece.source.offset * itemsize
             spans.setdefault(placed.file, []).append((start, start + piece.source.extent * itemsize))
@@ -224,10 +216,6 @@ class LoadRecorder(TorchDispatchMode):
                 key = tensor.untyped_storage().data_ptr()
                 full_name = f"{prefix}.{attribute}" if prefix else attribute
                 self._owners.setdefault(key, []).append((id(module), attribute, full_name, tensor))
-        self._parameters = {
-            key: any(isinstance(tensor, torch.nn.Parameter) for *_, tensor in owners)
-            for key, owners in self._owners.items()
-        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:
@@ -243,18 +231,18 @@ class LoadRecorder(TorchDispatchMode):
 
     def plan(self) -> LoadPlan:
         """Return the plan of everything seen so far."""
-        targets, unplanned, unwritten = {}, [], []
+        targets: dict[tuple[int, str], Target] = {}
+        unplanned, unwritten = list[str](), list[str]()
         for key, owners in self._owners.items():
-            target = self._targets.get(key)
-            known = target is not None and key not in self._odd and target.covered
-            if not known:
-                if self._parameters[key] or target is not None:
-                    unplanned.append(owners[0][2])
-                if self._parameters[key] and key not in self._odd and (target is None or not target.covered):
-                    unwritten.append(owners[0][2])
+            target, odd = self._targets.get(key), key in self._odd
+            if target is not None and target.covered and not odd:
+                targets |= {(module_id, attribute): target for module_id, attribute, _, _ in owners}
                 continue
-            for module_id, attribute, _, _ in owners:
-                targets[module_id, attribute] = target
+            weight = any(isinstance(tensor, torch.nn.Parameter) for *_, tensor in owners)
+            if weight or target is not None:
+                unplanned.append(owners[0][2])
+            if weight and not odd:
+                unwritten.append(owners[0][2])
         return LoadPlan(
             targets, sorted(unplanned), sorted(unwritten), dict(self._source.described), frozenset(self._read)
         )

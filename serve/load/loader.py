@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -126,8 +125,8 @@ class VersionLoader:
         source = VersionSource(path)
         try:
             self.plan.check(source)
-            to_lock = ToLock(self.plan.copied_spans(source), self._kind.page_lock()) if lock else None
-            return source.map(to_lock, self.plan.read_spans(source) if self.plan.complete else None)
+            to_lock = ToLock(self.plan.spans(source, in_one_piece=True), self._kind.page_lock()) if lock else None
+            return source.map(to_lock, self.plan.spans(source) if self.plan.complete else None)
         except BaseException:
             source.close()
             raise
@@ -145,8 +144,13 @@ class VersionLoader:
         source = self._mapped.result()
         began_s = time.perf_counter()
         if self._own_layout:
-            with _where_it_was(self.model), disable_mtp_completeness_check():
+            before = [(tensor, tensor.data) for tensor in chain(self.model.parameters(), self.model.buffers())]
+            with disable_mtp_completeness_check():
                 self._reload(weights_iterator=source.tensors())
+            for tensor, first in before:  # captured graphs read it where it was
+                if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
+                    first.copy_(tensor.data)
+                    tensor.data = first
         elif self._kind.on_host:
             self._pack(source)
         else:
@@ -256,15 +260,3 @@ def _head_ids(model: torch.nn.Module) -> set[int]:
         if isinstance(head, torch.nn.Module):
             heads.add(id(head))
     return heads
-
-
-@contextmanager
-def _where_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """After it every parameter and buffer is where it was before, with its new content: captured graphs read it
-    there."""
-    before = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
-    yield
-    for tensor, first in before:
-        if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
-            first.copy_(tensor.data)
-            tensor.data = first

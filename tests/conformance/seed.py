@@ -13,8 +13,8 @@ import shutil
 import time
 from pathlib import Path
 
-from appliance.controller.responses.completions import completion_row
-from appliance.controller.responses.objects import queued
+from appliance.controller.evals.shapes import sample_object
+from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
 from appliance.store.objects import batches, evals, files, job_records, jobs, models, responses, uploads
 from appliance.store.records import keys
@@ -34,6 +34,7 @@ from appliance.store.rows import (
     VersionRow,
 )
 from train.data.check import check_training_file
+from train.graders.grading import ModelAnswer
 
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"
 TUNABLE = "gpt-4o-mini"
@@ -161,8 +162,9 @@ def _evals(db: Database) -> None:
             ),
         )
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
-    for item_id in ("output_item_id", "after"):
-        evals.insert_items(db, [EvalItemRow(item_id, "run_id", 0, now_s, "pass", {"foo": "bar"}, None, [result])])
+    sample = sample_object({"messages": []}, [ModelAnswer("bar")])
+    for place, item_id in enumerate(("output_item_id", "after")):
+        evals.insert_items(db, [EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result])])
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:

@@ -43,6 +43,7 @@ def test_answers_of_a_teacher_are_counted_or_become_rows(box: WholeBox, tmp_path
     assert rows or "cut off" in done.stderr
 
 
+@pytest.mark.soak
 def test_retrain_makes_a_version_of_each_days_files_and_its_gate_decides(box: WholeBox, tmp_path: Path) -> None:
     client = box.client()
     check: Any = {

@@ -14,7 +14,7 @@ from tests.e2e.box_support import wait_for, whole_box
 from tests.unit.train.test_peer_templates import FAMILIES, NO_CALLS, REFUSED, TOOL, encoder_of
 
 pytestmark = pytest.mark.timeout(900)
-EACH_TIME = ("qwen3", "phi3", "nemotron_3_nano")
+EACH_TIME = ("qwen3",)
 # The parser of gpt-oss takes Harmony's own tokenizer alone; muse_glimmer's family has no model that a CPU engine runs.
 NOT_SERVED = {"gptoss", "muse_glimmer"}
 # Calls of a syntax for which vLLM has a parser, or that are shown in a way of our own.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weights.format.config import KeepRules
-from weights.tiers.retention import Kept, keep
+from weights.tiers.record import Kept, keep
 
 RULES = st.builds(
     KeepRules,

@@ -23,8 +23,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import RolloutGrading, Saying, Teaching
+from appliance.controller.grading.grading import Grading
+from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode
@@ -253,11 +253,11 @@ class SimulatedEngines(Asking):
     """Asks a gateway that answers every request at once with its body; `rule` may do otherwise. asked_by: the key of
     each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, db: Database) -> None:
         self.rows = _Rows()
         self.hosts: dict[str, str] = {}
         transport = httpx.MockTransport(self._posted)
-        super().__init__(transport, lambda: self.rows, lambda model: self.hosts.get(model, model), lambda: None)
+        super().__init__(db, transport, lambda: self.rows, lambda model: self.hosts.get(model, model), lambda: None)
         self.sent: list[dict[str, Any]] = []
         self.asked_by: list[str] = []
         self.most_at_once = 0
@@ -335,7 +335,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     batches_dir, uploads_dir = folder / "batches", folder / "uploads"
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
-    settings, engines = ControllerConfig(**config), SimulatedEngines()
+    settings, engines = ControllerConfig(**config), SimulatedEngines(db)
     bus = Bus(folder / "bus.sock", settings, first_generation=1)
     spending = Spending(db, bus)
     stands_in: dict[str, Any] = {
@@ -383,15 +383,15 @@ def change(context: ControllerContext, **values: Any) -> None:
         object.__setattr__(context, name, value)
 
 
-Answering = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+def rollouts_of(context: ControllerContext, routing: Any = None) -> Rollouts:
+    """What answers the ranks of jobs."""
+    grading = Grading(context.db, context.graders, context.asking)
+    return Rollouts(context.db, routing or context.routing, context.asking, grading)
 
 
-def grading_of(context: ControllerContext) -> Answering:
-    """What grades rollouts."""
-    answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)
-    return RolloutGrading(context.db, context.graders, answers, saying).grade
-
-
-def teaching_of(context: ControllerContext) -> Answering:
-    """What asks the teacher of a distillation job."""
-    return Teaching(context.db, ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)).teach
+async def graded(
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False
+) -> dict[str, Any]:
+    """What the grader of a job says of these answers."""
+    found = await rollouts_of(context).judge(job_id, {"judge": "grade", "texts": texts, "item": item, "tools": tools})
+    return found.get("verdict", found)

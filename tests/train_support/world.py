@@ -36,8 +36,8 @@ from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
-# a few fp32 sums: one ulp of the loss.
-ACROSS_SIZES = 1e-6
+# a few fp32 sums, some ulps of the loss after a dozen steps; their number depends on the processor.
+ACROSS_SIZES = 3e-6
 
 # The data that a method trains on here, and its options.
 SAMPLES = {"compute_multiplier": 1.0, "eval_samples": 1, "max_completion_tokens": 16, "group": 8, "rows": 2}

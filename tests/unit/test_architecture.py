@@ -272,7 +272,7 @@ OF_A_MAKER = re.compile(
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {
-    ("appliance/cli/commands/machine.py", "nvidia-smi"),  # left out where it is not installed
+    ("appliance/cli/commands/machine.py", "nvidia-smi -q"),  # left out where it is not installed
     ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
 }
 
@@ -351,7 +351,7 @@ def test_the_command_line_is_a_thin_client():
         and module not in ("appliance",)
         # A backup or an invitation is made by the command itself, which imports it then.
         and not (
-            name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/nodes.py")
+            name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/box.py")
             and module.startswith(("appliance.backup", "appliance.invitation", "appliance.paths", "weights."))
         )
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
@@ -362,7 +362,6 @@ def test_the_command_line_is_a_thin_client():
     before = {
         "locate": (
             "appliance.DEFAULT_DATA_DIR",
-            *("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
             *(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         ),
         "commands/machine": (
@@ -370,12 +369,10 @@ def test_the_command_line_is_a_thin_client():
             *(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
         ),
         "commands/box": (
-            *(f"appliance.paths{name}" for name in ("", ".BoxPaths", ".UnsafeFolder", ".check_closed")),
             *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
             *("runtime.replace_file", "runtime.replace_file.replace_file"),
             *("runtime.log_files", "runtime.log_files.end_of"),
         ),
-        "commands/nodes": ("runtime.replace_file", "runtime.replace_file.replace_file"),
         "commands/data": tuple(
             f"train.data_checks.process{name}"
             for name in ("", ".BadOption", ".CheckFailed", ".answer_of", ".command_of")
@@ -552,6 +549,7 @@ TASKS = {
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
+    "appliance/tiers/flow.py TierFlow.run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/controller/engines/versions.py VersionProvider.in_memory": AWAITED,

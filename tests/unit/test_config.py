@@ -95,9 +95,13 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         (
             "[box]\nnode_address = '10.0.0.1'\nnode_port = 12000",
             {},
-            "box.toml: box.node_port is 12000: it must not",
+            "the configuration: [box]: node_port is 12000; expected a port other",
         ),
-        ("[box]\nnode_address = '10.0.0.1'\nport = 6380", {}, "the default of box.node_port is 6380: it must differ"),
+        (
+            "[box]\nnode_address = '10.0.0.1'\nport = 6380",
+            {},
+            "the configuration: [box]: node_port is 6380; expected a port other",
+        ),
         (
             "[observability]\notlp_endpoint = 'https://me:secret@collector:4318'",
             {},

@@ -3,7 +3,7 @@
 A tokenizer.json is a program: its normalizer replaces texts by texts, one after the other, and its expressions may
 never end; so do other vocabularies' expressions. Engines have no limit of their own; this process has one of CPU
 seconds and memory. Who started it learns from its last line, or from its end, what came of it
-(`appliance.models.folder_trial`).
+(`appliance.models.trial`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,7 +53,6 @@ class Graded:
     errors: GradingErrors = GradingErrors()
     messages: list[str] = field(default_factory=list)
     """What went wrong, in words."""
-    execution_s: float = 0.0
     tokens_by_model: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,7 +71,6 @@ def grade(
     grader: Grader, sample: Sample, item: Any, answers: Mapping[str, ModelAnswer], run_python: RunPython
 ) -> Graded:
     """Never raises for faults of the sample, the item or a user's code: the result's flags report them."""
-    started_s = time.perf_counter()
     rewards: dict[str, float] = {}
     errors, messages = GradingErrors(), []
     for name, leaf in leaves(grader).items():
@@ -102,7 +99,6 @@ def grade(
         sub_rewards=rewards if isinstance(grader, Multi) else {},
         errors=errors,
         messages=messages,
-        execution_s=time.perf_counter() - started_s,
         tokens_by_model=tokens,
     )
 

@@ -49,6 +49,9 @@ def replace_file(directory: Path, name: str, data: bytes) -> None:
         sync(temporary)
         os.rename(temporary, directory / name)
         os.fsync(fd)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     finally:
         os.close(fd)
 

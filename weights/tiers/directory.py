@@ -38,7 +38,6 @@ class DirectoryTier:
         self.where = str(models.parent)
         self._models, self._snapshots = models, snapshots or models.with_name("snapshots")
         self._free_bytes = free_bytes
-        self._read: dict[Path, tuple[int, Manifest]] = {}
 
     def path(self, name: Name) -> Path:
         """Path of a version, whether it exists or not. Raises InvalidName."""
@@ -129,12 +128,8 @@ class DirectoryTier:
             if model is None or version is None:
                 continue  # .staging, .downloads
             with suppress(FileNotFoundError, IntegrityError):
-                changed_ns = os.stat(path / MANIFEST_FILE, follow_symlinks=False).st_mtime_ns
-                if self._read.get(path, (0,))[0] != changed_ns:
-                    self._read[path] = changed_ns, Manifest.read(path)
-                manifest = self._read[path][1]
+                manifest = Manifest.read(path)
                 found[Name(manifest.kind, model, version)] = manifest
-        self._read = {path: known for path, known in self._read.items() if path.exists()}
         return found
 
 

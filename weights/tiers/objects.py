@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Protocol
 
 from weights.format.config import Location
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
-from weights.format.files import open_regular, sync
+from weights.format.files import open_regular, replace_file, sync
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_ROOM = "free some, or keep fewer versions and snapshots"
-_PARTIAL = ".partial"
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # of `replace_file`
 
 
 @contextmanager
@@ -68,28 +68,15 @@ class DirectoryObjects:
         self.where = str(root)
 
     def put(self, key: str, data: bytes) -> None:
+        target = self.root / key
         with self._rooted():
-            target, partial = self.root / key, self.root / _PARTIAL / uuid.uuid4().hex
-            partial.parent.mkdir(mode=0o700, exist_ok=True)
             make_folder(target.parent)
-            try:
-                fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                with os.fdopen(fd, "wb", buffering=0) as file:
-                    rest = memoryview(data)
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                    os.fsync(fd)
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.rename(partial, target)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-            sync(target.parent)
+            replace_file(target.parent, target.name, data)
 
     def get(self, key: str) -> bytes:
         path = self.root / key
         with self._rooted():
-            if not path.parent.is_dir() or not path.exists():
+            if not path.exists():
                 raise ObjectDamaged("it is missing", path=path)
             with open_regular(path.parent, path.name) as file:
                 return file.readall()
@@ -97,8 +84,7 @@ class DirectoryObjects:
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         with self._rooted():
             for folder, _, names in os.walk(self.root / prefix):
-                for name in sorted(names):
-                    path = Path(folder) / name
+                for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
                     yield path.relative_to(self.root).as_posix(), path.stat(follow_symlinks=False).st_size
 
     def delete(self, key: str) -> None:
@@ -107,8 +93,10 @@ class DirectoryObjects:
 
     def sweep(self) -> None:
         with self._rooted():
-            for path in (self.root / _PARTIAL).glob("*"):
-                path.unlink(missing_ok=True)
+            for folder, _, names in os.walk(self.root):
+                for name in names:
+                    if _PARTIAL.fullmatch(name):
+                        Path(folder, name).unlink(missing_ok=True)
 
     @contextmanager
     def _rooted(self) -> Iterator[None]:

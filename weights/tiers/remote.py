@@ -78,30 +78,26 @@ class RemoteTier:
         lossy = moments.ranges_of(layout) if self._int8_moments and name.kind == "snapshot" else {}
         for file, record in manifest.files.items():
             chunks = hashed(chunks_of(source, file, record.nbytes), record.checksum, found, path=source, file=file)
+            sent = self._send(name, file, chunks, lossy.get(file, []), moved)
             if file in lossy:  # the checksum is of what will be read
-                chunks = hashed(
-                    self._put_lossy(name, file, chunks, lossy[file], moved), None, found, path=source, file=file
-                )
-                for _ in chunks:
-                    pass
-                continue
-            for number, chunk in enumerate(chunks):
-                self._objects.put(_object_key(name, file, number), chunk)
-                moved(len(chunk))
+                sent = hashed(sent, None, found, path=source, file=file)
+            for _ in sent:
+                pass
         exact = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
         manifest = replace(manifest, meta=exact | ({MOMENTS: lossy} if lossy else {})).with_checksums(found)
         self._objects.put(f"copies/{name.key}", manifest.to_bytes())
         self._known()[name] = manifest
 
-    def _put_lossy(
+    def _send(
         self, name: Name, file: str, chunks: Iterable[bytes], ranges: list[moments.Range], moved: Moved
     ) -> Iterator[bytes]:
-        """Writes a file's objects with moments in 8 bits; passes on what will be read of them."""
+        """Writes a file's objects; passes on what will be read of them."""
         for number, chunk in enumerate(chunks):
-            data = moments.encode(chunk, ranges, number * CHUNK_BYTES)
+            start = number * CHUNK_BYTES
+            data = moments.encode(chunk, ranges, start) if ranges else chunk
             self._objects.put(_object_key(name, file, number), data)
             moved(len(data))
-            yield moments.decode(data, ranges, number * CHUNK_BYTES, len(chunk))
+            yield moments.decode(data, ranges, start, len(chunk)) if ranges else chunk
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
 from appliance.cli.command import Session, command
-from appliance.cli.errors import BadUsage, NotFound
+from appliance.cli.errors import BadUsage
 from appliance.cli.options import number, opt, picked
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _TIMEOUT_S = 900.0
 
 @command(
     "chat",
-    opt("model MODEL", names="model"),
+    opt("model MODEL"),
     opt("prompt PROMPT", nargs="?"),
     opt("--system TEXT", "A system message to begin with."),
     opt("--max-tokens N", "The longest answer, in tokens.", type=number(int, 1), default=512),
@@ -44,30 +44,25 @@ def chat(session: Session, args: Namespace) -> None:
     gateway = _gateway(session)
     if interactive:
         output.say(f"talking to {args.model}; an empty line or Ctrl-D ends it")
-    while True:
-        text = _typed() if interactive else sys.stdin.read() if args.prompt is None else args.prompt
-        if not text.strip():
-            if interactive:
-                return
-            raise BadUsage("the prompt is empty")
-        messages.append({"role": "user", "content": text})
-        try:
-            if session.as_json:
-                output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
-            else:
-                messages.append({"role": "assistant", "content": _answer(gateway, body)})
-        except NotFound as error:
-            raise NotFound(f"{error} `appliance model list` shows yours.") from error
-        if not interactive:
-            return
+        while text := _typed():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(gateway, body)})
+        return
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    if not text.strip():
+        raise BadUsage("the prompt is empty")
+    messages.append({"role": "user", "content": text})
+    if session.as_json:
+        output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+    else:
+        _answer(gateway, body)
 
 
 def _typed() -> str:
     """A line from the terminal, "" at its end."""
     try:
-        return input("> ")
+        return input("> ").strip()
     except EOFError:
-        print(file=sys.stderr)
         return ""
 
 

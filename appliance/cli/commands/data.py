@@ -147,8 +147,7 @@ _SHOWN = 3
 _READING = (
     opt(
         "--model DIR|NAME",
-        "Count tokens as this model does, and find examples too long for it: a directory, or a model of the box.",
-        names="model",
+        "Count tokens as this model does: a directory, or, for a file of the box, a model of the box.",
     ),
     opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
     opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),
@@ -244,12 +243,6 @@ def _carried_out(path: Path, options: dict[str, Any], **more: Any) -> dict[str, 
     look_for_all()
     from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
 
-    model = options.get("model")
-    if model is not None and not Path(model).expanduser().is_dir():
-        raise BadUsage(
-            f"--model is {model!r}; for a local file it is a directory with tokenizer.json. Upload the file to have it "
-            "checked with a model of the box"
-        )
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
     request = {"file": str(path), "check": options | names, "niceness": 0, **more}
     with output.progress(f"reading {path}"):

@@ -9,7 +9,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.commands.data import UPLOAD, kept_if_taken
 from appliance.cli.errors import BadUsage, CommandFailed
@@ -22,6 +22,11 @@ Z_95 = 1.959964
 _RUNS_SHOWN = 100
 _ITEMS_SHOWN = 10_000
 """As many as a run has at most."""
+
+
+def _ended(one: dict[str, Any]) -> bool:
+    """Of a batch and of a run."""
+    return one["status"] in ("completed", "failed", "expired", "cancelled", "canceled")
 
 
 def _path(eval_id: str) -> str:
@@ -53,21 +58,12 @@ def create(session: Session, args: Namespace) -> None:
         session.show(batch)
         return
     path = f"/v1/batches/{segment(batch['id'])}"
-    batch = until(lambda: session.client.get(path), _batch_ended, _batch_doing, args.timeout, batch["id"])
+    batch = until(lambda: session.client.get(path), _ended, _batch_doing, args.timeout, batch["id"])
     session.show(batch)
-    errors = (batch.get("errors") or {}).get("data") or []
-    if batch["status"] != "completed":
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        reason = f": {errors[0]['message']}{more}" if errors else ""
-        raise CommandFailed(f"{batch['id']} is {batch['status']}{reason}")
-    if failed := batch["request_counts"]["failed"]:
-        raise CommandFailed(
-            f"{formats.many(failed, 'line')} failed; `appliance file get {batch['error_file_id']} --save -` shows why"
-        )
-
-
-def _batch_ended(batch: dict[str, Any]) -> bool:
-    return batch["status"] in ("completed", "failed", "expired", "cancelled")
+    failed = batch["request_counts"]["failed"]
+    if batch["status"] != "completed" or failed:
+        why = f"; `appliance file get {batch['error_file_id']} --save -` shows why {failed:,} lines failed"
+        raise CommandFailed(f"{batch['id']} is {batch['status']}{why if failed else ''}")
 
 
 def _batch_doing(now: dict[str, Any]) -> Doing:
@@ -96,7 +92,7 @@ def _suite(text: str) -> tuple[Path, str]:
 
 @command(
     "eval run",
-    opt("models MODEL", nargs="+", names="model"),
+    opt("models MODEL", nargs="+"),
     opt("--suite PATH", "Prompts, with what graders compare with.", required=True, type=_suite),
     opt("--grader PATH", "JSON: a grader or a list.", type=json_file),
     opt("--eval EVAL_ID", "Use the graders of this evaluation."),
@@ -146,29 +142,24 @@ def run(session: Session, args: Namespace) -> None:
             uploaded.clear()  # both are in use from now on
             made.clear()
     if args.wait:
-        until(lambda: _runs(session, eval_id), _runs_ended, _runs_doing, args.timeout, eval_id)
+        until(lambda: _runs(session, eval_id), lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
     runs = _runs(session, eval_id)
     session.show({"id": eval_id, "runs": runs}, _side_by_side)
     for one in runs if args.wait else ():
-        if one["status"] != "completed":
-            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {one['error']['message']}")
-        if errored := one["result_counts"]["errored"]:
-            items = formats.many(errored, "item")
-            raise CommandFailed(f"{items} of {one['id']} of {one['model']} could not be judged")
+        errored = one["result_counts"]["errored"]
+        if one["status"] != "completed" or errored:
+            reason = f"{errored:,} items could not be judged" if errored else (one["error"] or {}).get("message")
+            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {reason}")
 
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
     return session.client.listed(f"{_path(eval_id)}/runs", _RUNS_SHOWN, order="desc")["data"]
 
 
-def _runs_ended(runs: list[dict[str, Any]]) -> bool:
-    return all(run["status"] in ("completed", "failed", "canceled") for run in runs)
-
-
 def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
     counts = [run["result_counts"] for run in runs]
     done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
-    return f"{formats.many(len(runs), 'run')}", done, sum(one["total"] for one in counts) or None
+    return f"{len(runs)} runs", done, sum(one["total"] for one in counts) or None
 
 
 @command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))

@@ -1,4 +1,4 @@
-"""`appliance job submit|logs|wait|update` and `appliance profile`: make jobs, and follow them.
+"""`appliance job submit|logs|wait|update`, `profile` and `plan`: make jobs and follow them, and whether they would fit.
 
 Hyperparameters of one method alone come from the table of methods (train.methods).
 """
@@ -11,9 +11,9 @@ import uuid
 from argparse import Namespace
 from typing import Any
 
-from appliance.cli import formats, output, views
-from appliance.cli.command import Session, command
-from appliance.cli.commands.data import kept_if_taken, uploaded_id
+from appliance.cli import formats, output
+from appliance.cli.command import COMMANDS, WORK_TIMEOUT_S, Session, command
+from appliance.cli.commands.data import file_path, kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     Option,
@@ -30,7 +30,7 @@ from appliance.cli.options import (
     part,
     picked,
 )
-from appliance.cli.resources import JOB, JOBS, segment
+from appliance.cli.resources import JOB, JOBS, Row, segment
 from appliance.cli.waiting import POLL_S, TIMEOUT, Doing, Patience, until
 from train.methods.methods import DEFAULT, METHODS
 
@@ -117,13 +117,13 @@ def job_path(job_id: str) -> str:
 
 @command(
     "job submit",
-    opt("--model MODEL", "The model to begin from.", required=True, names="model"),
+    opt("--model MODEL", "The model to begin from.", required=True),
     opt("--file PATH|FILE_ID", "Training data.", required=True),
     opt("--validation-file PATH|FILE_ID", "Data to measure the loss on."),
     *options(),
     opt("--grader PATH", "What gives answers their reward, JSON (docs/graders.md).", type=json_file),
     opt("--response-format PATH", "The form that answers are held to, JSON (docs/reinforcement.md).", type=json_file),
-    opt("--teacher MODEL[@VERSION]", "The model to come nearer to (docs/distillation.md).", names="model"),
+    opt("--teacher MODEL[@VERSION]", "The model to come nearer to (docs/distillation.md)."),
     opt("--suffix TEXT", "Part of the new model's name."),
     opt("--publish-as NAME", "Make a version of this model, new or one of yours."),
     *either("--activate", "--no-activate", "Does the version answer at once? Default: yes."),
@@ -181,17 +181,17 @@ def submit(session: Session, args: Namespace) -> None:
         _print_logs(session, job["id"], follow=True)
 
 
-@command("job update", JOB, *_DEVICES)
-def update(session: Session, args: Namespace) -> None:
+COMMANDS["job update"] = Row(
+    "job update",
+    "PATCH /admin/v1/jobs/{id}",
     """Change how an unfinished job may use the devices. It takes effect at once.
 
     Examples:
       appliance job update ftjob-abc123 --priority 10 --deadline 2026-11-22T06:00 --max-devices 4
-      appliance job update ftjob-abc123 --deadline none --sizes none     takes both away
-    """
-    changes = picked(args, _DEVICES)
-    answer = session.client.send("PATCH", f"/admin/v1/jobs/{segment(args.id)}", body=changes)
-    session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(changes))}")
+      appliance job update ftjob-abc123 --deadline none --sizes none     takes both away""",
+    "{id} is changed",
+    (JOB, *_DEVICES),
+).command()
 
 
 @command("job logs", JOB, flag("-f --follow", "Until the job ends."))
@@ -333,4 +333,71 @@ def profile_job(session: Session, args: Namespace) -> None:
     found = until(look, bool, lambda _: (args.id, None, None), args.timeout, args.id)[0]
     if isinstance(found, str):
         raise CommandFailed(f"{args.id} was not profiled: {found}")
-    session.show(found, views.profile)
+    session.show(found, _profile)
+
+
+def _profile(found: dict[str, Any]) -> Any:
+    """Where the time of profiled steps went."""
+    shares = {where: seconds / found["seconds"] for where, seconds in found["share"].items()}
+    trace = found["trace"] or "none: it would be too long; ask for fewer steps"
+    return output.view({**found, "share": shares, "trace": trace})
+
+
+_PLAN = "/admin/v1/plan"
+
+
+@command(
+    "plan serve",
+    opt("model MODEL", "A model of the box."),
+    opt("--replicas N", "Engines of it.", type=number(int, 1), default=1),
+    opt("--tensor-parallel N", "Devices that share one replica.", type=number(int, 1), default=1),
+)
+def plan_serve(session: Session, args: Namespace) -> None:
+    """Show the memory that engines would take: weights and KV cache per device, versions in shared memory.
+
+    It exits with 1 when it does not fit, so a script can ask before it submits.
+
+    Examples:
+      appliance plan serve llama-8b --replicas 4
+      appliance plan serve llama-70b --tensor-parallel 4 -o json
+    """
+    engines = picked(args, "model replicas tensor_parallel")
+    _show_plan(session, session.client.post(_PLAN, {"serve": engines}))
+
+
+@command(
+    "plan job",
+    opt("--model MODEL", "The model to begin from.", required=True),
+    opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
+    *options(),
+    opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
+    opt("--examples N", "Without --file: N of 200 tokens. Default: 1000.", type=number(int, 1)),
+)
+def plan_job(session: Session, args: Namespace) -> None:
+    """Show what a fine-tuning job would choose, and its memory per device. The job that follows chooses the same.
+
+    It exits with 1 when it does not fit, so a script can ask before it submits.
+
+    Examples:
+      appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted
+      appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
+    """
+    if args.file is not None and args.examples is not None:
+        raise BadUsage("--file has its examples; --examples is for a plan without one")
+    body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters(args)}
+    uploaded: list[str] = []
+    if args.file is not None:
+        body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)
+    try:
+        with output.progress(f"the box counts the tokens of {args.file}"):
+            plan = session.client.send("POST", _PLAN, body={"job": body}, timeout_s=WORK_TIMEOUT_S)
+    finally:
+        for one in uploaded:
+            session.client.delete(file_path(one))
+    _show_plan(session, plan)
+
+
+def _show_plan(session: Session, plan: dict[str, Any]) -> None:
+    session.show(plan)
+    if not plan["fits"]:
+        raise CommandFailed("it does not fit")

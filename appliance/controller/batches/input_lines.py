@@ -67,19 +67,21 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
             lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
             return lines
         for number, raw in enumerate(iter(partial(source.readline, line_bytes + 1), b""), 1):
-            if number > max_lines:
-                lines.add_error("too_many_requests", f"The file holds more than {max_lines} lines.", number)
-            elif len(raw) > line_bytes:
+            if len(raw) > line_bytes:
                 lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
-            elif raw.removeprefix(MARK).strip():
+                return lines
+            if raw.removeprefix(MARK).strip():
+                if len(lines.requests) == max_lines:
+                    lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
+                    return lines
                 try:
-                    custom_id, model = _checked(raw, endpoint)
-                    _check_among(custom_id, model, seen, lines)
+                    custom_id, lines.model = _checked(raw, endpoint, seen, lines.model)
+                    seen.add(custom_id)
                     lines.requests.append(Line(custom_id, offset, len(raw)))
                 except BadLine as error:
                     lines.add_error(error.code, str(error), number, error.param)
-            if number > max_lines or len(raw) > line_bytes or len(lines.errors) >= _MAX_ERRORS:
-                return lines
+                if len(lines.errors) >= _MAX_ERRORS:
+                    return lines
             offset += len(raw)
     if not lines.requests and not lines.errors:
         lines.add_error("empty_file", "The input file holds no requests.")
@@ -87,23 +89,12 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
 
 
 def parse(raw: bytes) -> Any:
-    """A line; on Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
+    """A line. On Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
     return orjson.loads(raw.removeprefix(MARK))
 
 
-def _check_among(custom_id: str, model: str, seen: set[str], lines: Lines) -> None:
-    """Checks it against the lines before it, and adds it to what is `seen`. Raises BadLine."""
-    if custom_id in seen:
-        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
-    lines.model = lines.model or model
-    if model != lines.model:
-        message = f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}."
-        raise BadLine("mismatched_model", message, "body.model")
-    seen.add(custom_id)
-
-
-def _checked(raw: bytes, endpoint: str) -> tuple[str, str]:
-    """(custom_id, model). Raises BadLine."""
+def _checked(raw: bytes, endpoint: str, seen: set[str], asked: str | None) -> tuple[str, str]:
+    """(custom_id, model). seen, asked: the ids and the model of earlier lines. Raises BadLine."""
     try:
         data = parse(raw)
     except orjson.JSONDecodeError as error:
@@ -137,4 +128,9 @@ def _checked(raw: bytes, endpoint: str) -> tuple[str, str]:
         if not isinstance(inputs[0], int):  # one input, as tokens
             message = f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines."
             raise BadLine("too_many_inputs", message, "body.input")
+    if custom_id in seen:
+        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
+    if asked not in (None, body["model"]):
+        message = f"All requests of a batch ask one model: {shown(body['model'])} was given after {shown(asked)}."
+        raise BadLine("mismatched_model", message, "body.model")
     return custom_id, body["model"]

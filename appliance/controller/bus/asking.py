@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import orjson
@@ -24,6 +24,9 @@ from appliance.controller.interfaces.records import EngineAnswer
 from appliance.gateway.core.errors import ENGINE_FAILED, ENGINES_DIED
 from appliance.gateway.core.router import FairQueue
 from appliance.gateway.core.table import OPEN
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.records import keys
 
 CONNECT_S = 5.0
 AWAY_RETRY_S = 1.0
@@ -32,25 +35,15 @@ QUOTA_RETRY_S = 30.0
 MOST_RETRY_S = 60.0
 UNKNOWN_SLOTS = 16
 NOT_AWAKE = "no engine of the model is awake"
-
-
-class Asker(NamedTuple):
-    """key_id: None for the box itself."""
-
-    key_id: str | None
-    owner: str
+Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    asker: Asker
+    owner: str
     model: str
     sequences: int
     place: asyncio.Future[None]
-
-
-class _KeyEnded(Exception):
-    pass
 
 
 class Asking:
@@ -65,6 +58,7 @@ class Asking:
 
     def __init__(
         self,
+        db: Database,
         transport: httpx.AsyncBaseTransport,
         table: Callable[[], Mapping[str, Any]],
         host: Callable[[str], str],
@@ -72,8 +66,8 @@ class Asking:
     ):
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout)
-        self._table, self._host, self._wants_changed = table, host, wants_changed
-        self._queues: dict[str, FairQueue[_Waiting]] = {}
+        self._db, self._table, self._host, self._wants_changed = db, table, host, wants_changed
+        self._queues: defaultdict[str, FairQueue[_Waiting]] = defaultdict(FairQueue)  # by host
         self._taken: Counter[str] = Counter()  # by host
         self._wanted: Counter[str] = Counter()
         self._limited: Counter[str | None] = Counter()  # by key: requests that wait for its limits
@@ -105,80 +99,81 @@ class Asking:
 
     async def ask(
         self,
-        asker: Asker,
+        key_id: str | None,
         model: str,
         url: str,
-        body: Callable[[], Awaitable[dict[str, Any]]],
-        request_id: str,
+        body: Body,
+        *,
+        request_id: str = "",
         sequences: int = 1,
+        within_s: float | None = None,
     ) -> EngineAnswer:
-        """The gateway's answer, but for those that say to come again; 401 where the key has ended. body: called when
-        there is a place, again for each attempt; its exceptions are raised. sequences: places that it takes."""
-        named, died = (asker.key_id, model), False
-        with self.wanted(model):
-            try:
-                while True:
-                    async with self._place(asker, model, sequences):
-                        answer, retry_s = await self._post(asker, url, orjson.dumps(await body()), request_id)
-                        if _code(answer) == ENGINE_FAILED:
-                            if died:
-                                answer.body["error"]["code"] = ENGINES_DIED
-                            else:
-                                died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
-                        if retry_s is None:
-                            return answer
-                        self._refusals[named] = str(answer.body["error"]["message"])
-                        if answer.status != 429:
-                            await asyncio.sleep(retry_s)  # with its place, so that no other one asks in vain
-                    if answer.status == 429:
-                        await self._wait_for_limits(asker, retry_s)
-            except _KeyEnded:
-                message = "The API key that asks has ended."
-                return EngineAnswer(401, error_object(message, "invalid_request_error", None, "invalid_api_key"))
-            finally:
-                self._refusals.pop(named, None)
+        """The gateway's answer, but for those that say to come again.
+
+        Args:
+            key_id: on behalf of which it is asked; None: the box itself, which has no limits.
+            body: or a function that makes it once there is a place, again for each attempt. Its exceptions are raised.
+            sequences: places that it takes.
+            within_s: after this time the answer is a 504.
+        """
+        request_id, died = request_id or new_id("req_"), False
+        try:
+            async with asyncio.timeout(within_s):
+                with self.wanted(model):
+                    while True:
+                        async with self._place(key_id, model, sequences):
+                            content = orjson.dumps(body if isinstance(body, dict) else await body())
+                            answer, retry_s = await self._post(key_id, url, content, request_id)
+                            if answer.code == ENGINE_FAILED:
+                                if died:
+                                    answer.body["error"]["code"] = ENGINES_DIED
+                                else:
+                                    died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
+                            if retry_s is None:
+                                return answer
+                            self._refusals[key_id, model] = answer.error
+                            if answer.status != 429:
+                                await asyncio.sleep(retry_s)  # with its place, so that no other one asks in vain
+                        if answer.status == 429:
+                            await self._wait_for_limits(key_id, retry_s)
+        except TimeoutError:
+            why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
+            return EngineAnswer(504, error_object(why, "server_error", None, "timeout"))
+        finally:
+            self._refusals.pop((key_id, model), None)
 
     def table_changed(self) -> None:
         for host in list(self._queues):
             self._grant(host)
 
-    def end_key(self, key_id: str) -> None:
-        """End what waits here of a key that has ended; the gateway ends what engines are at."""
-        for waiting in [one for queue in self._queues.values() for one in queue]:
-            if waiting.asker.key_id == key_id and not waiting.place.done():
-                waiting.place.set_exception(_KeyEnded())
-
     async def close(self) -> None:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def _place(self, asker: Asker, model: str, sequences: int) -> AsyncIterator[None]:
-        """Raises _KeyEnded."""
-        host = self._host(model)
-        waiting = _Waiting(asker, model, sequences, asyncio.get_running_loop().create_future())
-        queue = self._queues.setdefault(host, FairQueue())
-        queue.add(asker.owner, waiting, sequences)
+    async def _place(self, key_id: str | None, model: str, sequences: int) -> AsyncIterator[None]:
+        host, owner = self._host(model), keys.owner_of(self._db, key_id or "")
+        waiting = _Waiting(owner, model, sequences, asyncio.get_running_loop().create_future())
+        queue = self._queues[host]
+        queue.add(owner, waiting, sequences)
         self._grant(host)
         try:
             await waiting.place
             yield
         finally:
-            if not queue.discard(asker.owner, waiting):  # it had a place
+            if not queue.discard(owner, waiting):  # it had a place
                 self._taken[host] -= sequences
-            if not queue and self._queues.get(host) is queue:
-                del self._queues[host]
             self._grant(host)
 
     def _grant(self, host: str) -> None:
         while (waiting := self._next(host)) is not None:
-            self._queues[host].take(waiting.asker.owner, waiting)
+            self._queues[host].take(waiting.owner, waiting)
             self._taken[host] += waiting.sequences
             waiting.place.set_result(None)
 
     def _next(self, host: str) -> _Waiting | None:
         """The request that is next for a place on this host's engines, if one is free."""
         table = self._table()
-        for waiting in self._queues.get(host, ()):
+        for waiting in self._queues[host]:
             row = table.get(waiting.model)
             places = 1 if row is None else _places(row)  # of a model that is gone the gateway says so
             if places > self._taken[host] and not waiting.place.done():
@@ -187,12 +182,14 @@ class Asking:
                 return None
         return None
 
-    async def _post(self, asker: Asker, url: str, content: bytes, request_id: str) -> tuple[EngineAnswer, float | None]:
+    async def _post(
+        self, key_id: str | None, url: str, content: bytes, request_id: str
+    ) -> tuple[EngineAnswer, float | None]:
         """The answer, and in how many seconds to send it again; None: it is final."""
         headers = {
             "content-type": "application/json",
             "x-appliance-class": "batch",
-            "x-appliance-key-id": asker.key_id or "",
+            "x-appliance-key-id": key_id or "",
             "x-request-id": request_id,
         }
         try:
@@ -206,24 +203,20 @@ class Asking:
             message = "The engine's answer is not JSON."
             return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
         answer = EngineAnswer(response.status_code, body, response.headers.get("x-appliance-model-version", ""))
+        if answer.status == 401 and not keys.how_ended(self._db, key_id):  # the gateway does not know the key yet
+            return answer, AWAY_RETRY_S
         if answer.status not in (429, 503):
             return answer, None
         return answer, float(response.headers.get("retry-after", QUOTA_RETRY_S))
 
-    async def _wait_for_limits(self, asker: Asker, retry_s: float) -> None:
+    async def _wait_for_limits(self, key_id: str | None, retry_s: float) -> None:
         """The longer the more requests of the key wait, or all of them would come again at once for one that may go."""
-        self._limited[asker.key_id] += 1
+        self._limited[key_id] += 1
         try:
             longest_s = max(MOST_RETRY_S, retry_s)
-            await asyncio.sleep(min(retry_s * self._limited[asker.key_id] * random.uniform(0.5, 1.5), longest_s))  # noqa: S311
+            await asyncio.sleep(min(retry_s * self._limited[key_id] * random.uniform(0.5, 1.5), longest_s))  # noqa: S311
         finally:
-            self._limited[asker.key_id] -= 1
-            if not self._limited[asker.key_id]:
-                del self._limited[asker.key_id]
-
-
-def _code(answer: EngineAnswer) -> str | None:
-    return None if answer.status == 200 else answer.body.get("error", {}).get("code")
+            self._limited[key_id] -= 1
 
 
 def _places(row: Mapping[str, Any]) -> int:

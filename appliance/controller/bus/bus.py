@@ -53,7 +53,6 @@ class _Gateway:
     writer: asyncio.StreamWriter
     report: Report | None = None
     sent_generation: int = -1
-    sent_degraded: list[str] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     lost_at_s: float | None = None
 
@@ -137,7 +136,7 @@ class Bus:
         """Capabilities that the box lacks now, for the gateways' /health."""
         if names != self._degraded:
             self._degraded = names
-            self._wake_all()
+            self._next_generation()
 
     # --- listening
 
@@ -267,37 +266,22 @@ class Bus:
                 if gateway.sent_generation < self.generation:
                     gateway.sent_generation = self.generation
                     gateway.writer.write(self._line)
-                if gateway.sent_degraded != self._degraded:
-                    gateway.sent_degraded = self._degraded
-                    message = {"type": "degraded", "names": self._degraded}
-                    gateway.writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
                 await gateway.writer.drain()
                 await gateway.wake.wait()
 
     def _next_generation(self) -> None:
         self.generation += 1
         self._encode()
-        self._wake_all()
-
-    def _wake_all(self) -> None:
         for gateway in self._gateways:
             gateway.wake.set()
 
     def _encode(self) -> None:
-        """Many names have the owners of one model, which are in the line once: `owners` is an index of `audiences`."""
-        places: dict[tuple[str, ...], int] = {}
-        rows = {
-            name: row
-            if row.get("owners") is None
-            else row | {"owners": places.setdefault(tuple(row["owners"]), len(places))}
-            for name, row in self.models.items()
-        }
         table = {
             "type": "table",
             "generation": self.generation,
-            "audiences": list(places),
-            "models": rows,
+            "models": self.models,
             "keys": self.keys,
+            "degraded": self._degraded,
         }
         self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import CapacityLimiter
 
+from appliance.backup import LastBackup
 from appliance.controller.access.quotas import Quotas
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.asking import Asking
@@ -24,7 +25,6 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.last_backup import LastBackup
 from appliance.store.database import Database
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks

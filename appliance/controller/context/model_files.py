@@ -13,10 +13,8 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion, Report
 from appliance.store.rows import VersionRow
-from appliance.tiers.check import Checked, check
-from appliance.tiers.facts import name_of
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import Checked, Tiers, name_of
 from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.memory.lease import unpin
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier that was just stopped
+READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier
 
 
 class LibraryOps:
@@ -85,7 +83,7 @@ class LibraryOps:
         return {"copies": len(found.whole), "unsealed": found.unsealed, **found.totals()}
 
     async def _check(self, names: list[Name], report: Report) -> Checked:
-        found = await _thread(check, self._tiers, names, report)
+        found = await _thread(self._tiers.check, names, report)
         if found.faults:
             raise OperationFailed("; ".join(found.faults), code="copies_damaged")
         return found
@@ -95,7 +93,6 @@ class LibraryOps:
         self.let_go(model)
         names = [name_of(row) for row in rows]
         for name in names:
-            self._flow.stop_copying(name)
             await _thread(self._library.remove, name.model, name.version)
             await self._forget(name)
             self._flow.forget(name)

@@ -12,6 +12,7 @@ import errno
 import logging
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -64,8 +65,8 @@ class Kind:
     per_owner: int = 1000
 
 
-async def until_room(write: Callable[[], Awaitable[T]]) -> T:
-    """What `write` returns; it is repeated while the disk is full, so that no computed answer is discarded."""
+async def _until_room(write: Callable[[], Awaitable[T]]) -> T:
+    """What `write` returns; it is repeated while the disk is full."""
     while True:
         try:
             return await write()
@@ -119,9 +120,8 @@ class Tasks:
         self._kinds: dict[str, Kind] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}  # by kind
         self._slots_of_owners: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
-        self._waiting: set[tuple[str, str]] = set()
-        self._live: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._restarting: set[tuple[str, str]] = set()  # live ones that were cancelled to begin again
+        self._live: dict[tuple[str, ...], asyncio.Task[None]] = {}  # by kind and object
+        self._restarting: set[tuple[str, ...]] = set()  # live ones that were cancelled to begin again
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add(self, kind: Kind) -> None:
@@ -131,32 +131,31 @@ class Tasks:
         """Run what earlier processes have left, and from now on what is started."""
         self._loop = asyncio.get_running_loop()
         for row in tasks.list_all(self._db):
-            self._begin(row.kind, row.id)
+            self._begin((row.kind, row.id))
 
     def start(self, kind: str, object_id: str, key_id: str | None, **arguments: Any) -> None:
         """Call it in the transaction that makes the object. arguments: what the object's row does not say. A task that
         is there already stays as it is."""
         tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), arguments))
-        self._soon(self._begin, kind, object_id, False)
+        self._soon(kind, object_id, restart=False)
 
     def restart(self, kind: str, object_id: str) -> None:
         """The object was cancelled, deleted or failed: stop what is done for it and read its row again."""
-        self._soon(self._begin, kind, object_id)
+        self._soon(kind, object_id, restart=True)
 
     def of_key(self, key_id: str) -> dict[str, list[str]]:
         """Ids of unfinished objects that end with this key, by kind."""
-        rows = [row for row in tasks.list_all(self._db, key_id=key_id) if self._kinds[row.kind].noun]
-        return {kind: [row.id for row in rows if row.kind == kind] for kind in dict.fromkeys(row.kind for row in rows)}
+        found = defaultdict[str, list[str]](list)
+        for row in tasks.list_all(self._db, key_id=key_id):
+            if self._kinds[row.kind].noun:
+                found[row.kind].append(row.id)
+        return found
 
     def end_key(self, key_id: str) -> None:
         """The key was revoked or has expired: fail its unfinished objects."""
         for kind, ids in self.of_key(key_id).items():
             for object_id in ids:
                 self.restart(kind, object_id)
-
-    def waits(self, kind: str, object_id: str) -> bool:
-        """Whether the task waits for its turn."""
-        return (kind, object_id) in self._waiting
 
     async def idle(self, *kinds: str) -> None:
         """Returns when no task of these kinds runs."""
@@ -171,66 +170,55 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _soon(self, call: Callable[..., None], *given: Any) -> None:
+    def _soon(self, *name: str, restart: bool) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(call, *given)
+            self._loop.call_soon_threadsafe(self._begin, name, restart)
 
-    def _begin(self, kind: str, object_id: str, restart: bool = True) -> None:
+    def _begin(self, name: tuple[str, ...], restart: bool = True) -> None:
         """restart: a live one is cancelled and begins again."""
-        name = kind, object_id
         if name not in self._live:
-            task = self._live[name] = asyncio.create_task(self._run(kind, object_id), name=f"{kind} {object_id}")
+            task = self._live[name] = asyncio.create_task(self._run(*name), name=" ".join(name))
             task.add_done_callback(lambda _: self._ended(name))
         elif restart and name not in self._restarting:
             self._restarting.add(name)
             self._live[name].cancel()
 
-    def _ended(self, name: tuple[str, str]) -> None:
+    def _ended(self, name: tuple[str, ...]) -> None:
         del self._live[name]
         if name in self._restarting:
             self._restarting.discard(name)
             if self._loop is not None:
-                self._begin(*name)
+                self._begin(name)
 
     async def _run(self, name: str, object_id: str) -> None:
         try:
             with self._db.transaction():  # a thread that has just started it commits first
                 row = tasks.find(self._db, name, object_id)
-            if row is not None:
-                await self._work(self._kinds[name], row)
+            if row is None:
+                return
+            kind = self._kinds[name]
+            if (failed := await self._failure(kind, row)) is not None:
+                await _until_room(partial(kind.fail, row, failed))
+            await _until_room(partial(asyncio.to_thread, tasks.delete, self._db, name, object_id))
         except Exception as error:  # noqa: BLE001 - its row stays, and the next start tries again
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 
-    async def _work(self, kind: Kind, row: TaskRow) -> None:
-        failed = self._ended_key(kind, row)
-        if failed is None:
-            try:
-                await until_room(partial(self._run_in_turn, kind, row))
-            except TaskFailed as error:
-                failed = error
-            except Exception as error:  # noqa: BLE001 - logged, and its object says so
-                log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
-                failed = TaskFailed(INTERNAL_ERROR, first_words(error))
-        if failed is not None:
-            await until_room(partial(kind.fail, row, failed))
-
-        async def delete() -> None:
-            tasks.delete(self._db, row.kind, row.id)
-
-        await until_room(delete)
+    async def _failure(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
+        """Runs it. Returns why it failed; None: it has ended."""
+        if kind.noun and (how := keys.how_ended(self._db, row.key_id)):
+            return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.")
+        try:
+            await _until_room(partial(self._run_in_turn, kind, row))
+        except TaskFailed as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - logged, and its object says so
+            log.error("%s of %s has a bug", row.id, kind.name, exc_info=error)
+            return TaskFailed(INTERNAL_ERROR, first_words(error))
+        return None
 
     async def _run_in_turn(self, kind: Kind, row: TaskRow) -> None:
         """An owner waits for a slot among all with `per_owner` tasks at most, so owners take turns."""
-        owner, name = keys.owner_of(self._db, row.key_id or ""), (row.kind, row.id)
+        owner = keys.owner_of(self._db, row.key_id or "")
         own = self._slots_of_owners.setdefault((kind.name, owner), asyncio.Semaphore(kind.per_owner))
-        self._waiting.add(name)
-        try:
-            async with own, self._slots[kind.name]:
-                self._waiting.discard(name)
-                await kind.run(row)
-        finally:
-            self._waiting.discard(name)
-
-    def _ended_key(self, kind: Kind, row: TaskRow) -> TaskFailed | None:
-        how = keys.how_ended(self._db, row.key_id) if kind.noun else ""
-        return TaskFailed(KEY_ENDED, f"The API key of this {kind.noun} {how}.") if how else None
+        async with own, self._slots[kind.name]:
+            await kind.run(row)

@@ -89,14 +89,11 @@ class VersionProvider:
 
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to. May be called from any thread."""
-        return any(
-            version == name.version and self._owner_id(model) == name.model
-            for model, version in (*self._served.items(), *self._leases)
-        )
-
-    def _owner_id(self, name: str) -> str | None:
-        found = resolve(self._db, name)
-        return None if found is None else found.model.id
+        for model, version in (*self._served.items(), *self._leases):
+            if version == name.version and (found := resolve(self._db, model)) is not None:
+                if found.model.id == name.model:
+                    return True
+        return False
 
     def let_go(self, name: str) -> None:
         """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import time
 from dataclasses import replace
@@ -29,7 +28,7 @@ from appliance.controller.http import views
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
+from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
@@ -38,7 +37,6 @@ from appliance.store.rows import UploadRow, columns
 
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
-_MD5 = re.compile(r"[0-9a-fA-F]{32}\Z")
 UPLOADS = Resource(
     "upload",
     "/v1/uploads",
@@ -59,7 +57,7 @@ class UploadCreate(StrictBody):
 
 class UploadComplete(StrictBody):
     part_ids: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=MAX_PARTS)]
-    md5: Annotated[str, StringConstraints(max_length=64)] | None = None
+    md5: Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{32}$")] | None = None
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -107,8 +105,14 @@ def routes(context: ControllerContext) -> APIRouter:
             size = (await form.receive(request, incoming, config.upload_part_bytes, "data")).size
             with db.transaction():
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
-                _check_room(row, size)
-                upload_rows.update(db, row.id, parts=row.parts + 1, part_bytes=row.part_bytes + size)
+                if (size := row.part_bytes + size) > 2 * row.bytes:
+                    raise BadRequest(
+                        f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may "
+                        "be sent a second time); create an upload with the file's size.",
+                        param="data",
+                        code="upload_too_large",
+                    )
+                upload_rows.update(db, row.id, part_bytes=size)
                 os.rename(incoming, incoming.with_name(part_id))
         finally:
             incoming.unlink(missing_ok=True)
@@ -129,23 +133,6 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     return router
-
-
-def _check_room(row: UploadRow, size: int) -> None:
-    """For one more part of this size. Raises BadRequest."""
-    if row.parts >= MAX_PARTS:
-        raise BadRequest(
-            f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-            param="data",
-            code="too_many_parts",
-        )
-    if row.part_bytes + size > 2 * row.bytes:
-        raise BadRequest(
-            f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may be sent a "
-            "second time); create an upload with the file's size.",
-            param="data",
-            code="upload_too_large",
-        )
 
 
 async def _complete(context: ControllerContext, row: UploadRow, body: UploadComplete, caller: Principal) -> None:
@@ -207,10 +194,6 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
 
 def _check_chosen(row: UploadRow, body: UploadComplete, folder: Path) -> None:
     """Raises BadRequest."""
-    if body.md5 is not None and not _MD5.match(body.md5):
-        raise InvalidValue(
-            f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.", "md5"
-        )
     known = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     size = sum(known.get(part_id, 0) for part_id in body.part_ids)

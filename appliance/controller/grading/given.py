@@ -1,4 +1,4 @@
-"""Checks graders, items and forms of answers of requests for the caller."""
+"""Checks graders, teachers and forms of answers of requests for the caller."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import orjson
 
-from appliance.controller.access.model_access import check_may_ask
+from appliance.controller.access.model_access import check_may_ask, unknown_model
+from appliance.controller.access.naming import Resolved
+from appliance.controller.access.naming import resolve as resolve_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.controller.grading import in_tokens
+from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs.settings import tokenizer_of
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
@@ -35,13 +39,9 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         grader = parse(given)
         check_threshold(grader)
     except MissingField as error:
-        path = f"{param}.{error.param}"
-        raise BadRequest(
-            f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter"
-        ) from None
+        raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
-        path = f"{param}.{error.param}" if error.param else param
-        raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
+        raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
     models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := refusal()):
@@ -65,9 +65,9 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
     try:
         found = await hosts.unusable(caller.owner, code)
     except WorkerBroke as error:
-        raise not_looked_at(f"The code of {param!r}", error) from error
+        raise _not_checked(f"The code of {param!r}", error) from error
     for path, why in found:
-        raise BadRequest(f"Invalid '{param}.{path}': {why}.", param=f"{param}.{path}", code="invalid_grader")
+        raise _invalid(f"{param}.{path}", why, "invalid_grader")
 
 
 async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
@@ -77,9 +77,9 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
     except ForkBroke as error:
         refused = str(error)
     except WorkerBroke as error:
-        raise not_looked_at(f"The schema of {param!r}", error) from error
+        raise _not_checked(f"The schema of {param!r}", error) from error
     if refused:
-        raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
+        raise _invalid(param, refused, "invalid_json_schema")
 
 
 async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
@@ -92,11 +92,6 @@ async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: s
             await check_schema(hosts, named["schema"], caller, f"{param}.{inside}")
 
 
-def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
-    """The worker broke by itself; the request is not at fault."""
-    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
-
-
 def form_of(given: Any, param: str) -> dict[str, Any] | None:
     """The form that a job's ranks hold their answers to (train.rollouts.form); None for plain text. Raises
     BadRequest."""
@@ -104,25 +99,69 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in ("json_object", "json_schema"):
-        raise BadRequest(
-            f"Invalid '{param}': expected an object of the type text, json_object or json_schema.",
-            param=param,
-            code="invalid_value",
-        )
+        raise _invalid(param, "expected an object of the type text, json_object or json_schema", "invalid_value")
     named = given.get("json_schema")
     if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
-        path = f"{param}.json_schema.schema"
-        raise BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+        raise _missing(f"{param}.json_schema.schema")
     check_asked({"response_format": given}, param)
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
-        raise BadRequest(
-            f"Invalid '{param}': the ranks of a job do not enforce `{place}` of its schema; use a simpler form, or let "
-            "the grader reward it.",
-            param=param,
-            code="unsupported_value",
-        )
+        why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
+        raise _invalid(param, why, "unsupported_value")
     form: dict[str, Any] = given
     return form
+
+
+def teacher_of(
+    context: ControllerContext, name: Any, student: Resolved, longest: int, caller: Principal, param: str
+) -> str:
+    """The name, checked. longest: tokens of a prompt with its answer. Raises Forbidden and NotFound for a model that
+    the caller may not ask, BadRequest for one that cannot teach this student; whether both have the same tokens takes a
+    second, so the job's validation checks it."""
+    if not isinstance(name, str) or not name:
+        raise InvalidValue(
+            f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
+        )
+    check_may_ask(context.db, caller, name, chats=False, param=param)
+    teacher = resolve_model(context.db, name)
+    if teacher is None:
+        raise unknown_model(name, param)
+    if why := _why_not(context, teacher, student, longest):
+        raise BadRequest(
+            f"{shown(name)} cannot teach {shown(student.name)}: {why}.", param=param, code="invalid_teacher"
+        )
+    return name
+
+
+def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, longest: int) -> str:
+    if teacher.model.task != "generate":
+        return "it makes embeddings, and a teacher says how likely a text is"
+    longest_text = in_tokens.LONGEST
+    room = min(longest_text, context.sizes.context(teacher.model, teacher.version) or longest_text) - in_tokens.MADE
+    if longest > room:
+        return (
+            f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
+            f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
+        )
+    for one in (student, teacher):
+        if tokenizer_of(context, one) is None:
+            return (
+                f"whether both have the same tokens cannot be seen while the files of {one.name} are neither on disk "
+                "nor in shared memory; ask it something, which brings them back"
+            )
+    return ""
+
+
+def _missing(path: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+
+
+def _invalid(path: str, why: str, code: str) -> BadRequest:
+    return BadRequest(f"Invalid '{path}': {why}.", param=path, code=code)
+
+
+def _not_checked(what: str, error: WorkerBroke) -> ApiError:
+    """The worker broke by itself; the request is not at fault."""
+    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
 def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:

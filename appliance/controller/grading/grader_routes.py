@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -12,16 +12,15 @@ from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import MAX_DEPTH, check_code, grader_of
-from appliance.controller.grading.judged import graded_with_answers
-from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.grading import Grading
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, InvalidValue
+from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from appliance.store.ids import new_id
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
-from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
 from weights.format.foreign_json import is_deeper
 
@@ -38,13 +37,13 @@ class Run(StrictBody):
     item: Any = None
 
 
-def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers) -> APIRouter:
+def routes(context: ControllerContext, grading: Grading) -> APIRouter:
     router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
 
     @router.post("/validate")
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
-        await check_code(hosts, grader, caller, "grader")
+        await check_code(context.graders, grader, caller, "grader")
         return {"grader": grader.as_given()}
 
     @router.post("/run")
@@ -52,20 +51,15 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
         grader = grader_of(context, body.grader, caller)
         if is_deeper(body.item, MAX_DEPTH):
             raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
-        try:
-            sample = Sample(body.model_sample), body.item
-            ask = partial(answers.ask, caller.key_id, within_s=ANSWER_WITHIN_S)
-            graded, _ = await while_present(request, graded_with_answers(hosts, caller.owner, grader, sample, ask))
-        except WorkerBroke as error:
-            raise ApiError(
-                503, f"The grader was not run: {error}. Please retry.", kind="server_error", code="grader_not_run"
-            ) from error
-        return _result(grader, graded)
+        sample, began_s = Sample(body.model_sample), time.perf_counter()
+        work = grading.grade(caller.key_id, grader, sample, body.item, group=new_id("grade_"), within_s=ANSWER_WITHIN_S)
+        graded, _ = await while_present(request, work)
+        return _result(grader, graded, time.perf_counter() - began_s)
 
     return router
 
 
-def _result(grader: Grader, graded: Graded) -> dict[str, Any]:
+def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
     tokens = sum(graded.tokens_by_model.values())
     models = {judge.model for judge in judges(grader)}
     return {
@@ -75,7 +69,7 @@ def _result(grader: Grader, graded: Graded) -> dict[str, Any]:
             "name": grader.name,
             "type": grader.type,
             "errors": asdict(graded.errors),
-            "execution_time": graded.execution_s,
+            "execution_time": took_s,
             "scores": graded.sub_rewards or {grader.name: graded.reward},
             "token_usage": tokens if models else None,
             "sampled_model_name": ", ".join(sorted(models)) or None,

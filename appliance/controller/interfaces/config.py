@@ -14,7 +14,7 @@ class OwnerBounds(BaseModel):
     """What the keys of one owner may store or run at once in total; admins have no limits, and a key may have limits of
     its own (`appliance key limit --bound`)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     unfinished: int = Field(200, ge=0)
     """Jobs, batches, runs of evaluations, responses in background and uploads that have not ended."""
@@ -33,7 +33,7 @@ class RetentionSettings(BaseModel):
     """Days after which housekeeping deletes (those without a default: never, unless set; for never, set a large
     number). Stored responses and chat completions have `responses_kept_days`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     files_days: float | None = Field(None, gt=0)
     """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
@@ -75,7 +75,7 @@ PublicUrl = Annotated[str, AfterValidator(_public)]
 class OidcSettings(BaseModel):
     """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     issuer: str = ""
     """As the provider writes it, such as `https://login.example.org/realms/us`."""
@@ -112,7 +112,7 @@ class OidcSettings(BaseModel):
 class ControllerConfig(BaseModel):
     """Every limit and wait of the controller, with its unit in the name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     organization: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
     """Part of the names of fine-tuned models: ft:<base>:<organization>:<suffix>:<8 characters>."""

@@ -77,3 +77,18 @@ class EngineAnswer:
     status: int
     body: Any
     version: str = ""
+
+    @property
+    def error(self) -> str:
+        """The message of an error; empty for an answer."""
+        if self.status == 200:
+            return ""
+        return str(self._error.get("message") or f"The request failed with status {self.status}.")
+
+    @property
+    def code(self) -> str | None:
+        return None if self.status == 200 else self._error.get("code")
+
+    @property
+    def _error(self) -> dict[str, Any]:
+        return (self.body.get("error") if isinstance(self.body, dict) else None) or {}

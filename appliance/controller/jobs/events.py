@@ -135,14 +135,12 @@ class JobEvents:
             text = f"{where}: {span} repeated ({lost} in all)"
             add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
 
-    def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
-        """The job left its devices; its state is in the snapshot."""
-        db = self._db
-        with db.transaction():
-            known = jobs.get(db, job_id).snapshot or {}
-            jobs.update(db, job_id, step=step, snapshot={**known, "step": step, "path": snapshot_path})
-            jobs.set_phase(db, job_id, "suspended", reason=reason)
-            add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
+    def suspended(self, job_id: str, step: int, reason: str) -> None:
+        """The job left its devices; its state is in the snapshot of this step."""
+        with self._db.transaction():
+            jobs.set_phase(self._db, job_id, "suspended", step=step, reason=reason)
+            text = f"Fine-tuning job suspended at step {step}: {reason}"
+            add_message(self._db, job_id, text, data={"step": step})
 
     def conclude(self, job_id: str) -> Verdict:
         """Judge a job whose ranks report no more, and make its result file; there may be 100,000 steps. A full disk

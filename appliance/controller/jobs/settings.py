@@ -55,7 +55,7 @@ class Wish:
         """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
         return self.max_devices or max(nodes.unasked, self.least, tensor_parallel, *(self.asked_sizes or ()))
 
-    def check(self, nodes: NodeSizes | None) -> None:
+    def check(self, nodes: NodeSizes) -> None:
         """It must leave at least one size, of which the smallest must fit on a node; a larger `max_devices` only
         limits. Raises BadRequest."""
         least, asked = self.least, self.asked_sizes or []
@@ -67,10 +67,9 @@ class Wish:
             raise InvalidValue(
                 f"allowed_sizes is {asked}; expected at least one size from {least} to {most}.", "allowed_sizes"
             )
-        if nodes is not None:
-            nodes.refuse_more("min_devices", least)
-            if sizes:
-                nodes.refuse_more("allowed_sizes", min(sizes), str(asked))
+        nodes.refuse_more("min_devices", least)
+        if sizes:
+            nodes.refuse_more("allowed_sizes", min(sizes), str(asked))
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
         """Sizes that divide the work of a step, and the requested ones among them."""

@@ -8,6 +8,7 @@ failed change takes back its own version only.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,10 +46,9 @@ async def switch(context: ControllerContext, row: ModelRow, version: str, why: s
     try:
         return await context.scheduler.converge_model(row.id)
     except SwapFailed:
-        try:
-            back = models.reactivate(context.db, row.id, failed=version, previous=row.active_version)
-        except RowNotFound as error:
-            raise SwapFailed(row.id, version, "the version it would go back to was deleted meanwhile") from error
-        if back:
-            context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
+        with suppress(RowNotFound), context.db.transaction():  # the version before is gone too
+            now = models.find(context.db, row.id)
+            if now is not None and now.active_version == version and row.active_version is not None:
+                models.activate(context.db, row.id, row.active_version)
+                context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
         raise

@@ -12,13 +12,13 @@ from pydantic import StringConstraints
 from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.work import BATCHES as KIND
-from appliance.controller.batches.work import Batches
+from appliance.controller.batches.work import waiting_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.paging import part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import Metadata, StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
@@ -37,24 +37,18 @@ BATCHES = Resource(
 
 class BatchCreate(StrictBody):
     completion_window: Literal["24h"]
-    endpoint: Annotated[str, StringConstraints(max_length=128)]
+    endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(context: ControllerContext, runner: Batches) -> APIRouter:
-    db, view = context.db, partial(_view, runner)
+def routes(context: ControllerContext) -> APIRouter:
+    db, view = context.db, partial(_view, context)
     router = BATCHES.serve(context, view, batches.page, part(20, most=100))
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        if body.endpoint not in ENDPOINTS:
-            raise InvalidValue(
-                f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
-                f"{', '.join(ENDPOINTS)}.",
-                "endpoint",
-            )
         attempt = BATCHES.attempt(request, caller, body.model_dump())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
@@ -102,7 +96,7 @@ def routes(context: ControllerContext, runner: Batches) -> APIRouter:
     return router
 
 
-def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
+def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
@@ -114,6 +108,6 @@ def _view(runner: Batches, row: BatchRow) -> dict[str, Any]:
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
-        "waiting_for": runner.waiting_for(row),
+        "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,
     }

@@ -6,20 +6,11 @@ import secrets
 import time
 from typing import Any
 
+from appliance.controller.access import naming
 from appliance.controller.access.model_access import usable_model
-from appliance.controller.access.naming import (
-    STABLE_NAME_RULE,
-    SUFFIX_RULE,
-    Resolved,
-    fine_tuned_name,
-    is_stable_name,
-    is_suffix,
-    resolve,
-    root_base,
-)
+from appliance.controller.access.naming import Resolved, resolve, root_base
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
-from appliance.controller.grading.teachers import teacher_of
+from appliance.controller.grading.given import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
@@ -163,25 +154,27 @@ def _output_model(
     """The name of the model that the job makes: a new one, or the model that it was asked to make a version of. Raises
     BadRequest and Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
-    if suffix is not None and not is_suffix(suffix):
-        raise InvalidValue(f"Invalid value for 'suffix': {shown(suffix)} was given, expected {SUFFIX_RULE}.", "suffix")
+    if suffix is not None and not naming.is_suffix(suffix):
+        raise InvalidValue(
+            f"Invalid value for 'suffix': {shown(suffix)} was given, expected {naming.SUFFIX_RULE}.", "suffix"
+        )
     if name is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
             raise InvalidValue(
                 f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
             )
-        return fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+        return naming.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
     if suffix is not None:
         raise InvalidValue(
             "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
             "suffix",
         )
     others, existing = jobs.unfinished_making(db, name), models.find(db, name)
-    if existing is None and not is_stable_name(name):
+    if existing is None and not naming.is_stable_name(name):
         raise InvalidValue(
             f"Invalid value for 'publish_as': {shown(name)} was given, expected the name of a fine-tuned model of "
-            f"yours, or a new one: {STABLE_NAME_RULE}.",
+            f"yours, or a new one: {naming.STABLE_NAME_RULE}.",
             "publish_as",
         )
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())

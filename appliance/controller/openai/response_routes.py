@@ -1,10 +1,9 @@
-"""/v1/responses/ID: retrieve, list and delete stored answers
-(https://platform.openai.com/docs/api-reference/responses). The gateways produce the answers: they send copies here, and
-fetch the conversation that an answer continues."""
+"""/v1/responses/ID and /v1/chat/completions/ID: retrieve, list, describe and delete stored answers
+(https://platform.openai.com/docs/api-reference/responses, …/chat/list). The gateways have them answered: they send
+copies here, and fetch the conversation that an answer continues. Responses in background are made here."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -16,23 +15,29 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import check_may_ask
-from appliance.controller.batches.background_responses import RESPONSES, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Attempt
-from appliance.controller.http.paging import part, sliced
+from appliance.controller.http.paging import list_object, metadata_of, part, sliced
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router, needs, takes, unaudited
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
-from appliance.controller.responses.items import items_of, listed
+from appliance.controller.responses.background import RESPONSES, BackgroundResponses
+from appliance.controller.responses.objects import asked_messages, completion_object, items_of, listed, stored_messages
 from appliance.controller.responses.stored import StoredResponses, not_found
 from appliance.store.database import Part
 from appliance.store.objects import responses
+from appliance.store.objects.responses import COMPLETION
 from appliance.store.rows import ResponseRow
 
 MAX_COPIES_BYTES = 64 << 20
 """Of a gateway's copies of answers."""
+
+
+class CompletionUpdate(StrictBody):
+    metadata: Metadata | None
 
 
 def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
@@ -44,11 +49,6 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         """Background responses only: a gateway forwards the body after its own checks."""
         body = await request.json()
 
-        def told(row: ResponseRow) -> Response:
-            if body.get("stream"):
-                return _stream(background.follow(row.id, -1))
-            return _json(row.response.encode())
-
         if not isinstance(body, dict) or body.get("background") is not True:
             raise BadRequest("This endpoint takes only responses in background.", param="background")
         if not context.config.responses_kept_days:
@@ -58,22 +58,21 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 code="unsupported_parameter",
             )
         attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, context.db))
-        if (earlier := attempt.earlier()) is not None:
-            return told(earlier)
-        previous = body.get("previous_response_id")
-        if previous is not None:
-            await stored.before(previous, caller.viewer)
-        check_may_ask(context.db, caller, str(body.get("model")))
+        if (row := attempt.earlier()) is None:
+            previous = body.get("previous_response_id")
+            if previous is not None:
+                await stored.conversation(previous, caller.viewer)
+            check_may_ask(context.db, caller, str(body.get("model")))
 
-        def make() -> ResponseRow:
-            row = _queued(body, caller)
-            context.quotas.check(caller, row.bytes, begins=True)
-            responses.insert(context.db, row)
-            context.tasks.start(RESPONSES, row.id, row.key_id or None)
-            return row
+            def make() -> ResponseRow:
+                row = _queued(body, caller)
+                context.quotas.check(caller, row.bytes, begins=True)
+                responses.insert(context.db, row)
+                context.tasks.start(RESPONSES, row.id, row.key_id or None)
+                return row
 
-        row, _ = attempt.once(make)
-        return told(row)
+            row, _ = attempt.once(make)
+        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     async def retrieve(
@@ -102,17 +101,16 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         row = await stored.find(response_id, caller.viewer)
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        return _json(background.cancel(row).response.encode())
+        background.cancel(row.id)
+        return _json((responses.find(context.db, row.id) or row).response.encode())
 
     @router.get("/{response_id}/input_items", response_model=dict[str, Any])
     async def input_items(response_id: str, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
 
         def found() -> dict[str, Any]:
-            turns = (responses.find(context.db, turn.id) for turn in stored.turns(response_id, caller.viewer))
-            rows = filter(None, turns)  # one may have been deleted in the meantime
-            items = [item for row in rows for item in listed(row, answered=row.id != response_id)]
-            return sliced(items, "input item", **part)
+            turns = [listed(row, answered=row.id != response_id) for row in stored.turns(response_id, caller.viewer)]
+            return sliced([item for turn in reversed(turns) for item in turn], "input item", **part)
 
         return await answer(context.db, found)
 
@@ -134,8 +132,57 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @needs(INFERENCE)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        ids = await stored.before(id, caller.viewer)
-        return _json(await asyncio.to_thread(lambda: orjson.dumps(stored.items(ids))))
+        return _json(orjson.dumps(await stored.conversation(id, caller.viewer)))
+
+    return router
+
+
+def completion_routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
+    router = make_router("/v1/chat/completions", INFERENCE, noun="completion")
+    db = context.db
+
+    @router.get("")
+    def list_completions(
+        request: Request,
+        caller: Caller,
+        part: Annotated[Part, part(20, most=100, order="asc")],
+        model: Annotated[str | None, Query(max_length=512)] = None,
+        messages: bool = False,
+    ) -> dict[str, Any]:
+        """messages: ours, each with what it was asked with."""
+        metadata = metadata_of(request)
+        page = responses.page_completions(
+            db, viewer=caller.viewer, model=model, metadata=metadata, messages=messages, **part
+        )
+        return list_object(
+            page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
+        )
+
+    @router.get("/{completion_id}", response_model=dict[str, Any])
+    async def retrieve(completion_id: str, caller: Caller) -> Response:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, lambda: completion_object(row))
+
+    @router.post("/{completion_id}", response_model=dict[str, Any])
+    async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
+        await stored.find(completion_id, caller.viewer, COMPLETION)
+        responses.update(db, completion_id, metadata=body.metadata)
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, lambda: completion_object(row))
+
+    @router.delete("/{completion_id}")
+    async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        if not responses.delete(db, row.id):  # another request was faster
+            raise not_found(completion_id, COMPLETION)
+        return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
+
+    @router.get("/{completion_id}/messages", response_model=dict[str, Any])
+    async def list_messages(
+        completion_id: str, caller: Caller, part: Annotated[Part, part(20, most=100, order="asc")]
+    ) -> Response:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, lambda: sliced(stored_messages(row), "message", **part))
 
     return router
 
@@ -143,7 +190,6 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
 def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
     now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
     given = orjson.dumps(items_of(body["input"])).decode()
-    # Written once: a megabyte takes the store 10 ms of the loop.
     request = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
     made = orjson.dumps(objects.queued(response_id, body, now_s)).decode()
     return ResponseRow(

@@ -1,6 +1,6 @@
 """Stored answers of /v1/responses and kept chat completions: saved, looked up by owner, listed, deleted when they
-expire.
+expire; and responses in background.
 
-Never: Calls an engine; the gateway does, or a batch for background responses.
+Never: Calls an engine; the gateway does.
 Begin with stored.py.
 """

@@ -1,7 +1,9 @@
-"""Builds the object of a background response from creation to end, and the events of its stream. Pure.
+"""Objects of stored answers: responses, their items and conversations, responses in background with their events, and
+kept chat completions. Pure.
 
-A normal response is an engine's own object; a background response exists before any engine has seen it. Shapes:
-https://platform.openai.com/docs/api-reference/responses/object and …/responses-streaming.
+An item is an element of `input` and `output` of /v1/responses. A normal response is an engine's own object; one in
+background exists before any engine has seen it. Shapes: https://platform.openai.com/docs/api-reference/responses/object,
+…/responses-streaming, …/responses/input-items, …/chat/object and …/chat/getMessages.
 """
 
 from __future__ import annotations
@@ -11,27 +13,84 @@ from typing import Any
 
 import orjson
 
+from appliance.gateway.requests.transcript import OPTIONS
+from appliance.store.objects import responses
+from appliance.store.objects.responses import ended_status
+from appliance.store.rows import ResponseRow
+
 Object = dict[str, Any]
 _ASKED = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": None,
-    "model": None,
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model")),
+    **dict.fromkeys(("previous_response_id", "reasoning", "text", "top_logprobs", "user")),
     "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": None,
     "service_tier": "auto",
     "temperature": 1.0,
-    "text": None,
     "tool_choice": "auto",
     "tools": [],
-    "top_logprobs": None,
     "top_p": 1.0,
     "truncation": "disabled",
-    "user": None,
 }
 _ENDS = {"completed": "completed", "failed": "failed"}
+_ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
+_CHOICE = ("index", "message", "logprobs", "finish_reason")
+
+
+# --- items
+
+
+def items_of(given: Any) -> list[Object]:
+    """The items of an `input`, which may be a plain string."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [item for item in given if isinstance(item, dict)]
+
+
+def turn_items(row: ResponseRow) -> list[Object]:
+    """The items of this response that a later answer continues from: its input and output."""
+    return [*orjson.loads(row.input), *outputs(row)]
+
+
+def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
+    """The input items of one response, each with an id. answered: also its output, since a later response receives that
+    too."""
+    found = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    return [*found, *outputs(row)] if answered else found
+
+
+def outputs(row: ResponseRow) -> Iterator[Object]:
+    """Its output in the form an engine accepts as input: messages without text are left out."""
+    for item in orjson.loads(row.response).get("output") or ():
+        if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
+            yield item
+
+
+def _shown(item: Object, response_id: str, place: int) -> Object:
+    """An input item in its full form. Its id is a function of its position, so that it is the same every time."""
+    kind = item.get("type") or "message"
+    made = f"item_{response_id.removeprefix('resp_')}{place:04x}"
+    shown = {**item, "id": item.get("id") or made, "type": kind}
+    if kind == "message":
+        shown["status"] = item.get("status") or "completed"
+        shown["content"] = _parts(item.get("content"), item.get("role") == "assistant")
+    return shown
+
+
+def _parts(content: Any, answered: bool) -> Any:
+    if isinstance(content, str):
+        return [
+            {"type": "output_text", "text": content, "annotations": []}
+            if answered
+            else {"type": "input_text", "text": content}
+        ]
+    if not isinstance(content, list):
+        return content
+    return [
+        {"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
+        for part in content
+    ]
+
+
+# --- responses in background
 
 
 def queued(response_id: str, request: Object, created_s: float) -> Object:
@@ -55,7 +114,8 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
 def answered(before: Object, answer: Object) -> Object:
     """before: the object while it was queued; answer: the engine's."""
     kept = ("id", "created_at", "background", "store", "previous_response_id", "error")
-    return {**before, **answer, **{name: before[name] for name in kept}}
+    status = ended_status(answer.get("status"))
+    return {**before, **answer, **{name: before[name] for name in kept}, "status": status}
 
 
 def failed(before: Object, code: str, message: str) -> Object:
@@ -119,3 +179,54 @@ def _part(of: Object, part: Object) -> Iterator[tuple[str, Object]]:
     yield "response.output_text.delta", {**of, "delta": text, "logprobs": []}
     yield "response.output_text.done", {**of, "text": text, "logprobs": []}
     yield "response.content_part.done", {**of, "part": part}
+
+
+# --- kept chat completions
+
+
+def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
+    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for a malformed one."""
+    messages, metadata = request["messages"], request.get("metadata") or None
+    made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
+    made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
+    # As OpenAI's stored objects have them, null where nothing was asked.
+    made["input_user"] = request.get("user")
+    given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
+    described = None if metadata is None else orjson.dumps(metadata).decode()
+    return ResponseRow(
+        id=answer["id"],
+        key_id=key_id,
+        owner=owner,
+        status="completed",
+        kind="chat.completion",
+        created_s=float(answer["created"]),
+        bytes=responses.bytes_of(given, answered, described),
+        input=given,
+        response=answered,
+        model=answer["model"],
+        metadata=metadata,
+    )
+
+
+def completion_object(row: ResponseRow) -> Object:
+    return {**orjson.loads(row.response), "metadata": row.metadata or {}, "owner": row.owner or None}
+
+
+def asked_messages(row: ResponseRow) -> list[Object]:
+    found: list[Object] = orjson.loads(row.input)
+    return found
+
+
+def stored_messages(row: ResponseRow) -> list[Object]:
+    """What it was asked with, each message with an id."""
+    return [_message(row.id, place, message) for place, message in enumerate(asked_messages(row))]
+
+
+def _message(completion_id: str, place: int, message: Object) -> Object:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else None
+    if parts is not None:
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    made = message.get("id") or f"{completion_id}-{place}"
+    return {"name": None, **message, "id": made, "content": content, "content_parts": parts}

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
-from appliance.controller.responses.completions import completion_row
-from appliance.controller.responses.items import Item, items_of, turn_items
+from appliance.controller.responses.objects import Object, completion_row, items_of, turn_items
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
@@ -28,8 +28,6 @@ log = logging.getLogger("appliance.controller")
 DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
-MAX_TURNS = 2000
-CONVERSATION_BYTES = 64 << 20
 _ENGINES_IDS = {"response": "resp_", COMPLETION: "chatcmpl-"}
 """How the ids of engines begin, the only ones that can be on their way."""
 
@@ -74,45 +72,37 @@ class StoredResponses:
             raise not_found(response_id, kind)
         return row
 
-    async def before(self, previous_id: str, viewer: str | None) -> list[str]:
-        """The ids, oldest first, that a new response with this previous id continues from. Raises BadRequest."""
+    async def conversation(self, response_id: str, viewer: str | None) -> list[Object]:
+        """The items that a new response with this previous id continues from. Raises BadRequest, also when they exceed
+        what one request may hold."""
         try:
-            last = await self.find(previous_id, viewer)
+            await self.find(response_id, viewer)
         except NotFound as error:
-            raise _previous_not_found(previous_id) from error
-        if not last.finished:
-            raise BadRequest(
-                f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
-                param="previous_response_id",
-                code="previous_response_not_ready",
-            )
-        turns = await asyncio.to_thread(self.turns, last.id, viewer)
-        if not turns:
-            raise _previous_not_found(last.id)  # deleted in the meantime
-        if (missing := turns[0].previous_id) is not None:
-            raise _previous_not_found(missing)
-        return [turn.id for turn in turns]
+            raise _previous_not_found(response_id) from error
+        return await asyncio.to_thread(self._items, response_id, viewer)
 
-    def turns(self, response_id: str, viewer: str | None) -> list[responses.Turn]:
-        """The stored turns of the conversation up to this response, oldest first. Raises BadRequest."""
-        found = responses.chain(self._db, response_id, viewer, max_turns=MAX_TURNS)
-        if len(found) >= MAX_TURNS or sum(turn.bytes for turn in found) > CONVERSATION_BYTES:
-            raise _too_long(response_id)
-        return found
-
-    def items(self, ids: list[str]) -> list[Item]:
-        """What a later response continues from, of all these responses. On a thread: it may be megabytes. Raises
-        BadRequest, also when the total exceeds what one request may hold."""
-        found, size = list[Item](), 0
-        for response_id in ids:
-            if (row := responses.find(self._db, response_id)) is None:
-                raise _previous_not_found(response_id)  # deleted in the meantime
-            turn = turn_items(row)
-            size += len(orjson.dumps(turn))
+    def _items(self, response_id: str, viewer: str | None) -> list[Object]:
+        turns, size, missing = list[list[Object]](), 0, response_id
+        for row in self.turns(response_id, viewer):
+            if not row.finished:
+                text = f"Previous response with id {shown(response_id)} is {row.status}: wait for its end."
+                raise _cannot_continue(text, "previous_response_not_ready")
+            turns.append(turn_items(row))
+            size += len(orjson.dumps(turns[-1]))
             if size > self._config.json_body_bytes:
-                raise _too_long(ids[-1], self._config.json_body_bytes)
-            found += turn
-        return found
+                most = self._config.json_body_bytes
+                text = f"The conversation up to {shown(response_id)} has more than {most} bytes: begin a new one."
+                raise _cannot_continue(text, "context_length_exceeded")
+            missing = row.previous_id or ""
+        if missing:
+            raise _previous_not_found(missing)
+        return [item for turn in reversed(turns) for item in turn]
+
+    def turns(self, response_id: str | None, viewer: str | None) -> Iterator[ResponseRow]:
+        """This response and those that lead to it, the newest first, as far back as they are there."""
+        while response_id and (row := responses.find_visible(self._db, response_id, viewer=viewer)) is not None:
+            yield row
+            response_id = row.previous_id
 
     def keep_house(self, now_s: float) -> None:
         """Delete what is too old, what is past its owner's bounds, and what belongs to nobody any more. On a thread."""
@@ -130,21 +120,12 @@ def not_found(response_id: str, kind: AnswerKind) -> ApiError:
     return NotFound(f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found")
 
 
-def _too_long(response_id: str, most_bytes: int = CONVERSATION_BYTES) -> ApiError:
-    return BadRequest(
-        f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
-        f"{most_bytes} bytes: begin a new one.",
-        param="previous_response_id",
-        code="context_length_exceeded",
-    )
-
-
 def _previous_not_found(response_id: str) -> ApiError:
-    return BadRequest(
-        f"Previous response with id {shown(response_id)} not found.",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
+    return _cannot_continue(f"Previous response with id {shown(response_id)} not found.", "previous_response_not_found")
+
+
+def _cannot_continue(message: str, code: str) -> ApiError:
+    return BadRequest(message, param="previous_response_id", code=code)
 
 
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:

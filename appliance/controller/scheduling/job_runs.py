@@ -16,16 +16,14 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading.questions import Answering
+from appliance.controller.grading.rollouts import Answering
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
-from appliance.tiers.facts import name_of
-from appliance.tiers.job_snapshots import newest_snapshot
-from appliance.tiers.tiers import Tiers
+from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
@@ -214,7 +212,7 @@ class JobRuns:
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
         Callable from any thread."""
-        while (found := newest_snapshot(self._tiers, job_id)) is not None:
+        while (found := self._tiers.newest_snapshot(job_id)) is not None:
             if self._hold(job_id, found):
                 return found.path
         return None

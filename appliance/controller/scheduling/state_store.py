@@ -120,7 +120,7 @@ class SqliteStateStore:
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":
-            self._events.suspended(job_id, row.snapshot["step"], row.snapshot["path"], reason=reason)
+            self._events.suspended(job_id, row.snapshot["step"], reason)
         else:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 

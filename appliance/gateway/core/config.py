@@ -29,24 +29,24 @@ class Limits:
     inference_body_bytes: Count = 8 * MIB
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
-    # All inference bodies in memory, held ones included: bounds the cost of many slow or held clients.
     buffered_body_bytes: Count = 256 * MIB
-    # The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included.
+    """All inference bodies in memory, held ones included: bounds the cost of many slow or held clients."""
     owner_body_bytes: Count = 96 * MIB
+    """The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included."""
     owner_requests: Count = 1536
-    # The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere.
     buffered_response_bytes: Count = 256 * 1024
-    # Largest stored answer of /v1/responses, or chat completion; a larger one is relayed unchanged and not stored.
+    """The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere."""
     stored_response_bytes: Count = 4 * MIB
-    # Copies of them that wait for an unreachable controller.
+    """Largest stored answer of /v1/responses, or chat completion; a larger one is relayed unchanged and not stored."""
     response_copies_bytes: Count = 64 * MIB
+    """Copies of them that wait for an unreachable controller."""
     json_depth: Count = 128
     sequences: Count = 256
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    # A body must come at this rate on average, after an initial period, so that every body ends.
     body_bytes_per_s: Count = 32 * 1024
+    """A body must come at this rate on average, after an initial period, so that every body ends."""
     body_grace_s: Seconds = 30.0
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
@@ -59,8 +59,8 @@ class HoldLimits:
 
     requests: Count = 4096
     hold_s: Seconds = 600.0
-    # A streaming request held longer than this gets status 200 and comments, so that proxies keep it open.
     sse_grace_s: Seconds = 5.0
+    """A streaming request held longer than this gets status 200 and comments, so that proxies keep it open."""
     sse_interval_s: Seconds = 15.0
     retry_after_s: Count = 5
 
@@ -69,11 +69,9 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` identifies this gateway on the bus; worker i of several appends "-i". /health answers with `boot`, so that
-    the starter can tell this gateway from another program on the same port. `private_socket` is where it listens to the
-    box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
-    `token_path` holds the token that proves to it that a gateway wrote a head.
-    """
+    `name` identifies this gateway on the bus; worker i of several appends "-i". `private_socket` is where it listens to
+    the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
+    `token_path` holds the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str
     bus_socket: str
@@ -81,7 +79,6 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     name: str = "gateway"
-    boot: str = ""
     token_path: str | None = None
     workers: Annotated[int, Meta(ge=1)] = 1
     log_path: str | None = None

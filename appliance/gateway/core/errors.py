@@ -1,8 +1,7 @@
 """Defines the gateway's errors, and formats each for clients as OpenAI's error object.
 
 Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
-it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`.
-"""
+it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     """Turn an error answer of the engine or the controller into ours: OpenAI's own object; vLLM's with integer `code`;
     {"error": "text"}; FastAPI's {"detail": "text"}; anything else keeps only its status.
 
-    prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long.
-    """
+    prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -145,12 +143,9 @@ def from_event(event: bytes) -> HttpError | None:
     its own an engine says nothing that a client could use."""
     line = event[event.index(ERROR_EVENT) + 6 :].split(b"\n", 1)[0]
     try:
-        error = orjson.loads(line).get("error")
+        code = orjson.loads(line)["error"].get("code")
     except (orjson.JSONDecodeError, AttributeError):
         return None
-    if not isinstance(error, dict):
-        return None
-    code = error.get("code")
     return from_upstream(code, line) if isinstance(code, int) and 400 <= code <= 499 else engine_failed()
 
 

@@ -1,8 +1,7 @@
 """Counts for the load report: of a model, and of the versions of a model with a canary. Pure: callers pass the time.
 
 Times are counted in buckets a quarter of a power of two wide, so that a 95th percentile of all gateways together is
-known to 19 %: the bounds that the controller compares with are far wider (1.5 x).
-"""
+known to 19 %: the bounds that the controller compares with are far wider (1.5 x)."""
 
 from __future__ import annotations
 
@@ -57,14 +56,10 @@ class ModelLoad:
         self._tpot.append((now_s, token_s))
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """This model's part of the load report.
-
-        tpot_p95_s: of streams of the last minute, None without any. computed_part: prompt tokens that
-        engines computed for an estimated one (fewer where prompts share a cached prefix), None without answers that
-        told. prefill_tokens_per_s: of one replica, None if the streams so far do not determine it. arrived_prompts,
-        first_tokens: requests by bucket (`bucket`) of their prompt tokens (from 1), and streams of
-        the time to their first token.
-        """
+        """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
+        that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
+        one replica. None for what is unknown. arrived_prompts, first_tokens: requests by `bucket` of their prompt
+        tokens (from 1), and streams of the time to their first token."""
         recent = sorted(seconds for at_s, seconds in self._tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
@@ -81,8 +76,7 @@ def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
 
     The slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5): the
     part of the time that does not grow with the prompt drops out, and single slow ones move no median. Tokens are
-    counted as routing estimates them; whatever its error, the work of the same estimate comes out right.
-    """
+    counted as routing estimates them; whatever its error, the work of the same estimate comes out right."""
     if len(samples) < LEAST_SAMPLES:
         return None
     ordered, third = sorted(samples), len(samples) // 3
@@ -100,11 +94,9 @@ def bucket(value: float, least: float = SHORTEST_S) -> int:
 
 class Comparison:
     """Every attempt counts for the version it was sent to, so a request that fails on the canary and succeeds on the
-    other version is an error of the canary, and so is a refusal. Clients that leave count for none.
-
-    canaries: {model: {"since_s", "versions": {version: {"requests", "errors", "first_byte", "duration"}}}}, the last
-    two numbers of successful requests by bucket of their time from sending, as the load report has them.
-    """
+    other version is an error of the canary, and so is a refusal. Clients that leave count for none. canaries: {model:
+    {"since_s", "versions": {version: {"requests", "errors", "first_byte", "duration"}}}}, the last two numbers of
+    successful requests by bucket of their time from sending, as the load report has them."""
 
     def __init__(self) -> None:
         self.canaries: dict[str, dict[str, Any]] = {}

@@ -5,8 +5,7 @@ A replica's load is the work that stands before a new request's first token: the
 little for all other tokens, which slow a step down. Requests with the same prefix prefer the same replica (its prefix
 cache is warm), unless it is clearly more loaded than the least loaded one. Rendezvous hashing (Thaler and Ravishankar
 1998) names the preferred replica, so that adding one moves only its share; the bound follows "Consistent Hashing with
-Bounded Loads" (Mirrokni et al. 2016).
-"""
+Bounded Loads" (Mirrokni et al. 2016)."""
 
 from __future__ import annotations
 
@@ -35,9 +34,9 @@ BATCH_BEHIND: Final = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks of a replica. tokens: prompt and completion, estimated; prompt_tokens: of them the prompt's.
-    sequences: how many of the engine's slots it takes at once, 0 for one that is only counted. beginning: a hash that
-    requests with the same beginning share. batch: work without a client that waits."""
+    """What a request asks of a replica. tokens: prompt and completion, estimated. sequences: of the engine's slots, 0
+    for one that is only counted. beginning: a hash that requests with the same beginning share. batch: work without a
+    client that waits."""
 
     owner: str = ""
     tokens: int = 1
@@ -49,10 +48,9 @@ class Work:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
-    prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner. failures: in a row;
-    paused_until_s: it gets no requests before."""
+    """What this gateway has outstanding on one replica. pending: prompt tokens of requests without a first token, as
+    far as visible: until the end where nothing is streamed. batch_sequences: sequences of class batch. owners: tokens
+    by owner. failures: in a row; paused_until_s: it gets no requests before."""
 
     inflight: int = 0
     tokens: int = 0
@@ -125,20 +123,18 @@ class Router:
                 and (load := self.loads[replica.id]).paused_until_s <= now_s
                 and self._has_room(model, load, work)
             ]
-            others = [(replica, load) for replica, load in usable if not replica.avoid and replica.id not in avoid]
-            if usable:
-                return self._place(model, others or usable, work, now_s)
+            if not usable:
+                continue
+            usable = [one for one in usable if not one[0].avoid and one[0].id not in avoid] or usable
+            replica, load = min(usable, key=lambda pair: pair[1].weight)
+            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
+            if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
+                replica, load = preferred, preferred_load
+            priority = int(now_s * 1000) + load.owners[work.owner] + BATCH_BEHIND * work.batch
+            load.add(work)
+            load.pending += work.prompt_tokens
+            return Choice(model.name, replica, work, load, priority, work.prompt_tokens)
         return None
-
-    def _place(self, model: Model, usable: list[tuple[Replica, ReplicaLoad]], work: Work, now_s: float) -> Choice:
-        replica, load = min(usable, key=lambda pair: pair[1].weight)
-        preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
-        if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
-            replica, load = preferred, preferred_load
-        priority = int(now_s * 1000) + load.owners[work.owner] + BATCH_BEHIND * work.batch
-        load.add(work)
-        load.pending += work.prompt_tokens
-        return Choice(model.name, replica, work, load, priority, work.prompt_tokens)
 
     def _has_room(self, model: Model, load: ReplicaLoad, work: Work) -> bool:
         """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
@@ -198,8 +194,7 @@ class FairQueue(Generic[T]):
     An owner's next item starts where the owner's last one ended, in weight that was taken, but never before the item
     that was taken last. So an owner with one item is next, however many another owner has, and an owner that was away
     has saved nothing up. Invariant: no owner's queue is empty; `_starts` has those owners, and those that would start
-    after `_now`.
-    """
+    after `_now`."""
 
     def __init__(self) -> None:
         self._queues: dict[str, dict[T, int]] = {}  # weights by owner and item, the oldest item first

@@ -138,15 +138,15 @@ def plain_target(target: bytes) -> bytes:
     """A request's target without the empty segments and the last slash of its path, which base URLs with one slash too
     many bring; what is checked and what the controller routes is what this returns."""
     path, mark, query = target.partition(b"?")
-    return (_SLASHES.sub(b"/", path).removesuffix(b"/") or b"/") + mark + query
+    path = _SLASHES.sub(b"/", path) if b"//" in path else path
+    return (path.removesuffix(b"/") or b"/") + mark + query
 
 
 @lru_cache(256)
 def resolve(method: bytes, path: bytes) -> Route:
     """The route of `method` on `path` (raw bytes, without the query).
 
-    Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take.
-    """
+    Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take."""
     rows = list[Route]()
     for table in () if _UNSAFE_PATH.search(path) else (ROUTES, CONTROL):
         rows = rows or [row for row in table if row.urls.fullmatch(path)]

@@ -46,25 +46,15 @@ class KeyUse:
         self.under_way = 0
         self.buckets: dict[str, Bucket] = {}
 
-    def limit(self, requests_per_minute: int | None, tokens_per_minute: int | None, now_s: float) -> None:
-        """None: no limit. Another limit than before begins with a full bucket."""
+    def limit(self, caller: Caller, now_s: float) -> None:
+        """Another limit than before begins with a full bucket."""
         before, self.buckets = self.buckets, {}
-        for name, limit in (("requests", requests_per_minute), ("tokens", tokens_per_minute)):
+        for name, limit in (("requests", caller.requests_per_minute), ("tokens", caller.tokens_per_minute)):
             if limit is not None:
                 same = name in before and before[name].limit == limit
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
-    def take(self, requests: int, tokens: int, now_s: float) -> tuple[str, int, float] | None:
-        """Spend this, or nothing at all. Returns the exhausted bucket's name, limit and seconds to wait; a bucket in
-        debt refuses whatever is taken."""
-        for name, bucket in self.buckets.items():
-            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, now_s):
-                return name, bucket.limit, wait_s
-        self.spend(requests, tokens)
-        return None
-
     def spend(self, requests: int, tokens: int) -> None:
-        """Spend this even if it is not available; a negative number is a refund."""
         for name, bucket in self.buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
@@ -78,15 +68,12 @@ class KeyUse:
 
 
 class UsageLimits:
-    """What all keys spend and may spend at one gateway process.
+    """What all keys spend and may spend at one gateway process. workers: how many processes share the port;
+    report_spent: reports to the others what a key has spent here. callers: by the id of the key."""
 
-    events: counters, by name. workers: how many processes share the port; report_spent: reports to the others what a
-    key has spent here. callers: by the id of the key.
-    """
-
-    def __init__(self, events: Counter[str], workers: int) -> None:
+    def __init__(self, workers: int) -> None:
         self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
-        self._events, self._workers = events, workers
+        self._workers = workers
         self.callers: dict[str, Caller] = {}
         # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
         # an allowance of its own.
@@ -100,23 +87,19 @@ class UsageLimits:
         self.callers = {caller.id: caller for caller in callers}
         self._uses = {name: use for name, use in self._uses.items() if name[0] in self.callers}
         for use in self._uses.values():
-            self._limit(use, self.callers[use.key])
+            use.limit(self.callers[use.key], time.monotonic())
 
     def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
         name = caller.id, caller.owner, batch
         if name not in self._uses:
             self._uses[name] = KeyUse(caller.id, self._owners[caller.owner], batch)
-            self._limit(self._uses[name], caller)
+            self._uses[name].limit(caller, time.monotonic())
         return self._uses[name]
-
-    def _limit(self, use: KeyUse, caller: Caller) -> None:
-        use.limit(caller.requests_per_minute, caller.tokens_per_minute, time.monotonic())
 
     def admit(self, caller: Caller, use: KeyUse) -> None:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
         requests per minute."""
         if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
-            self._events["quota_spent"] += 1
             # No Retry-After: the quota renews in hours, and clients should not wait for that.
             used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
             message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
@@ -131,7 +114,6 @@ class UsageLimits:
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         quota = None if caller.quota is None else max(1, caller.quota // self._workers)
         if quota is not None and use.under_way and use.under_way + tokens > quota:
-            self._events["concurrency_limited"] += 1
             message = (
                 f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
                 f"quota allows {quota} at once. Please retry when one has ended."
@@ -146,20 +128,16 @@ class UsageLimits:
         use.owner.requests -= 1
 
     def too_many_at_once(self, things: str, limit: int) -> HttpError:
-        self._events["concurrency_limited"] += 1
         message = f"Your API keys have {limit} {things} open, the most at once. Please retry."
         return errors.over_limit(message, "requests", 1)
 
     def _take(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Raises HttpError 429."""
-        if not use.buckets:
-            return
-        if (refused := use.take(requests, tokens, time.monotonic())) is not None:
-            self._events["rate_limited"] += 1
-            name, limit, wait_s = refused
-            message = f"Rate limit reached: {limit} {name} per minute. Please try again in {wait_s:.3g}s."
-            raise errors.over_limit(message, name, wait_s)
-        self.report_spent(use.key, use.batch, requests, tokens)
+        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
+        for name, bucket in use.buckets.items():
+            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
+                message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
+                raise errors.over_limit(message, name, wait_s)
+        self.correct(use, requests, tokens)
 
     def spent_elsewhere(self, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Another process of this port reports what a key has spent there."""
@@ -167,7 +145,7 @@ class UsageLimits:
             self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
 
     def correct(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Spend what a request cost beyond what it was charged; less than nothing is given back."""
+        """Spend this even if it is not available; less than nothing is given back."""
         if use.buckets:
             use.spend(requests, tokens)
             self.report_spent(use.key, use.batch, requests, tokens)

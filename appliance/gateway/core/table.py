@@ -1,7 +1,4 @@
-"""The messages that the controller sends over the bus, as types: the routing table and the box's troubles.
-
-What becomes part of a header line is printable ASCII: a control character there would be a header injection.
-"""
+"""The message that the controller sends over the bus, as a type: the routing table."""
 
 from __future__ import annotations
 
@@ -17,23 +14,16 @@ from appliance.gateway.core.routes import ADMIN
 
 OPEN = "open"
 
-Text = Annotated[str, Meta(pattern=r"\A[ -~]*\Z")]
-Address = Annotated[str, Meta(pattern=r"\A(/|https://)[ -~]*\Z")]
-Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:-]{1,128}\Z")]
-# A comma would split it in the header, and gateways use the name `gateway` for themselves.
-Scope = Annotated[str, Meta(pattern=r"\A(?!gateway\Z)[a-z_]{1,32}\Z")]
-Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Limit = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Replica(Struct, frozen=True):
     """socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid: its engine gives no sign of
     life, so that others are preferred."""
 
-    id: Text
-    socket: Address
-    version: Text
+    id: str
+    socket: str
+    version: str
     state: Literal["open", "draining"]
     avoid: bool = False
 
@@ -42,8 +32,8 @@ class Canary(Struct, frozen=True):
     """Another version that takes a share of a model's requests. name: its own row. since_s: Unix time of its start,
     which identifies this canary."""
 
-    name: Text
-    share: Share
+    name: str
+    share: float
     since_s: float
 
 
@@ -60,29 +50,27 @@ class Model(Struct, frozen=True):
     """max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
     unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
     an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
-    which it exists, None: for all; in a message their place in `audiences`. chats: False for one that is known to have
-    no chat template.
-    """
+    which it exists, None: for all. chats: False for one that is known to have no chat template."""
 
-    name: Text = ""
-    version: Text = ""
+    name: str = ""
+    version: str = ""
     task: Literal["generate", "embed"] = "generate"
     replicas: tuple[Replica, ...] = ()
     max_model_len: Limit | None = None
     slots: Limit | None = None
-    host: Text = ""
-    adapter: Text = ""
-    pins: Text = ""
+    host: str = ""
+    adapter: str = ""
+    pins: str = ""
     canary: Canary | None = None
     trouble: StartFailure | None = None
-    owners: frozenset[str] | int | None = None
+    owners: frozenset[str] | None = None
     chats: bool = True
 
 
 class Login(Struct, frozen=True):
     """A login of the page. until_s: Unix time of its end."""
 
-    id: Id
+    id: str
     until_s: float
 
 
@@ -93,8 +81,8 @@ class Caller(Struct, frozen=True):
     is refused, None: it lasts; of one that is over, a row with nothing else says when it ended. sessions: its logins by
     the SHA-256 of their tokens. secret: SHA-256 of its key, which has another one after a rotation."""
 
-    id: Id
-    scopes: frozenset[Scope] = frozenset()
+    id: str
+    scopes: frozenset[str] = frozenset()
     owner: str = ""
     models: frozenset[str] | None = None
     requests_per_minute: Limit | None = None
@@ -103,16 +91,15 @@ class Caller(Struct, frozen=True):
     spent_quota: str = ""
     quota: Limit | None = None
     expires_s: float | None = None
-    sessions: dict[Digest, Login] = {}
-    secret: Digest = ""
+    sessions: dict[str, Login] = {}
+    secret: str = ""
 
     def has_expired(self, now_s: float) -> bool:
         return self.expires_s is not None and self.expires_s <= now_s
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
-        owners = model.owners
-        return owners is None or (isinstance(owners, frozenset) and self.owner in owners) or ADMIN in self.scopes
+        return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
         """A key that may use a model may use its versions by their names, `MODEL@VERSION`."""
@@ -124,34 +111,26 @@ THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")  # asks what no key
 
 
 class Table(Struct, tag_field="type", tag="table"):
-    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; audiences: owners
-    who may call a model, once for all models that have them."""
+    """One generation of the routing table. models: by name; keys: by the SHA-256 of the key, in hex; degraded: parts of
+    the box that fail and are tried again."""
 
     generation: int
-    models: dict[Text, Model] = {}
-    keys: dict[Digest, Caller] = {}
-    audiences: list[frozenset[str]] = []
+    models: dict[str, Model] = {}
+    keys: dict[str, Caller] = {}
+    degraded: list[str] = []
 
 
-class Degraded(Struct, tag_field="type", tag="degraded"):
-    """Parts of the box that fail and are tried again."""
-
-    names: list[str]
+_TABLE: Final = msgspec.json.Decoder(Table)
 
 
-_MESSAGES: Final = msgspec.json.Decoder(Table | Degraded)
-
-
-def read_message(line: bytes) -> Table | Degraded:
-    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not one of these messages."""
-    message = _MESSAGES.decode(line)
-    if isinstance(message, Table):
-        for name, model in message.models.items():
-            owners = message.audiences[model.owners] if isinstance(model.owners, int) else model.owners
-            message.models[name] = replace(model, name=name, owners=owners)
-        for digest, key in message.keys.items():
-            message.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
-    return message
+def read_table(line: bytes) -> Table:
+    """Raises msgspec.DecodeError: not JSON; `ValidationError`, a kind of it: not a table."""
+    table = _TABLE.decode(line)
+    for name, model in table.models.items():
+        table.models[name] = replace(model, name=name)
+    for digest, key in table.keys.items():
+        table.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
+    return table
 
 
 @lru_cache(1024)

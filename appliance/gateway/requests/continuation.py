@@ -64,22 +64,16 @@ class Continuation:
         self._resumed = self._finished = False
         self._answers = route != CHAT  # the text that the client saw last is of the answer, not of a thought
 
-    def can_resume(self, max_model_len: int | None) -> bool:
-        return self._answers and bool(self._prompt) and (self._max_tokens is not None or max_model_len is not None)
-
     def resume_body(self, max_model_len: int | None) -> bytes | None:
-        """The request for the rest, for RESUME_PATH; None if all tokens were sent and only the ending is missing.
+        """The request for the rest, for RESUME_PATH; None where it cannot be asked for, or only an ending is missing.
 
         max_model_len: the model's context in tokens, which bounds a chat without a token limit.
         """
         # An engine that starts in the middle of a character could not send its first bytes.
         del self._tokens[len(self._tokens) - self._unseen :]
         self._unseen = 0
-        room = self._max_tokens
-        if room is None:
-            assert max_model_len is not None
-            room = max_model_len - len(self._prompt)
-        if self._finished or len(self._tokens) >= room:
+        room = (max_model_len or 0) - len(self._prompt) if self._max_tokens is None else self._max_tokens
+        if self._finished or not self._answers or not self._prompt or len(self._tokens) >= room:
             return None
         self._resumed = True
         return orjson.dumps(
@@ -92,10 +86,6 @@ class Continuation:
                 "return_token_ids": True,
             }
         )
-
-    def ending(self) -> tuple[bytes, bytes]:
-        """The missing end of a stream whose tokens were all sent: usage and ending."""
-        return self._usage_event(), b"data: [DONE]"
 
     def event(self, event: bytes) -> bytes:
         """An event as the client gets it, empty for none; of the continuing request with the form and id of the
@@ -111,11 +101,17 @@ class Continuation:
             self._envelope = self._envelope or {name: data.get(name) for name in ("id", "object", "created", "model")}
         if not self._resumed or "error" in data:
             return _TOKEN_IDS.sub(b"", event)
-        if choice is None:
-            return self._usage_event() if data.get("usage") else b""
-        text = {"delta": {"content": choice["text"]}} if self._route == CHAT else {"text": choice["text"]}
-        shown = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
-        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [shown]})
+        if choice is not None:
+            text = {"delta": {"content": choice["text"]}} if self._route == CHAT else {"text": choice["text"]}
+            shown = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
+            return b"data: %b" % orjson.dumps({**self._envelope, "choices": [shown]})
+        if not data.get("usage"):
+            return b""
+        prompt, emitted = len(self._prompt), len(self._tokens)
+        # In an engine's order of fields. Nobody knows what the dead one had in its cache.
+        counts = {"prompt_tokens": prompt, "total_tokens": prompt + emitted, "completion_tokens": emitted}
+        usage = {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})
 
     def _note(self, choice: dict[str, Any]) -> None:
         ids, delta = choice.get("token_ids") or [], choice.get("delta") or {}
@@ -126,15 +122,3 @@ class Continuation:
         self._tokens += ids
         self._finished = self._finished or bool(choice.get("finish_reason"))
         self._unseen = 0 if thought or text or self._finished else self._unseen + len(ids)
-
-    def _usage_event(self) -> bytes:
-        """In an engine's field order; `Stream` removes the event if the client did not request it."""
-        prompt, emitted = len(self._prompt), len(self._tokens)
-        usage = {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + emitted,
-            "completion_tokens": emitted,
-            # Nobody knows what the dead engine had in its cache.
-            "prompt_tokens_details": {"cached_tokens": 0},
-        }
-        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})

@@ -1,39 +1,39 @@
-"""Answers every request: its head is admitted, its body read, and what its route says does the rest.
-
-One coroutine per request, from the socket to the engine or the controller and back. What ends it early: an HttpError
-becomes its answer, a client that left or a revoked key cancels it.
+"""Answers every request, each in one coroutine, from the socket to the engine or the controller and back.
 
 A login of the page is a token of two halves. One is a cookie that no script reads; browsers send it to every port of a
 host, also with requests of other pages of that host. The page's own origin keeps the other and sends it in a header
-that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself.
-"""
+that a form, an image or a link cannot have. Only both together name a login, for requests of the page itself."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, plain_target, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.reports import metrics_text
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
-from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
+from runtime.replace_file import replace_file
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -52,15 +52,29 @@ class App:
     """The ASGI application."""
 
     def __init__(self, state: State, controller: Controller) -> None:
-        self._state = state
-        self._controller = controller
+        self._state, self._controller = state, controller
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         state = self._state
-        exchange = Exchange(state.limits, state.metrics.events, scope, receive, send)
+        exchange = Exchange(state.limits, scope, receive, send)
         state.exchanges.add(exchange)
+        error: HttpError | None = None
         try:
-            if (error := await self._answer(exchange)) is not None:
+            try:
+                self._admit(exchange)
+                await self._serve(exchange)
+            except asyncio.CancelledError:
+                if (error := exchange.ended) is None:
+                    raise
+                exchange.task.uncancel()
+            except HttpError as refusal:
+                error = refusal
+            except ClientGone:
+                raise
+            except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
+                log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
+                error = HttpError(500, "The gateway failed.", code="internal_error")
+            if error is not None:
                 await exchange.fail(error)
         except (ClientGone, asyncio.CancelledError):
             pass
@@ -71,26 +85,6 @@ class App:
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
 
-    async def _answer(self, exchange: Exchange) -> HttpError | None:
-        """Answer, or return why not. Raises ClientGone, CancelledError."""
-        try:
-            self._admit(exchange)
-            await self._serve(exchange)
-        except asyncio.CancelledError:
-            if exchange.ended is None:
-                raise
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-            return exchange.ended
-        except HttpError as error:
-            return error
-        except ClientGone:
-            raise
-        except Exception as error:  # noqa: BLE001 - logged, and the client gets a 500
-            log.error("a request was not answered", exc_info=error, extra=exchange.ids)
-            return HttpError(500, "The gateway failed.", code="internal_error")
-        return None
-
     # -- who asks, and whether they may
 
     def _admit(self, exchange: Exchange) -> None:
@@ -99,8 +93,6 @@ class App:
         exchange.received_s = time.monotonic()
         own_id = headers.get(b"x-request-id", b"")
         exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
-        exchange.target = plain_target(exchange.target)
-        exchange.path = exchange.target.partition(b"?")[0]
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
@@ -108,11 +100,8 @@ class App:
             exchange.caller = caller = self._caller(exchange)
             exchange.use = state.spending.use_of(caller, batch=headers.get(CLASS) == b"batch")
             if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
-                needed = " or ".join(sorted(route.scopes))
-                message = (
-                    f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
-                )
-                raise HttpError(403, message, code="insufficient_permissions")
+                message = "You have insufficient permissions for this operation. The API key needs the scope: "
+                raise HttpError(403, f"{message}{' or '.join(sorted(route.scopes))}.", code="insufficient_permissions")
         elif route.kind is Kind.PAGE:
             html = b"text/html" in headers.get(b"accept", b"").lower()
             if exchange.path not in site() and not (exchange.path == FRONT_DOOR and html):
@@ -167,10 +156,11 @@ class App:
             await self._page(exchange)
         else:
             ready = state.generation >= 0 and not state.stopping
-            away = ["controller"] if state.controller_away else []
-            degraded = sorted({*state.background.names(), *state.box_troubles, *away})
-            body = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
-            await exchange.whole(200 if ready else 503, b"application/json", orjson.dumps(body))
+            failing = {*state.background.names(), *state.box_troubles} | (
+                {"controller"} if state.controller_away else set()
+            )
+            body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
+            await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
     async def _body(self, exchange: Exchange, limit: int) -> bytes:
         """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
@@ -182,15 +172,8 @@ class App:
         return b"".join(kept)
 
     async def _page(self, exchange: Exchange) -> None:
-        headers, page = exchange.headers, TO_THE_PAGE
-        if exchange.path in site():
-            tag, coding = headers.get(b"if-none-match"), headers.get(b"accept-encoding")
-            page = answer_file(site()[exchange.path], if_none_match=tag, accept_encoding=coding)
-        if page.status == 304:
-            await exchange.begin(304, page.headers)
-            await exchange.finish()
-        else:
-            await exchange.whole(page.status, page.content_type, page.body, page.headers)
+        file = site().get(exchange.path, TO_THE_PAGE)
+        await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
@@ -236,10 +219,7 @@ class App:
     def _check_model(self, exchange: Exchange, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route = exchange.route
-        if checked.ignored:
-            exchange.ignored = checked.ignored
-            names = "; ".join(value.decode() for _, value in checked.ignored)
-            log.info("left out of the request, as no engine has it: %s", names, extra=exchange.ids)
+        exchange.ignored = checked.ignored
         model, message = self._state.callable_model(checked.model, exchange.caller, exchange.connection.private), ""
         if model.task != route.task:
             message = f"The model `{checked.model}` does not support {route.name}."
@@ -260,18 +240,16 @@ class App:
 def key_digest(headers: Headers) -> str:
     """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page.
     Raises HttpError 401 without either."""
-    value = headers.get(b"authorization")
+    value, key = headers.get(b"authorization"), headers.get(b"x-api-key", b"")
     if value is not None:
-        scheme, _, key = value.partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-    else:
-        key = headers.get(b"x-api-key", b"")
-    if not key:
-        if value is None and PAGE_HEADER in headers:
-            return ""
-        message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
-        raise HttpError(401, message, code="missing_api_key")
-    return hashlib.sha256(key).hexdigest()
+        scheme, _, rest = value.partition(b" ")
+        key = rest.strip() if scheme.lower() == b"bearer" else b""
+    if key:
+        return hashlib.sha256(key).hexdigest()
+    if value is None and PAGE_HEADER in headers:
+        return ""
+    message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
+    raise HttpError(401, message, code="missing_api_key")
 
 
 def login_digest(exchange: Exchange) -> str:
@@ -320,3 +298,80 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
         given = kind[:100].decode("ascii", "replace")
         message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
         raise HttpError(415, message, code="unsupported_content_type")
+
+
+# -- Prometheus
+#
+# Each of several workers keeps a snapshot of its series beside the bus socket; the scraped one adds those of the others
+# to its own. Each series has the label `worker`, so that to Prometheus a restarted worker resets only its own.
+
+STALE_S: Final = 30.0
+"""Age of a snapshot whose worker is gone; its successor writes to the same file."""
+
+
+async def metrics_text(state: State, *, controller_up: bool) -> bytes:
+    """Series of this gateway, all its workers together."""
+    up = GaugeMetricFamily("appliance_controller_up", "Whether the controller answered this scrape.", controller_up)
+    texts, own = [await _text(state, up)], _snapshot(state, state.config.name)
+    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
+        with contextlib.suppress(OSError):
+            if path != own and time.time() - path.stat().st_mtime < STALE_S:
+                texts.append(path.read_text())
+    families: dict[str, list[str]] = {}  # the format requires that all samples of a name are together
+    for text in texts:
+        for one in f"\n{text.rstrip()}".split("\n# HELP ")[1:]:
+            about, kind, *samples = one.split("\n")
+            families.setdefault(f"# HELP {about}\n{kind}", []).extend(samples)
+    return "".join("\n".join((head, *samples)) + "\n" for head, samples in families.items()).encode()
+
+
+async def write_snapshot(state: State) -> None:
+    """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
+    text = await _text(state)
+    with contextlib.suppress(OSError):
+        replace_file(_snapshot(state, state.config.name), text.encode())
+
+
+def _snapshot(state: State, worker: str) -> Path:
+    return Path(f"{state.config.bus_socket}.{worker}.metrics")
+
+
+async def _text(state: State, *more: Metric) -> str:
+    """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
+    current, worker = [*gauges(state), *more], {"worker": state.config.name}
+
+    def collect() -> Iterator[Metric]:
+        for one in (*state.metrics.registry.collect(), *current):
+            if state.config.workers > 1:
+                one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
+            yield one
+
+    collected: Any = SimpleNamespace(collect=collect)
+    return (await asyncio.to_thread(generate_latest, collected)).decode()  # it may take 0.3 s
+
+
+def gauges(state: State) -> Iterator[Metric]:
+    """Series made of the current state."""
+    certificate, named = state.certificate, "appliance_gateway_{}".format
+    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
+    for event, count in sorted(state.metrics.events.items()):
+        events.add_metric((event,), count)
+    yield events
+    yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
+    yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
+    yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)
+    if certificate is not None:
+        text = "Unix time at which the endpoint's certificate expires."
+        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, certificate.expires_s)
+    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
+    loads = {name: load.inflight for name, load in state.router.loads.items()}
+    failing = dict.fromkeys(state.background.names(), 1)
+    for name, label, text, values in (
+        ("held", "model", "Requests waiting for a replica.", held),
+        ("inflight", "replica", "Requests on a replica.", loads),
+        ("degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+    ):
+        family = GaugeMetricFamily(named(name), text, labels=(label,))
+        for value, number in values.items():
+            family.add_metric((value,), number)
+        yield family

@@ -1,8 +1,5 @@
-"""One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a head may be and how long it may take.
-
-uvicorn parses (httptools), frames answers and pushes back; here stand only what it leaves open: the size and the time
-of a head, headers that two parsers could read differently, and refusals in the API's own shape.
-"""
+"""One client's connection: uvicorn's HTTP/1.1 protocol, and what it leaves open: the size and the time of a head,
+headers that two parsers could read differently, and refusals in the API's own shape."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if len(self.connections) > self.state.limits.max_connections:
-            self.state.metrics.events["connection_refused"] += 1
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
             self.transport.close()
 
@@ -99,7 +95,6 @@ class Connection(HttpToolsProtocol):
                 raise
             self._refuse(error.__context__)
         except httptools.HttpParserError as error:
-            self.state.metrics.events["bad_http"] += 1
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
         else:
             # Neither a name without end, nor a trailer or an extension of a chunk.
@@ -108,9 +103,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
-        """A request that offers another protocol, as bytes for a new parser: its head without the offer, which a server
-        may ignore (RFC 9110, 7.8), and what followed it. httptools reads no body after an offer, which Java's client
-        and `curl --http2` send with each request."""
+        """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
+        it, for a new parser: httptools reads no body after an offer, and Java's client and `curl --http2` make one with
+        each request."""
         line = b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())
         lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self._offers_upgrade = False
@@ -132,29 +127,29 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
-        version, headers = self.parser.get_http_version(), dict(self.headers)
-        self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
+        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict(self.headers)
+        self.scope["method"], self.scope["http_version"] = method.decode(), version
         nbytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if nbytes > self.state.limits.head_bytes:
-            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
-        if len(headers) != len(self.headers):
-            names = [name for name, _ in self.headers]
-            if any(names.count(name) > 1 for name in _ONCE):
-                raise errors.protocol_error("A header was sent twice that a request has once.")
-        if self.scope["method"] == "CONNECT":
-            raise errors.protocol_error("CONNECT is not supported.")
+        once = sum(name in _ONCE for name, _ in self.headers) == len(_ONCE & headers.keys())
+        coding = headers.get(b"transfer-encoding")
+        for fault, status, text in (
+            (nbytes > self.state.limits.head_bytes, 431, "The URL and the headers of the request are too long."),
+            (not once, 400, "A header was sent twice that a request has once."),
+            (method == b"CONNECT", 400, "CONNECT is not supported."),
+            (version not in ("1.0", "1.1"), 505, f"HTTP/{version} is not supported, use HTTP/1.1."),
+            (version == "1.0" and coding is not None, 400, "Transfer-Encoding is not part of HTTP/1.0."),
+            (version == "1.1" and b"host" not in headers, 400, "The request has no Host header."),
+            (
+                coding is not None and coding.lower() != b"chunked",
+                501,
+                "Only Transfer-Encoding: chunked is understood.",
+            ),
+        ):
+            if fault:
+                raise errors.protocol_error(text, status)
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        coding = headers.get(b"transfer-encoding")
-        if version not in ("1.0", "1.1"):
-            raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
-        if version == "1.0" and coding is not None:
-            raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
-        if version == "1.1" and b"host" not in headers:
-            raise errors.protocol_error("The request has no Host header.")
-        if coding is not None and coding.lower() != b"chunked":
-            raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
         self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
         # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
         self.url = b"/"
@@ -174,13 +169,13 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: HttpError) -> None:
         """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
-        is read; if its own body is bad, the error is its answer (`Exchange.pieces`)."""
+        is read; if its own body is bad, the error is its answer."""
         self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
         if self.running is not None and not self.running.response_complete:
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.requests.labels("unknown", error.status).inc()
+        self.state.metrics.requests("unknown", error.status).inc()
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
@@ -192,7 +187,6 @@ class Connection(HttpToolsProtocol):
         if self._head_since_s is None or now_s - self._head_since_s < self.state.limits.head_timeout_s:
             return
         self._head_since_s = None
-        self.state.metrics.events["slow_head"] += 1
         if not self._unparsed_bytes:
             self._close()  # it has said nothing
         else:

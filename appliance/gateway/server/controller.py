@@ -1,8 +1,7 @@
 """Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
 
 Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
-them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers.
-"""
+them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Controller:
 
     A client's answer does not wait for its copy. While the controller is away copies wait here, up to
     `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
-    stores a copy that arrives twice once.
-    """
+    stores a copy that arrives twice once."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
@@ -86,8 +84,8 @@ class Controller:
             answered = [*_passing(theirs, _NOT_DOWNSTREAM), (b"x-content-type-options", b"nosniff")]
             if (cookie := theirs.get(b"x-appliance-cookie")) is not None:  # `ID=HALF; Max-Age=…`
                 tls = state.config.tls_cert_path is not None and not cookie.endswith(b"; Secure")
-                given = b"%b%b; HttpOnly; SameSite=Strict" % (cookie, b"; Secure" if tls else b"")
-                answered += [(b"set-cookie", b"%b; Path=%b" % (given, path)) for path in (b"/admin/v1", b"/v1")]
+                cookie += b"; Secure; HttpOnly; SameSite=Strict" if tls else b"; HttpOnly; SameSite=Strict"
+                answered += [(b"set-cookie", b"%b; Path=%b" % (cookie, path)) for path in (b"/admin/v1", b"/v1")]
             if b"content-length" in theirs and response.status not in (204, 304):
                 answered.append((b"content-length", theirs[b"content-length"]))
             await exchange.begin(response.status, answered)
@@ -147,8 +145,7 @@ class Controller:
     async def with_previous(self, exchange: Exchange, data: dict[str, Any], checked: Checked) -> Checked:
         """A request with `previous_response_id`, with the whole conversation as its input. Raises HttpError.
 
-        data: its body, as it came.
-        """
+        data: its body, as it came."""
         state, transcript, limits = self._state, checked.transcript, self._state.limits
         limit, headers = limits.inference_body_bytes, identity(exchange, state.token)
         assert transcript is not None

@@ -1,14 +1,10 @@
 """One request and its answer on their way through the gateway: the body as it comes, the answer as it goes.
 
-A coroutine answers it (server/app.py). `end` ends it from outside: its coroutine is cancelled, and the client gets the
-error in the form that is still possible.
-
 An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
 https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
 {"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses OpenAI's event `error`
 (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as well, by which
-its SDK raises; Anthropic's event `error`.
-"""
+its SDK raises; Anthropic's event `error`."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import asyncio
 import contextlib
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -27,7 +22,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic
+from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
 from appliance.gateway.requests.request_check import Checked
@@ -94,11 +89,9 @@ class Tokens:
 
 
 class Exchange:
-    """Times by the monotonic clock.
-
-    target: path and query. head_only: its answer has no body. session: the login of the page that it came by, empty
-    for a key. received_s: when its head came, of inference its body; sent_s: when an engine got it last. trace: its
-    W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
+    """Times by the monotonic clock. target: path and query. head_only: its answer has no body. session: the login of
+    the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
+    engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
     model: the one it names, once known to exist, without a version. checked: once it counts as open. work: what it asks
     of a replica; choice: the one that has it; ticket: its place in the queue while it is held. routed_model: name in
@@ -108,14 +101,13 @@ class Exchange:
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
-    followed its answer's head.
-    """
+    followed its answer's head."""
 
-    def __init__(self, limits: Limits, events: Counter[str], scope: Any, receive: Any, send: Any) -> None:
+    def __init__(self, limits: Limits, scope: Any, receive: Any, send: Any) -> None:
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.method, self.target, self.headers = scope["method"].encode(), scope["target"], headers
+        self.method, self.target, self.headers = scope["method"].encode(), plain_target(scope["target"]), headers
         self.path = self.target.partition(b"?")[0]
         length = headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
@@ -138,13 +130,8 @@ class Exchange:
         self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
         self.body_complete = not (self.chunked or self.content_length)
         self.ended: HttpError | None = None
-        self._limits, self._events, self._receive, self._send = limits, events, receive, send
-        self._task = asyncio.current_task()
-
-    @property
-    def trace_id(self) -> str:
-        """The second field of its traceparent, empty without one."""
-        return self.trace[3:35].decode()
+        self._limits, self._receive, self._send = limits, receive, send
+        self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
 
     @property
     def ids(self) -> dict[str, str]:
@@ -155,14 +142,15 @@ class Exchange:
             "model": self.model,
             "version": self.model_version,
             "replica": self.replica,
-            "trace_id": self.trace_id,
+            "trace_id": self.trace[3:35].decode(),
         }
 
     def end(self, error: HttpError) -> None:
-        """Answer this error in place of what runs: the key was revoked, or the box stops."""
-        if self.ended is None and self._task is not None:
+        """Cancel its coroutine and answer this error, in the form that is still possible: the key was revoked, or the
+        box stops."""
+        if self.ended is None:
             self.ended = error
-            self._task.cancel()
+            self.task.cancel()
 
     # -- the body
 
@@ -178,9 +166,8 @@ class Exchange:
                     async with asyncio.timeout(left_s - waited_s):
                         message = await self._receive()
                 except TimeoutError:
-                    self._events["slow_body"] += 1
-                    slow = HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
-                    raise slow from None
+                    text = "The request body came too slowly."
+                    raise HttpError(408, text, code="request_timeout", close=True) from None
                 waited_s += time.monotonic() - began_s
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -234,17 +221,15 @@ class Exchange:
         await self.finish(body)
 
     async def fail(self, error: HttpError) -> None:
-        """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
+        """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
         connection, since nothing else shows that the body is not whole."""
         if self.finished:
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
-            self._events["stream_error"] += 1
             self.connection.running.keep_alive = False
             await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
-            self._events["response_aborted"] += 1
             self.connection.abort()
         else:
             status, body = _shaped(error, self)
@@ -258,7 +243,7 @@ class Exchange:
             await self.finish()
 
     async def _linger(self) -> None:
-        """Reads the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
+        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -277,7 +262,6 @@ class Exchange:
             async with asyncio.timeout(self._limits.write_stall_s):
                 await self._send(message)
         except TimeoutError:
-            self._events["client_stalled"] += 1
             self.connection.abort()
             raise ClientGone from None
 
@@ -286,9 +270,7 @@ class Exchange:
 
 
 def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
-    extra: list[tuple[bytes, bytes]] = []
-    if error.retry_after_s is not None:
-        extra.append((b"retry-after", b"%d" % error.retry_after_s))
+    extra = [] if error.retry_after_s is None else [(b"retry-after", b"%d" % error.retry_after_s)]
     # The `openai` client retries 409 unless told not to, but a conflict does not resolve by itself.
     should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
     if should_retry is not None:
@@ -306,16 +288,16 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    inner = {"type": kind, "message": error.message}
-    return status, orjson.dumps({"type": "error", "error": inner, "request_id": exchange.request_id.decode()})
+    body = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return status, orjson.dumps({**body, "request_id": exchange.request_id.decode()})
 
 
 def error_response(error: HttpError, request_id: bytes) -> bytes:
     """A whole response that ends its connection, for bytes that are no request."""
-    lines = [b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())]
-    lines += [b"%b: %b" % pair for pair in ((b"x-request-id", request_id), *_error_headers(error))]
-    lines += [b"content-type: application/json", b"content-length: %d" % len(error.body()), b"connection: close"]
-    return b"\r\n".join([*lines, b"", error.body()])
+    headers = [(b"x-request-id", request_id), *_error_headers(error), (b"content-type", b"application/json")]
+    headers += [(b"content-length", b"%d" % len(error.body())), (b"connection", b"close")]
+    first = b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())
+    return b"\r\n".join([first, *(b"%b: %b" % pair for pair in headers), b"", error.body()])
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:

@@ -6,9 +6,8 @@
   to one more after that, and to no third.
 - After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
   other ends with an error event.
-- Of a good answer the bytes pass unchanged, but for what `Stream` rewrites.
-- A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand.
-"""
+- Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
+- A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand."""
 
 from __future__ import annotations
 
@@ -60,13 +59,12 @@ MAX_DEATHS: Final = 2
 
 
 class EngineFailure(enum.Enum):
-    """Why an engine gave no answer; the text is what the log says."""
+    """Why an engine gave no answer, as the log says it. UNREACHED: it got no byte of the request. BROKEN: the answer is
+    no HTTP, or ends without its ending; others may still use the engine."""
 
     UNREACHED = "cannot reach the engine"
-    """It got no byte of the request."""
     DIED = "the engine broke off"
     BROKEN = "the engine's answer is not whole"
-    """It is no HTTP, or ends without its ending; others may still use the engine."""
     MOVED = "the engine serves another model by now"
 
 
@@ -79,12 +77,12 @@ class AttemptFailed(Exception):
 
 
 class Inference:
-    """One request. model: as its client calls it.
+    """One request. model: as its client calls it. body: as engines get it.
 
-    body: as engines get it, empty where nothing is left to ask for. failures: of engines that had it in vain, by
-    replica, the last one's reason. answer_begun: the client has a byte of an answer; continues: another engine
-    continues its stream. waiting_since_s: since when no engine takes it, 0.0 if one does.
-    """
+    failures: the last reason of each replica that had it in vain, in `failed` attempts. waiting_since_s: since when no
+    engine takes it, 0.0 if one does. answer_begun: the client has a byte of an answer; continues: another engine
+    continues its stream. stream_ended: all of it was there; an HTTP message that ends without its stream's own ending
+    is a truncation that no client would notice. has_error: the engine reported an error in it."""
 
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
@@ -95,12 +93,11 @@ class Inference:
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
         self.salt = {"cache_salt": salt} if salt else {}
         asks_usage = checked.data.get("stream_options", {}).get("include_usage") is True
-        hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
-        more = {"stream_options": {"include_usage": True}} if hides_usage else {}
+        self.hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
+        more = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
-        self.stream = Stream(exchange, checked, hides_usage=hides_usage, most_bytes=state.limits.stored_response_bytes)
         exchange.work = self.work = Work(
             caller.owner,
             checked.tokens,
@@ -109,20 +106,20 @@ class Inference:
             beginning=zlib.crc32(salt.encode(), checked.prefix),
             batch=exchange.use.batch,
         )
-        self.failures: list[tuple[str, EngineFailure]] = []
-        self.answer_begun = self.continues = False
-        self.waiting_since_s = 0.0
+        self.failures: dict[str, EngineFailure] = {}
+        self.failed, self.waiting_since_s = 0, 0.0
+        self.answer_begun = self.continues = self.stream_ended = self.has_error = False
         if not self.work.batch:
             state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
         exchange = self.exchange
-        while self.body:
+        while True:
             choice, failed = await self._place(), None
             try:
                 await self._attempt(choice)
-                failed = self.stream.has_error
+                failed = self.has_error
                 return
             except HttpError:
                 failed = True
@@ -142,11 +139,6 @@ class Inference:
                     )
                 exchange.choice = None
                 self.state.ended(choice)
-        # All tokens of a stream were sent before its engine died: only its ending is missing.
-        assert self.checked.continuation is not None
-        ending = b"".join(map(self.stream.rewrite_continued, self.checked.continuation.ending()))
-        self._keep_copy()
-        await exchange.finish(ending)
 
     # -- a place
 
@@ -158,7 +150,7 @@ class Inference:
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         if work.batch or not work.sequences or state.holds.next(host) is None:
-            choice = state.router.choose(names, work, time.monotonic(), self._avoided())
+            choice = state.router.choose(names, work, time.monotonic(), self.failures)
         if choice is None and work.batch:
             raise errors.engine_failed() if self._deaths() else errors.batch_gives_way()
         if choice is None and self.continues and exchange.routed_model != self.model:
@@ -180,12 +172,9 @@ class Inference:
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
 
-    def _avoided(self) -> set[str]:
-        return {replica for replica, _ in self.failures}
-
     def _deaths(self) -> int:
         """Engines that broke off while they had it."""
-        return len({replica for replica, reason in self.failures if reason is EngineFailure.DIED})
+        return sum(reason is EngineFailure.DIED for reason in self.failures.values())
 
     async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -193,18 +182,30 @@ class Inference:
         self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
-        place = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self._avoided(), place)
+        place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(self.model, host, names, self.work, self.failures, place)
         is_first = state.holds.next(host) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
         state.on_change(is_first)  # a sleeping model wakes on it
+        pause_s = state.config.holds.sse_grace_s
         try:
             state.place_held()
             with self._span("hold"):
-                return await self._place_before_deadline(place)
+                while (left_s := self._wait_left_s()) > 0:
+                    await asyncio.wait((place,), timeout=min(left_s, pause_s))
+                    if place.done():
+                        return place.result()
+                    if self.checked.stream and pause_s < left_s:
+                        # Comments, so that proxies keep the connection.
+                        if not exchange.head_sent:
+                            await exchange.begin_stream(None)
+                        if not exchange.connection.flow.write_paused:
+                            await exchange.write(b": held\n\n")
+                        pause_s = state.config.holds.sse_interval_s
+                raise state.not_ready(self.model, TOO_LATE)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
                 state.ended(place.result())  # it got a place and left in the same turn
@@ -217,22 +218,6 @@ class Inference:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
         tracing = self.state.tracing
         return nullcontext(self.exchange.trace) if tracing is None else tracing.part(name, **attributes)
-
-    async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
-        """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
-        exchange, holds = self.exchange, self.state.config.holds
-        pause_s = holds.sse_grace_s
-        while (left_s := self._wait_left_s()) > 0:
-            await asyncio.wait((place,), timeout=min(left_s, pause_s))
-            if place.done():
-                return place.result()
-            if self.checked.stream and pause_s < left_s:
-                if not exchange.head_sent:
-                    await exchange.begin_stream(None)
-                if not exchange.connection.flow.write_paused:
-                    await exchange.write(b": held\n\n")
-                pause_s = holds.sse_interval_s
-        raise self.state.not_ready(self.model, TOO_LATE)
 
     def _wait_left_s(self) -> float:
         return self.waiting_since_s + self.state.config.holds.hold_s - time.monotonic()
@@ -261,8 +246,7 @@ class Inference:
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(exchange.sent_s - exchange.received_s)
-        number = len(self.failures) + 1
-        with self._span("attempt", replica=replica.id, version=replica.version, attempt=number) as trace:
+        with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             session = state.engines.of(replica.socket)
@@ -302,40 +286,63 @@ class Inference:
             await self._relay_whole(response, choice)
 
     async def _relay_stream(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
-        exchange, stream, began, alive = self.exchange, self.stream, False, self.state.engines.is_alive
-        stream.begin()
+        state, exchange, continuation = self.state, self.exchange, self.checked.continuation
+        began, partial = False, b""
         async for piece in response.content.iter_any():
             relayed: list[bytes] = []
-            for event in stream.events(piece):
+            *events, partial = (partial + piece).split(b"\n\n")
+            for event in events:
                 # An engine's last event reports its own death, which must not reach a client whose stream continues.
-                hides_death = not self.answer_begun or self.checked.continuation is not None
-                if hides_death and event.startswith(errors.ERROR_EVENT):
+                if event.startswith(errors.ERROR_EVENT) and (not self.answer_begun or continuation is not None):
                     error = errors.from_event(event)
-                    if error is not None and error.status >= 500 and not await alive(choice.replica.socket):
+                    fails = error is not None and error.status >= 500
+                    if fails and not await state.engines.is_alive(choice.replica.socket):
                         await exchange.write(b"".join(relayed))
                         raise AttemptFailed(EngineFailure.DIED)
                 if not began:
                     began = True
-                    await self._begin(choice)
-                relayed.append(stream.rewrite(event))
+                    self._begun(choice)
+                    state.router.started(choice)
+                    version = exchange.model_version.encode("latin-1")
+                    if exchange.head_sent:  # it was held, or is continued
+                        await exchange.write(b": version %b\n\n" % version)
+                    else:
+                        await exchange.begin_stream(version)
+                relayed.append(self._rewrite(event))
             self._keep_copy()  # the client may leave once it has the last event
             await exchange.write(b"".join(relayed))
-        if not began:
-            raise AttemptFailed(EngineFailure.DIED)
-        if not stream.ended:
-            self.state.metrics.events["stream_unfinished"] += 1
-            raise AttemptFailed(EngineFailure.BROKEN if self.checked.continuation is None else EngineFailure.DIED)
+        if not self.stream_ended:
+            dead = not began or continuation is not None
+            raise AttemptFailed(EngineFailure.DIED if dead else EngineFailure.BROKEN)
         await exchange.finish()
 
-    async def _begin(self, choice: Choice) -> None:
-        """The head of a stream, or a comment where the client has it: it was held, or is continued."""
-        self._first_bytes(choice)
-        self.state.router.started(choice)
-        version = self.exchange.model_version.encode("latin-1")
-        if not self.exchange.head_sent:
-            await self.exchange.begin_stream(version)
-        else:
-            await self.exchange.write(b": version %b\n\n" % version)
+    def _rewrite(self, event: bytes) -> bytes:
+        """An engine's event as the client gets it; empty for none.
+
+        A stored answer's are noted, the usage is read and taken out where the client did not ask for it, errors get the
+        API's shape; all others pass unchanged."""
+        exchange, transcript, continuation = self.exchange, self.checked.transcript, self.checked.continuation
+        if continuation is not None:
+            event = continuation.event(event)
+        if not event:
+            return b""
+        if transcript is not None:
+            if max(len(event), transcript.held) > self.state.limits.stored_response_bytes:
+                transcript.stores = False
+            event = transcript.event(event)
+        self._read_usage(event)
+        if self.hides_usage and _FINISHED in event:
+            # An engine writes it into the event with the usage if it is asked for usage, else into these.
+            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(exchange.model_version))
+        elif self.hides_usage and _NO_CHOICES in event:
+            return b""
+        self.stream_ended |= event.startswith(_LAST)
+        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
+        exchange.stream_events += _EVENT in event
+        if errors.ERROR_EVENT in event and (error := errors.from_event(event)) is not None:
+            self.stream_ended = self.has_error = True
+            return error_event(error, exchange, exchange.stream_events - 1)
+        return event + b"\n\n"
 
     async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
@@ -345,39 +352,48 @@ class Inference:
         most = limits.stored_response_bytes if stores else limits.buffered_response_bytes
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
-        self._first_bytes(choice)
-        kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(VERSION, exchange.model_version.encode("latin-1"))], len(body) <= most
-        if is_whole and transcript is not None:
-            body = token_count(body) if counts else transcript.whole(body)
-            self._keep_copy()
-        elif stores:
-            self.state.metrics.events["responses_not_stored"] += 1
-        self.stream.read_whole(body)
+        self._begun(choice)
         if exchange.head_sent:
             raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
-        if is_whole:
+        kind = response.headers.get("content-type", "application/json").encode("latin-1")
+        headers = [(VERSION, exchange.model_version.encode("latin-1"))]
+        if len(body) <= most:
+            if transcript is not None:
+                body = token_count(body) if counts else transcript.whole(body)
+                self._keep_copy()
+            self._read_usage(body)
             await exchange.whole(response.status, kind, body, headers)
             return
+        if stores:
+            self.state.metrics.events["responses_not_stored"] += 1
         if response.content_length is not None:
             headers.append((b"content-length", b"%d" % response.content_length))
         await exchange.begin(200, [(b"content-type", kind), *headers])
-        await exchange.write(body)
-        async for piece in response.content.iter_any():
-            self.stream.read_whole(piece)
-            await exchange.write(piece)
+        seen = b""
+        while body:
+            seen = seen[-_USAGE_BYTES:] + body  # wherever it was cut
+            self._read_usage(seen)
+            await exchange.write(body)
+            body = await response.content.readany()
         await exchange.finish()
 
-    def _first_bytes(self, choice: Choice) -> None:
+    def _read_usage(self, body: bytes) -> None:
+        """Answers of /v1/responses repeat the request, whose tools may have any text: their transcript has it."""
+        if self.exchange.route.name in (RESPONSES, INPUT_TOKENS):
+            body = b"" if self.checked.transcript is None else self.checked.transcript.usage
+        if USAGE in body:
+            self.exchange.tokens.read(body)
+
+    def _begun(self, choice: Choice) -> None:
+        """The first bytes of an engine's answer are here."""
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
-        self.answer_begun = True
-        choice.load.failures = 0
+        self.answer_begun, choice.load.failures = True, 0
         if self.continues:
             return
         exchange.first_byte_s = now_s
         if self.work.batch:
             return
-        metrics.first_byte(exchange, now_s)
+        metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream:
             metrics.loads[choice.model].first_token(now_s - exchange.received_s)
             if choice.load.inflight == 1:
@@ -411,93 +427,30 @@ class Inference:
                 raise state.not_ready(self.model, TOO_LATE)
             return
         self.waiting_since_s = 0.0
-        self.failures.append((choice.replica.id, reason))
+        self.failed += 1
+        self.failures[choice.replica.id] = reason
         if self._deaths() >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            log.warning("two engines died of this request: it is not sent again", extra=exchange.ids)
             message = (
                 "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
                 "it, or ask whoever runs the box what the engines' logs say."
             )
             raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
-        if len(self.failures) >= MAX_FAILURES:
+        if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
             return
         # The rest of its stream is asked for, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
-        if continuation is None or model is None or not continuation.can_resume(model.max_model_len):
+        rest = continuation.resume_body(model.max_model_len) if continuation and model else None
+        if rest is None:
             raise failure.error
         state.metrics.events["continued"] += 1
-        log.info("the stream is continued on another engine", extra=exchange.ids)
-        rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
-        self.body = b"" if rest is None else with_fields(rest, **self.salt)
+        self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
         """Also of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter) or policy_of(self.model) is not None
-
-
-class Stream:
-    """One answer on its way. ended: whether all of it was there; an HTTP message that ends without its stream's own
-    ending is a truncation that no client would notice. has_error: the engine reported an error in it."""
-
-    def __init__(self, exchange: Exchange, checked: Checked, *, hides_usage: bool, most_bytes: int) -> None:
-        """hides_usage: the client did not ask for the event that has it. most_bytes: of an answer that is stored."""
-        self.ended = self.has_error = False
-        self._exchange, self._hides_usage, self._most_bytes = exchange, hides_usage, most_bytes
-        self._continuation, self._transcript = checked.continuation, checked.transcript
-        self._partial = self._tail = b""
-
-    def begin(self) -> None:
-        """An engine begins to answer: what another one left unfinished is gone."""
-        self._partial = b""
-
-    def events(self, data: bytes) -> list[bytes]:
-        """The whole events of an engine's bytes, as it wrote them; the beginning of another one is kept."""
-        *events, self._partial = (self._partial + data).split(b"\n\n")
-        return events
-
-    def rewrite(self, event: bytes) -> bytes:
-        """An engine's event as the client gets it, empty for none."""
-        return self.rewrite_continued(event if self._continuation is None else self._continuation.event(event))
-
-    def rewrite_continued(self, event: bytes) -> bytes:
-        """The same for one that the continuation has seen, or made."""
-        if not event:
-            return b""
-        exchange, transcript = self._exchange, self._transcript
-        if transcript is not None:
-            if max(len(event), transcript.held) > self._most_bytes:
-                transcript.stores = False
-            event = transcript.event(event)
-        self._read_usage(event)
-        if self._hides_usage and _FINISHED in event:
-            # An engine writes it into the event with the usage if it is asked for usage, else into these.
-            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(exchange.model_version))
-        elif self._hides_usage and _NO_CHOICES in event:
-            return b""
-        if event.startswith(_LAST):
-            self.ended = True
-        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
-        exchange.stream_events += _EVENT in event
-        if errors.ERROR_EVENT in event and (error := errors.from_event(event)) is not None:
-            self.ended = self.has_error = True
-            return error_event(error, exchange, exchange.stream_events - 1)
-        return event + b"\n\n"
-
-    def read_whole(self, body: bytes) -> None:
-        """Read the usage in a plain answer, or in a piece of one, wherever it was cut."""
-        seen = self._tail + body
-        self._read_usage(seen)
-        self._tail = seen[-_USAGE_BYTES:]
-
-    def _read_usage(self, body: bytes) -> None:
-        """Answers of /v1/responses repeat the request, whose tools may have any text: their transcript has it."""
-        if self._exchange.route.name in (RESPONSES, INPUT_TOKENS):
-            body = b"" if self._transcript is None else self._transcript.usage
-        if USAGE in body:
-            self._exchange.tokens.read(body)

@@ -1,15 +1,12 @@
-"""Counts what happens to requests in one gateway process, for Prometheus, and keeps its access log: one JSON object per
-request and line."""
+"""Counts what happens to requests in one gateway process, for Prometheus, and writes the lines of its access log."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
 import re
 import time
-from collections.abc import Collection
-from typing import Any, Final, NamedTuple
+from functools import cache
+from typing import Any, Final
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -30,60 +27,51 @@ _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
 
-class Series(NamedTuple):
-    """Counts of one model, version and key class."""
-
-    first_byte: Histogram
-    request: Histogram
-    token: Histogram
-    input: Counter
-    output: Counter
-    cached: Counter
-
-
 class Metrics:
-    """All counts of one process.
-
-    events: things that happened to requests, by kind. loads: by model of the routing table. series: by model, version
-    and key class, the oldest first.
-    """
+    """All counts of one process. events: things that happened to requests, by kind. loads: by model of the routing
+    table. series: by model, version and key class, the oldest first. All others: by the values of their labels."""
 
     def __init__(self) -> None:
         self.events = collections.Counter[str]()
         self.loads: collections.defaultdict[str, ModelLoad] = collections.defaultdict(ModelLoad)
-        self.series: dict[tuple[str, str, str], Series] = {}
-        self.registry = CollectorRegistry()
+        self.series: dict[tuple[str, str, str], None] = {}
+        self.registry, self._by_series = CollectorRegistry(), list[Counter | Histogram]()
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
-        self.requests = Counter("requests", "Requests answered, by route and status.", ("route", "status"), **own)
-        text = "Inference requests ended, by model, version, key class and status."
-        self._model_requests = Counter("model_requests", text, (*_LABELS, "status"), **own)
-        text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self._tokens = Counter("tokens", text, (*_LABELS, "direction"), **own)
-        self._cached = Counter("cached_tokens", "Tokens of prompts in an engine's cache of prefixes.", _LABELS, **own)
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            self._by_series.append(metric := Counter(name, text, (*_LABELS, *labels), **own))
+            return cache(metric.labels)
+
+        def times(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            self._by_series.append(metric := Histogram(name, text, _LABELS, buckets=buckets, **own))
+            return cache(metric.labels)
+
+        requests = Counter("requests", "Requests answered, by route and status.", ("route", "status"), **own)
+        self.requests = cache(requests.labels)
         text = "From complete request to its sending upstream, unheld."
         self.added = Histogram("added_seconds", text, buckets=_ADDED, **own)
+        text = "Inference requests ended, by model, version, key class and status."
+        self.model_requests = counter("model_requests", text, "status")
+        text = "Tokens of prompts (input) and answers (output), as engines counted them."
+        self.tokens = counter("tokens", text, "direction")
+        self.cached = counter("cached_tokens", "Tokens of prompts in an engine's cache of prefixes.")
         text = "From complete request to the first body byte."
-        self._first_byte = Histogram("time_to_first_byte_seconds", text, _LABELS, buckets=_SECONDS, **own)
-        text = "From complete request to the end of its answer."
-        self._request = Histogram("request_seconds", text, _LABELS, buckets=_LONG, **own)
+        self.first_byte = times("time_to_first_byte_seconds", text, _SECONDS)
+        self.request = times("request_seconds", "From complete request to the end of its answer.", _LONG)
         text = "Streams: mean time from one token to the next."
-        self._token = Histogram("time_per_output_token_seconds", text, _LABELS, buckets=_SECONDS, **own)
-
-    def first_byte(self, exchange: Exchange, now_s: float) -> None:
-        """Record that the first byte of an engine's answer to this request goes out now."""
-        self._series(exchange).first_byte.observe(now_s - exchange.received_s)
+        self.token = times("time_per_output_token_seconds", text, _SECONDS)
 
     def finished(self, exchange: Exchange, now_s: float, asked: Checked | None) -> None:
         """Count a finished response, whichever side ended it. asked: what engines were asked for it."""
-        self.requests.labels(exchange.route.name, exchange.status).inc()
+        self.requests(exchange.route.name, exchange.status).inc()
         if asked is None:
             return
-        series, tokens = self._series(exchange), exchange.tokens
-        self._model_requests.labels(*_key(exchange), exchange.status).inc()
-        series.request.observe(now_s - exchange.received_s)
-        series.input.inc(tokens.prompt)
-        series.output.inc(tokens.completion)
-        series.cached.inc(tokens.cached)
+        key, tokens = self.series_of(exchange), exchange.tokens
+        self.model_requests(*key, exchange.status).inc()
+        self.request(*key).observe(now_s - exchange.received_s)
+        self.tokens(*key, "input").inc(tokens.prompt)
+        self.tokens(*key, "output").inc(tokens.completion)
+        self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
         if tokens.prompt and asked.prompt_tokens:
             load.computed(asked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
@@ -91,79 +79,59 @@ class Metrics:
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:
             token_s = (now_s - exchange.first_byte_s) / (written - 1)
-            series.token.observe(token_s)
+            self.token(*key).observe(token_s)
             load.paced(token_s, time.time())
 
-    def forget_models(self, keep: Collection[str]) -> None:
-        """Drop the load of models that left the table."""
-        for name in self.loads.keys() - set(keep):
-            del self.loads[name]
-
-    def _series(self, exchange: Exchange) -> Series:
-        """The counts for requests like this one; makes room for new ones."""
-        key = _key(exchange)
+    def series_of(self, exchange: Exchange) -> tuple[str, str, str]:
+        """The labels of requests like this one; makes room for new ones. Of its key they have the known scopes: at most
+        eight values, however many keys exist."""
+        key = exchange.model, exchange.model_version, _key_class(exchange.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 oldest = next(iter(self.series))
                 del self.series[oldest]
-                for metric in (self._model_requests, self._tokens, self._cached, *self._histograms()):
+                for metric in self._by_series:
                     metric.remove_by_labels(dict(zip(_LABELS, oldest, strict=True)))
-            times = (metric.labels(*key) for metric in self._histograms())
-            tokens = (self._tokens.labels(*key, direction) for direction in ("input", "output"))
-            self.series[key] = Series(*times, *tokens, self._cached.labels(*key))
-        return self.series[key]
-
-    def _histograms(self) -> tuple[Histogram, Histogram, Histogram]:
-        return self._first_byte, self._request, self._token
-
-
-def _key(exchange: Exchange) -> tuple[str, str, str]:
-    """The last one is of the known scopes of its key, joined: at most eight values, however many keys exist."""
-    scopes = "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in exchange.caller.scopes)
-    return exchange.model, exchange.model_version, scopes or "none"
+                for labels in (
+                    self.model_requests,
+                    self.tokens,
+                    self.cached,
+                    self.first_byte,
+                    self.request,
+                    self.token,
+                ):
+                    labels.cache_clear()
+            self.series[key] = None
+        return key
 
 
-# -- the access log
+@cache
+def _key_class(scopes: frozenset[str]) -> str:
+    return "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in scopes) or "none"
+
 
 # Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 
-class AccessLog:
-    """Appends to `path`, a file of mode 0600; None: keeps nothing. A full disk costs lines, never requests."""
-
-    def __init__(self, path: str | None) -> None:
-        self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def add(self, exchange: Exchange, now_s: float) -> None:
-        """Write a request's line when its response ends, at `now_s` by the monotonic clock.
-
-        ttft_s, duration_s: from the complete request to the first body byte and to the end. Fields without a value are
-        null.
-        """
-        if self._file < 0:
-            return
-        received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
-        fields = {
-            "time": timestamp(time.time()),
-            "level": "info",
-            "process": "gateway",
-            "event": "request",
-            **{name: value or None for name, value in exchange.ids.items()},
-            "method": "HEAD" if exchange.head_only else exchange.method.decode("latin-1"),
-            "path": _NAMED.sub(rb"\1*", exchange.path)[:256].decode("latin-1"),
-            "status": exchange.status,
-            "ttft_s": round(first_byte_s - received_s, 6) if first_byte_s else None,
-            "duration_s": round(now_s - received_s, 6),
-            "prompt_tokens": exchange.tokens.prompt,
-            "completion_tokens": exchange.tokens.completion,
-            "in_bytes": exchange.body_bytes,
-            "out_bytes": exchange.sent_bytes,
-        }
-        with contextlib.suppress(OSError):
-            os.write(self._file, orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE))
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+def access_line(exchange: Exchange, now_s: float) -> bytes:
+    """One JSON object and a line's end, for a request whose response ends at `now_s` by the monotonic clock. ttft_s,
+    duration_s: from the complete request to the first body byte and to the end."""
+    received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
+    fields = {
+        "time": timestamp(time.time()),
+        "level": "info",
+        "process": "gateway",
+        "event": "request",
+        **{name: value or None for name, value in exchange.ids.items()},
+        "method": "HEAD" if exchange.head_only else exchange.method.decode("latin-1"),
+        "path": _NAMED.sub(rb"\1*", exchange.path)[:256].decode("latin-1"),
+        "status": exchange.status,
+        "ttft_s": round(first_byte_s - received_s, 6) if first_byte_s else None,
+        "duration_s": round(now_s - received_s, 6),
+        "prompt_tokens": exchange.tokens.prompt,
+        "completion_tokens": exchange.tokens.completion,
+        "in_bytes": exchange.body_bytes,
+        "out_bytes": exchange.sent_bytes,
+    }
+    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)

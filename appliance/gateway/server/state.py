@@ -1,18 +1,19 @@
-"""Holds the state of one gateway process that every handler may read and call; `Gateway` runs it.
-
-Everything runs on one event loop thread, so nothing here is locked.
-"""
+"""Holds the state of one gateway process that every handler may read and call; `Gateway` runs it, on one event loop,
+so nothing here is locked."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import itertools
 import math
+import os
 import secrets
 import ssl
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from uvicorn.server import ServerState
@@ -24,9 +25,9 @@ from appliance.gateway.core.load import Comparison
 from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
-from appliance.gateway.core.table import NOBODY, Caller, Login, Model
+from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.metrics import AccessLog, Metrics
+from appliance.gateway.server.metrics import Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
 from runtime.network.mutual_tls import mutual_tls, watched_socket
 from weights.format.names import policy_of
@@ -35,22 +36,17 @@ if TYPE_CHECKING:
     from appliance.gateway.server.certificates import Certificate
     from appliance.gateway.server.tracing import Tracing
 
-log = logging.getLogger("appliance.gateway")
-
+# Engines keep idle connections for an hour, so that none is used that its engine is just closing.
 _KEEPALIVE_S: Final = 5.0
-"""Engines keep idle connections for an hour, so that none is used that its engine is just closing; here those of a rush
-do not stay longer than it lasts."""
 _READ_BYTES: Final = 256 * 1024
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
-    """What one process knows. `on_change(urgent)` is called when a load report is due.
-
-    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
-    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
-    box_troubles: parts of the box that fail, as the controller last reported.
-    """
+    """What one process knows. on_change: called with whether a load report is due at once. generation: of the current
+    table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to the controller that a
+    request came through this gateway. sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the
+    box that fail, as the controller last reported."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -64,17 +60,19 @@ class State:
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
-        self.access_log = AccessLog(config.log_path if config.access_log else None)
+        self.access_log: BinaryIO | None = None
+        if config.access_log and config.log_path is not None:
+            self.access_log = open(config.log_path, "ab", buffering=0, opener=partial(os.open, mode=0o600))
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
             from appliance.gateway.server import tracing
 
             self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
-        self.token = b"" if config.token_path is None else _token(config.token_path)
+        self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = UsageLimits(self.metrics.events, config.workers)
+        self.spending = UsageLimits(config.workers)
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
@@ -83,12 +81,10 @@ class State:
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
-        self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
-        self._id_serial = 0
+        self._id_prefix, self._id_numbers = secrets.token_hex(8).encode(), itertools.count(1)
 
     def new_request_id(self) -> bytes:
-        self._id_serial += 1
-        return b"%b%06x" % (self._id_prefix, self._id_serial)
+        return b"req_%b%06x" % (self._id_prefix, next(self._id_numbers))
 
     # -- bodies in memory
 
@@ -110,13 +106,11 @@ class State:
         training. Raises the same HttpError for a forbidden as for a nonexistent model, so callers must send nothing
         that depends on the model before."""
         model = self.router.models.get(name)
-        if model is None:
-            raise self.unknown_model(name, caller)
-        is_policy = policy_of(name) is not None
-        may_call = private and caller.may_use(model.host) if is_policy else caller.sees(model) and caller.may_use(name)
-        if not may_call:
-            raise self.unknown_model(name, caller)
-        return model
+        if model is not None and policy_of(name) is None and caller.sees(model) and caller.may_use(name):
+            return model
+        if model is not None and policy_of(name) is not None and private and caller.may_use(model.host):
+            return model
+        raise self.unknown_model(name, caller)
 
     def unknown_model(self, name: str, caller: Caller) -> HttpError:
         """The error for a name that is not in the table."""
@@ -134,16 +128,13 @@ class State:
     def next_try_s(self, name: str) -> float | None:
         """Seconds until the engines of a model are started again, if that is too long to wait."""
         model = self.router.models.get(name)
-        trouble = None if model is None else model.trouble
-        if model is None or trouble is None or any(replica.state == "open" for replica in model.replicas):
+        if model is None or model.trouble is None or any(replica.state == OPEN for replica in model.replicas):
             return None
-        left_s = trouble.next_try_s - time.time()
-        return left_s if left_s > trouble.hold_before_s else None
+        left_s = model.trouble.next_try_s - time.time()
+        return left_s if left_s > model.trouble.hold_before_s else None
 
     def not_ready(self, name: str, why: str) -> HttpError:
         """The error for a request that may not wait (any longer) for a replica of this model."""
-        self.metrics.events["hold_refused"] += 1
-        log.info("held no longer: %s", why, extra={"model": name})
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
         message = f"The model `{name}` is not ready: {why}. Please retry."
         if model is not None and model.trouble is not None:
@@ -182,6 +173,8 @@ class State:
         if asked is not None and use.batch and status == 503:
             self.spending.correct(use, -1, -asked.tokens)
             asked = None  # it counts once, when it is answered
+        if exchange.broke_off:
+            self.metrics.events["broke_off"] += 1
         self.metrics.finished(exchange, now_s, asked)  # before what no engine reported
         if asked is not None:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
@@ -196,17 +189,9 @@ class State:
                 self.spending.count(exchange.caller.id, exchange.model, "", {"refused": 1})
         if self.tracing is not None and exchange.span is not None:
             self.tracing.end(exchange)
-        self.access_log.add(exchange, now_s)
-
-
-def _token(path: str) -> bytes:
-    try:
-        token = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise errors.ConfigInvalid(f"token_path {path!r}: cannot be read ({error.strerror})") from error
-    if not token.isalnum():
-        raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
-    return token
+        if self.access_log is not None:
+            with contextlib.suppress(OSError):  # a full disk costs lines, never requests
+                self.access_log.write(access_line(exchange, now_s))
 
 
 # -- connections to engines and the controller

@@ -4,8 +4,7 @@
       hold           for as long as it waits for a replica
       attempt        one replica: from sending to its last byte or its failure; the engine gets this span as its parent
 
-A thread of the SDK sends spans in batches; an unreachable collector loses spans and delays no request.
-"""
+A thread of the SDK sends spans in batches; an unreachable collector loses spans and delays no request."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from appliance.gateway.server.exchange import Exchange
@@ -90,6 +89,5 @@ class Tracing:
 
 
 def _traceparent() -> bytes:
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier)
-    return carrier["traceparent"].encode()
+    now = get_current_span().get_span_context()
+    return b"00-%032x-%016x-%02x" % (now.trace_id, now.span_id, now.trace_flags)

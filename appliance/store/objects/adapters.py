@@ -53,16 +53,6 @@ def list_callable(db: Database) -> list[AdapterRow]:
     )
 
 
-def base_of_model(db: Database, model: str) -> str | None:
-    """The base of a model whose active version is an adapter; None for others."""
-    base: str | None = db.value(
-        "SELECT json_extract(v.meta, '$.adapter.base') FROM models m "
-        "JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE m.id = ?",
-        [model],
-    )
-    return base
-
-
 def list_on(db: Database, base: str) -> list[AdapterRow]:
     """Every adapter version of a version of `base`, whether it can be called or not."""
     return db.all(

@@ -12,11 +12,6 @@ _UNFINISHED = sql_list(UNFINISHED_BATCH)
 insert, find, update, page = BATCHES.insert, BATCHES.find_visible, BATCHES.update, BATCHES.page_visible
 
 
-def list_unfinished(db: Database) -> list[BatchRow]:
-    """Oldest first."""
-    return db.all(BatchRow, f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) ORDER BY seq")
-
-
 def using_file(db: Database, file_id: str) -> BatchRow | None:
     """An unfinished batch that reads this file."""
     return db.one(

@@ -6,7 +6,6 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
@@ -14,10 +13,8 @@ from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED_EVAL_R
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
-_IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
 insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
-update_item = EVAL_ITEMS.update
 
 
 def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
@@ -28,17 +25,16 @@ def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRun
     return EVAL_RUNS.find_visible(db, run_id, viewer=viewer)
 
 
-def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
-    """The run without its data source, which may be long."""
-    return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ?", [run_id])
-
-
 def page_runs(
     db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
 ) -> Page[EvalRunRow]:
     """Those of the viewer: an administrator may run another's eval, too."""
     scope, where = {"eval_id": eval_id, **owned_by(viewer)}, "(? IS NULL OR status = ?)"
     return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
+
+
+def is_unfinished(db: Database, run_id: str) -> bool:
+    return run_id in unfinished_ids(db, run_id)
 
 
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
@@ -53,7 +49,7 @@ def unfinished_ids(db: Database, object_id: str) -> list[str]:
 def delete(db: Database, deleted: str) -> None:
     """Delete an eval with its runs, or a run."""
     for run_id in db.column("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1", [deleted]):
-        delete_items(db, run_id)
+        db.delete("eval_items", "run_id = ?", [run_id])
     with db.transaction():
         db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
         db.execute("DELETE FROM evals WHERE id = ?", [deleted])
@@ -69,29 +65,18 @@ def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
     return db.one(EvalItemRow, "SELECT * FROM eval_items WHERE id = ? AND run_id = ?", [item_id, run_id])
 
 
-def queued_items(db: Database, run_id: str, limit: int, after: int = -1) -> list[EvalItemRow]:
-    """Items to be judged, in the order of the data, from the one behind the place `after`."""
-    return db.all(
-        EvalItemRow,
-        "SELECT * FROM eval_items WHERE run_id = ? AND status = 'queued' AND place > ? ORDER BY seq LIMIT ?",
-        [run_id, after, limit],
-    )
-
-
 def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
-    """Items that are judged."""
-    scope, where = {"run_id": run_id}, "status <> 'queued' AND (? IS NULL OR status = ?)"
-    return db.page(EvalItemRow, "eval_items", scope=scope, where=where, parameters=[status, status], **part)
-
-
-def judged_after(db: Database, run_id: str, place: int, limit: int) -> list[EvalItemRow]:
-    """Judged items in the order of the data, from the one behind `place`, without what was asked and answered."""
-    return db.all(
-        EvalItemRow,
-        "SELECT id, run_id, place, created_s, status, '{}' AS item, NULL AS sample, results FROM eval_items"
-        " WHERE run_id = ? AND place > ? AND status <> 'queued' ORDER BY place LIMIT ?",
-        [run_id, place, limit],
+    """In the order of the data."""
+    scope, where = {"run_id": run_id}, "(? IS NULL OR status = ?)"
+    return db.page(
+        EvalItemRow, "eval_items", scope=scope, where=where, parameters=[status, status], order_by="place", **part
     )
+
+
+def passed(db: Database, run_id: str) -> dict[int, bool | None]:
+    """Whether each item passed, by its place in the data; None: it could not be judged."""
+    judged = db.execute("SELECT place, status FROM eval_items WHERE run_id = ?", [run_id])
+    return {place: {"pass": True, "fail": False}.get(status) for place, status in judged}
 
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
@@ -103,7 +88,3 @@ def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRun
         " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
         [eval_id, viewer],
     )
-
-
-def delete_items(db: Database, run_id: str) -> None:
-    db.delete("eval_items", "run_id = ?", [run_id])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Unpack
 
-from appliance.store.database import Database, Page, Part
+from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import MODELS, VERSIONS, ModelRow, VersionRow
 
@@ -17,7 +16,7 @@ _VISIBLE = (
 EVERYBODY = "*"
 VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
-find, update = MODELS.find, MODELS.update
+find, update, list_all, page = MODELS.find, MODELS.update, MODELS.list_all, MODELS.page
 insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
 
 
@@ -50,11 +49,9 @@ def is_visible(db: Database, name: str, viewer: str | None) -> bool:
 def callable_names(db: Database, viewer: str | None) -> list[str]:
     """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
     seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
-    found = db.execute(
-        f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq", given
-    ).fetchall()
-    found += db.execute(f"SELECT name FROM checkpoints WHERE model IN ({seen}) ORDER BY seq", given).fetchall()
-    return [name for (name,) in found]
+    found = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq"
+    checkpoints = f"SELECT name FROM checkpoints WHERE model IN ({seen}) ORDER BY seq"
+    return db.column(found, given) + db.column(checkpoints, given)
 
 
 def audiences(db: Database) -> dict[str, list[str] | None]:
@@ -67,24 +64,13 @@ def audiences(db: Database) -> dict[str, list[str] | None]:
     return {name: None if EVERYBODY in owners else sorted(owners) for name, owners in found.items()}
 
 
-def list_all(db: Database) -> list[ModelRow]:
-    return db.all(ModelRow, "SELECT * FROM models ORDER BY seq")
-
-
-def page(db: Database, **part: Unpack[Part]) -> Page[ModelRow]:
-    """Newest first. Raises UnknownCursor."""
-    return db.page(ModelRow, "models", **part)
-
-
 def list_callable(db: Database) -> list[ModelRow]:
-    return db.all(ModelRow, "SELECT * FROM models WHERE active_version IS NOT NULL ORDER BY seq")
+    return list_all(db, "active_version IS NOT NULL")
 
 
 def active_versions(db: Database) -> dict[str, str]:
-    """The active version of each model that can be called, read from an index alone because each round of the scheduler
-    asks."""
-    rows = db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL")
-    return {name: version for name, version in rows.fetchall()}
+    """The active version of each model that can be called, from an index alone: each round of the scheduler asks."""
+    return dict(db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
 
 
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
@@ -104,22 +90,6 @@ def activate(db: Database, name: str, version: str) -> None:
             update_version(db, name, version, held_back=0)
 
 
-def reactivate(db: Database, name: str, failed: str, previous: str | None) -> bool:
-    """Make `previous` the active version again, unless another one than `failed` has become it meanwhile. Whether it
-    did. Raises RowNotFound if the model, or its previous version, is gone."""
-    with db.transaction():
-        row = find(db, name)
-        if row is None:
-            raise RowNotFound("models", name)
-        if row.active_version != failed:
-            return False
-        if previous is None:
-            update(db, name, active_version=None)
-        else:
-            activate(db, name, previous)
-        return True
-
-
 def delete(db: Database, name: str) -> None:
     """Deletes the versions and the deployment too. Raises RowNotFound."""
     with db.transaction():
@@ -130,7 +100,7 @@ def delete(db: Database, name: str) -> None:
 
 def list_versions(db: Database, model: str) -> list[VersionRow]:
     """Oldest first."""
-    return db.all(VersionRow, "SELECT * FROM versions WHERE model = ? ORDER BY seq", [model])
+    return VERSIONS.list_all(db, "model = ?", model)
 
 
 def names_of_versions(db: Database, model: str, most: int) -> list[str]:
@@ -140,9 +110,7 @@ def names_of_versions(db: Database, model: str, most: int) -> list[str]:
 
 def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
-    return db.all(
-        VersionRow, "SELECT * FROM versions WHERE model = ? AND meta ->> '$.job_id' = ? ORDER BY seq", [model, job_id]
-    )
+    return VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)
 
 
 def delete_version(db: Database, model: str, version: str) -> None:

@@ -4,9 +4,7 @@ are kept beside them: both in one table, under the same bounds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Unpack, cast, get_args
-
-import orjson
+from typing import Unpack, cast, get_args
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.rows import RESPONSES, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
@@ -14,15 +12,7 @@ from appliance.store.rows import RESPONSES, UNFINISHED_RESPONSE, ResponseRow, Re
 COMPLETION = "chat.completion"
 _UNFINISHED = sql_list(UNFINISHED_RESPONSE)
 _ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
-find, find_visible, update = RESPONSES.find, RESPONSES.find_visible, RESPONSES.update
-
-
-class Turn(NamedTuple):
-    """A response of a conversation, without its texts."""
-
-    id: str
-    previous_id: str | None
-    bytes: int
+find, find_visible, update, delete = RESPONSES.find, RESPONSES.find_visible, RESPONSES.update, RESPONSES.delete
 
 
 def bytes_of(*texts: str | None) -> int:
@@ -37,42 +27,16 @@ def ended_status(status: str | None) -> ResponseStatus:
 
 def insert(db: Database, row: ResponseRow) -> bool:
     """Does nothing and returns False if there is one with this id, because a copy may arrive twice."""
-    if standing(db, row.id) is not None:
+    if status(db, row.id) is not None:
         return False
     RESPONSES.insert(db, row)
     return True
 
 
-def chain(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> list[Turn]:
-    """This response and those that lead to it, oldest first, as far back as max_turns: of this owner's, or of all for
-    None. Empty if it is gone."""
-    # By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
-    rows = db.execute(
-        """
-        WITH RECURSIVE chain (id, previous_id, bytes, depth) AS (
-            SELECT id, previous_id, bytes, 0 FROM responses INDEXED BY responses_chain
-            WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)
-            UNION ALL
-            SELECT earlier.id, earlier.previous_id, earlier.bytes, depth + 1
-            FROM chain JOIN responses AS earlier INDEXED BY responses_chain
-            ON earlier.id = chain.previous_id AND (?2 IS NULL OR earlier.owner = ?2)
-            WHERE depth < ?3
-        )
-        SELECT id, previous_id, bytes FROM chain ORDER BY depth DESC""",
-        [response_id, viewer, max_turns - 1],
-    )
-    return [Turn(*row) for row in rows]
-
-
-def standing(db: Database, response_id: str) -> tuple[str, int] | None:
-    """Its status and its bytes as they are now, without reading it; None if it is gone."""
-    found = db.execute("SELECT status, bytes FROM responses WHERE id = ?", [response_id]).fetchone()
-    return None if found is None else (found["status"], found["bytes"])
-
-
-def delete(db: Database, response_id: str) -> bool:
-    """False if it had gone before."""
-    return db.execute("DELETE FROM responses WHERE id = ?", [response_id]).rowcount > 0
+def status(db: Database, response_id: str) -> str | None:
+    """Its status now, without reading the rest; None if it is gone."""
+    found: str | None = db.value("SELECT status FROM responses WHERE id = ?", [response_id])
+    return found
 
 
 def page_completions(
@@ -100,17 +64,6 @@ def page_completions(
         unread=() if messages else ("input",),
         **part,
     )
-
-
-def set_metadata(db: Database, completion_id: str, metadata: dict[str, str] | None) -> bool:
-    """False: it has gone."""
-    text = None if metadata is None else orjson.dumps(metadata).decode()
-    changed = db.execute(
-        "UPDATE responses SET metadata = ?2, bytes = bytes - coalesce(length(CAST(metadata AS BLOB)), 0) + ?3"
-        " WHERE id = ?1 AND kind = ?4",
-        [completion_id, text, bytes_of(text), COMPLETION],
-    )
-    return changed.rowcount > 0
 
 
 def delete_before(db: Database, before_s: float) -> None:

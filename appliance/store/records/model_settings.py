@@ -30,10 +30,9 @@ def current(db: Database, model: str) -> ModelSettingsRow | None:
 
 
 def digests(db: Database) -> dict[str, str]:
-    """Digests of the settings in force, by model; by an index alone, because each round of the scheduler asks."""
-    by_index = "model_settings INDEXED BY model_settings_digests"
-    rows = db.execute(f"SELECT model, digest FROM {by_index} WHERE (model, number) IN ({_NEWEST})")
-    return {model: digest for model, digest in rows.fetchall()}
+    """Digests of the settings in force, by model; from an index alone: each round of the scheduler asks."""
+    newest = "SELECT model, digest, max(number) FROM model_settings GROUP BY model"
+    return {model: digest for model, digest, _ in db.execute(newest)}
 
 
 def notes(db: Database) -> dict[str, str]:
@@ -46,7 +45,7 @@ def notes(db: Database) -> dict[str, str]:
 def with_chat_template(db: Database) -> set[str]:
     """Models whose settings in force have a chat template of their own."""
     given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
-    return {model for (model,) in db.execute(f"SELECT model FROM model_settings WHERE {given}").fetchall()}
+    return set(db.column(f"SELECT model FROM model_settings WHERE {given}"))
 
 
 def history(db: Database, model: str) -> list[ModelSettingsRow]:

@@ -5,13 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 
 from appliance.boot import main
 from appliance.boot.box_state import BoxState
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths, UnsafeFolder
+from appliance.store.database import Database
+from appliance.store.records import keys
 
 
 def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):
@@ -105,28 +106,26 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
     assert made.keys() >= {"box.lock", "ray.log", "box.json"} and set(made.values()) == {0o600}
 
 
-async def test_the_first_key_goes_into_its_file_alone(tmp_path, monkeypatch, capsys):
+def test_the_first_key_goes_into_its_file_alone(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
-    made = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.method == "POST":
-            made.append(json.loads(request.content)["name"])
-            return httpx.Response(200, json={"key": "sk-appl-first"})
-        return httpx.Response(200, json={"data": made})
-
-    monkeypatch.setattr(main.httpx, "AsyncHTTPTransport", lambda **_: httpx.MockTransport(answer))
-    box = main.Box(BoxConfig.model_validate({"box": {"data_dir": str(paths.data_dir)}}), paths, None)
     paths.first_key.symlink_to(tmp_path / "elsewhere")
-    assert await box._first_key() is True
-    assert paths.first_key.read_text() == "sk-appl-first\n" and not (tmp_path / "elsewhere").exists()
-    assert os.stat(paths.first_key).st_mode & 0o777 == 0o600 and not paths.first_key.is_symlink()
-    assert await box._first_key() is False and made == ["first"]
-    box._announce(True)
-    assert json.loads(capsys.readouterr().out)["first_key_file"] == str(paths.first_key)
-    box._announce(False)
-    assert json.loads(capsys.readouterr().out)["first_key_file"] is None
+    assert main.make_first_key(paths) is True
+    with Database(paths.database) as db:
+        (row,) = keys.list_live(db)
+        assert keys.fingerprint(paths.first_key.read_text().strip()) == row.sha256 and "admin" in row.scopes
+    assert not (tmp_path / "elsewhere").exists() and not paths.first_key.is_symlink()
+    assert os.stat(paths.first_key).st_mode & 0o777 == 0o600
+    assert main.make_first_key(paths) is False
+
+
+def test_no_first_key_is_made_that_nobody_knows(tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
+    paths.create()
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(main, "write_secret", lambda path, text: (_ for _ in ()).throw(OSError(28, "no space")))
+        main.make_first_key(paths)
+    assert main.make_first_key(paths) is True
 
 
 def test_the_gateways_token_is_new_in_every_run_and_private(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot import ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.main import Box
 from appliance.boot.ray_head import environment
@@ -65,33 +64,6 @@ def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_
     assert len(secure) == 3 and home["RAY_AUTH_MODE"] == "token", "the token is asked for within"
     with open(RAYLET, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
         assert [name for name in ["RAY_USE_TLS", *secure] if binary.find(name.encode() + b"\0") < 0] == []
-
-
-@pytest.mark.parametrize("alone", [True, False])
-async def test_each_ray_of_a_box_without_other_nodes_has_a_token_of_its_own(tmp_path, monkeypatch, alone):
-    """Who takes the port of a process of Ray that has just ended is sent the token: it was good for all later runs."""
-    made(tmp_path / "home")
-    more = {} if alone else {"node_address": "127.0.0.1"}
-    paths, seen = BoxPaths(tmp_path / "home", tmp_path / "shm"), []
-    config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "home"), **more}})
-    box = Box(config, paths, BoxState(tmp_path / "box.json"))
-
-    async def start(*_):
-        seen.append(paths.ray_token.read_text())
-        return None, "127.0.0.1:2"
-
-    monkeypatch.setattr(ray_head, "start", start)
-    for _ in range(2):
-        await box._start_ray()
-    assert len({"token", *seen}) == (3 if alone else 1)
-    assert not alone or paths.ray_token.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr("appliance.paths.replace_file", full)
-    await box._start_ray()
-    assert seen[-1] == seen[-2], "on a full disk Ray begins all the same"
-
-
-def full(path, content):
-    raise OSError(28, "No space left on device")
 
 
 def made(folder):

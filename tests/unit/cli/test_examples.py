@@ -16,7 +16,7 @@ import pytest
 
 from appliance.controller.gates import Gates
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses.completions import completion_row
+from appliance.controller.responses.objects import completion_row
 from appliance.store.database import Database
 from appliance.store.objects import jobs, responses
 from examples import answers_of_a_teacher, retrain_on_schedule, sweep_with_optuna

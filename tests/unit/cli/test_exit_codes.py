@@ -133,7 +133,6 @@ def test_a_box_that_takes_no_connection_while_it_comes_or_goes(tmp_path, main_pr
         ("job", "submit", "--model", "m", "--file", "file-1", "--epochs", "1", "--set", "n_epochs=2"),
         *(("model", "canary", "m", *given) for given in (("--share", "20%"), ("--for", "10m"), ("--auto",))),
         ("plan", "job", "--model", "m", "--file", "file-1", "--examples", "5"),
-        ("key", "limit", "a", "--bound", "jobs=1", "--bound", "none"),
         ("gpu", "list", "-o", "yaml"),
         ("chat", "m", "  "),
     ],

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses.completions import completion_row
+from appliance.controller.responses.objects import completion_row
 from appliance.store.objects import jobs, models, responses
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer

@@ -1,4 +1,4 @@
-"""The table of commands: its help, its completion, and how fast both are."""
+"""The table of commands: its help, and how fast that is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from appliance.cli.command import COMMANDS
 from appliance.cli.main import below
 from appliance.cli.resources import GROUPS
 from tests.unit.cli.conftest import run
-from tests.unit.controller.conftest import insert_model
 
 
 def is_command(words: str) -> bool:
@@ -59,22 +58,3 @@ def test_help_imports_nothing_heavy():
     loaded = set(done.stderr.split())
     assert "appliance.cli.main" in loaded
     assert not loaded.intersection(HEAVY) and "appliance.config" not in loaded
-
-
-def completed(monkeypatch: pytest.MonkeyPatch, line: str, begun: str | None = None) -> list[str]:
-    monkeypatch.setenv("COMP_LINE", line)
-    return run("--complete", *(["appliance", begun] if begun is not None else [])).stdout.split()
-
-
-def test_completion_knows_commands_options_and_names_of_the_box(box, monkeypatch):
-    monkeypatch.setenv("APPLIANCE_DATA_DIR", str(box.data_dir))
-    assert completed(monkeypatch, "appliance mo") == ["mode", "model"]
-    assert completed(monkeypatch, "appliance mode s") == ["schedule", "set", "show"]
-    assert completed(monkeypatch, "appliance model show st") == ["starter"]
-    assert completed(monkeypatch, "appliance job submit --model st") == ["starter"]
-    assert completed(monkeypatch, "appliance job list --li") == ["--limit"]
-    box.do(lambda: insert_model(box.context.db, "ft:starter:x"))
-    # bash has what is before a colon
-    assert completed(monkeypatch, "appliance model show ft:st", "st") == ["starter:x"]
-    monkeypatch.setenv("APPLIANCE_DATA_DIR", "/nonexistent")
-    assert completed(monkeypatch, "appliance model show st") == []

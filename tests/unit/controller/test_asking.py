@@ -10,8 +10,10 @@ import httpx
 import orjson
 
 from appliance.controller.bus import asking
-from appliance.controller.bus.asking import Asker, Asking
+from appliance.controller.bus.asking import Asking
 from appliance.controller.interfaces.records import EngineAnswer
+from appliance.store.database import Database
+from appliance.store.records import keys
 
 URL = "/v1/chat/completions"
 Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -20,12 +22,13 @@ Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 class Gateway:
     """running, said: requests at it, and what each of all says, in the order of arrival."""
 
-    def __init__(self, slots: int = 4, engines: int = 1):
+    def __init__(self, db: Database, slots: int = 4, engines: int = 1):
         self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines, "slots": slots}}
         self.running, self.said, self.most, self.nudges = 0, list[str](), 0, 0
         self.end = asyncio.Event()
         self.answer: Answer = self.waits
-        self.asking = Asking(httpx.MockTransport(self.posted), lambda: self.table, lambda name: name[:1], self.nudge)
+        transport = httpx.MockTransport(self.posted)
+        self.asking = Asking(db, transport, lambda: self.table, lambda name: name[:1], self.nudge)
 
     def nudge(self) -> None:
         self.nudges += 1
@@ -44,11 +47,8 @@ class Gateway:
         return httpx.Response(200, json={"ok": True})
 
     def ask(self, text: str, owner: str = "ann", model: str = "m", sequences: int = 1) -> asyncio.Task[EngineAnswer]:
-        async def body() -> dict[str, Any]:
-            return {"model": model, "text": text}
-
-        asker = Asker(f"key_{owner}", owner)
-        return asyncio.create_task(self.asking.ask(asker, model, URL, body, "req_1", sequences))
+        body = {"model": model, "text": text}
+        return asyncio.create_task(self.asking.ask(f"key_{owner}", model, URL, body, sequences=sequences))
 
 
 async def turns() -> None:
@@ -56,8 +56,8 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_take_half_of_the_slots_of_engines_that_are_awake():
-    gateway = Gateway(slots=4, engines=3)
+async def test_requests_take_half_of_the_slots_of_engines_that_are_awake(db: Database):
+    gateway = Gateway(db, slots=4, engines=3)
     tasks = [gateway.ask(str(number)) for number in range(9)]
     await turns()
     assert gateway.running == 6
@@ -66,8 +66,8 @@ async def test_requests_take_half_of_the_slots_of_engines_that_are_awake():
     assert not gateway.asking.models
 
 
-async def test_request_for_several_sequences_takes_as_many_places():
-    gateway = Gateway(slots=16)
+async def test_request_for_several_sequences_takes_as_many_places(db: Database):
+    gateway = Gateway(db, slots=16)
     tasks = [gateway.ask(str(number), sequences=8) for number in range(3)]
     await turns()
     assert gateway.running == 1
@@ -75,8 +75,8 @@ async def test_request_for_several_sequences_takes_as_many_places():
     assert {(await task).status for task in tasks} == {200} and gateway.most == 1
 
 
-async def test_owner_with_one_request_is_next_however_many_another_has():
-    gateway = Gateway(slots=2)
+async def test_owner_with_one_request_is_next_however_many_another_has(db: Database):
+    gateway = Gateway(db, slots=2)
     tasks = [gateway.ask(f"ann{number}") for number in range(5)]
     await turns()
     tasks.append(gateway.ask("ben", "ben"))
@@ -85,8 +85,8 @@ async def test_owner_with_one_request_is_next_however_many_another_has():
     assert gateway.said[:2] == ["ann0", "ben"]
 
 
-async def test_owners_take_turns_by_sequences():
-    gateway = Gateway(engines=0)
+async def test_owners_take_turns_by_sequences(db: Database):
+    gateway = Gateway(db, engines=0)
     gateway.end.set()
     tasks = [gateway.ask(f"ann{number}", sequences=8) for number in range(2)]
     tasks += [gateway.ask(f"ben{number}", "ben") for number in range(8)]
@@ -97,8 +97,8 @@ async def test_owners_take_turns_by_sequences():
     assert gateway.said[-1] == "ann1"
 
 
-async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake():
-    gateway = Gateway(engines=0)
+async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake(db: Database):
+    gateway = Gateway(db, engines=0)
     gateway.end.set()
     task = gateway.ask("hi")
     await turns()
@@ -109,8 +109,8 @@ async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake():
     assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
 
 
-async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_waiting():
-    gateway = Gateway()
+async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_waiting(db: Database):
+    gateway = Gateway(db)
     gateway.end.set()
     gateway.table["m@old"] = {"replicas": [], "slots": 4}
     asleep = gateway.ask("old", model="m@old")
@@ -119,8 +119,8 @@ async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_wai
     await asyncio.gather(asleep, return_exceptions=True)
 
 
-async def test_request_that_gives_way_is_sent_again_and_keeps_its_place():
-    gateway = Gateway(slots=2)
+async def test_request_that_gives_way_is_sent_again_and_keeps_its_place(db: Database):
+    gateway = Gateway(db, slots=2)
     refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
 
     async def answer(_: httpx.Request) -> httpx.Response:
@@ -135,9 +135,9 @@ async def test_request_that_gives_way_is_sent_again_and_keeps_its_place():
     assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
 
 
-async def test_request_that_waits_for_its_keys_limits_leaves_its_place_to_others(monkeypatch):
+async def test_request_that_waits_for_its_keys_limits_leaves_its_place_to_others(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "QUOTA_RETRY_S", 60.0)
-    gateway = Gateway(slots=2)
+    gateway = Gateway(db, slots=2)
 
     async def answer(request: httpx.Request) -> httpx.Response:
         spent = request.headers["x-appliance-key-id"] == "key_ann"
@@ -151,9 +151,9 @@ async def test_request_that_waits_for_its_keys_limits_leaves_its_place_to_others
     await asyncio.gather(limited, return_exceptions=True)
 
 
-async def test_request_is_sent_again_once_the_gateway_is_back(monkeypatch):
+async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
-    gateway, left = Gateway(), [httpx.ConnectError("no"), httpx.ReadError("cut")]
+    gateway, left = Gateway(db), [httpx.ConnectError("no"), httpx.ReadError("cut")]
 
     async def answer(_: httpx.Request) -> httpx.Response:
         if left:
@@ -164,21 +164,29 @@ async def test_request_is_sent_again_once_the_gateway_is_back(monkeypatch):
     assert (await gateway.ask("hi")).status == 200 and len(gateway.said) == 3
 
 
-async def test_waiting_requests_of_a_key_that_ends_are_refused_and_others_go_on():
-    gateway = Gateway(engines=0)
-    gateway.end.set()
-    tasks = [gateway.ask("hi"), gateway.ask("hi", "ben")]
-    await turns()
-    gateway.asking.end_key("key_ann")
-    assert (await tasks[0]).status == 401
-    gateway.table["m"]["replicas"] = [{"state": "open"}]
-    gateway.asking.table_changed()
-    assert (await tasks[1]).status == 200
+async def test_request_that_waits_too_long_is_answered_with_the_reason(db: Database):
+    gateway = Gateway(db, engines=0)
+    found = await gateway.asking.ask(None, "m", URL, {"model": "m"}, within_s=0.01)
+    assert found.status == 504 and asking.NOT_AWAKE in found.error and not gateway.asking.models
 
 
-async def test_request_of_which_two_engines_die_is_not_sent_again(monkeypatch):
+async def test_request_is_refused_with_401_only_once_its_key_has_ended(db: Database, monkeypatch):
+    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.001)
+    gateway, key = Gateway(db), keys.create(db, "ann", ["inference"])[0].id
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        if len(gateway.said) == 3:
+            keys.revoke(db, key)
+        return httpx.Response(401, json={"error": {"message": "no such key"}})
+
+    gateway.answer = answer
+    body = {"text": ""}
+    assert (await gateway.asking.ask(key, "m", URL, body)).status == 401 and len(gateway.said) == 3
+
+
+async def test_request_of_which_two_engines_die_is_not_sent_again(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
-    gateway = Gateway()
+    gateway = Gateway(db)
 
     async def answer(_: httpx.Request) -> httpx.Response:
         return httpx.Response(502, json={"error": {"message": "", "code": "engine_failed"}})

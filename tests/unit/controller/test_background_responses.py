@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import background_responses
 from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.responses import background
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
@@ -76,7 +76,7 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
         *answer(1)["output"],
         {"type": "message", "role": "user", "content": "and 1?"},
     ]
-    assert await control.app.state.responses.before(made.id, "key_test") == [name(1), made.id]
+    assert len(await control.app.state.responses.conversation(made.id, "key_test")) == 4
     for unknown in ("resp_none", name(8)):
         with pytest.raises(openai.BadRequestError) as caught:
             await asked(control, previous_response_id=unknown)
@@ -85,11 +85,11 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
 
 async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Control):
     scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
-    previous: dict[str, str] = {}
-    for _ in range(4):
-        made = await ended(control, (await asked(control, "x" * 12_000, **previous)).id)
-        previous = {"previous_response_id": made.id}
-    assert made.status == "failed" and "begin a new one" in made.error.message
+    first = await ended(control, (await asked(control, "x" * 12_000)).id)
+    made = await ended(control, (await asked(control, "x" * 12_000, previous_response_id=first.id)).id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await asked(control, "x" * 12_000, previous_response_id=made.id)
+    assert caught.value.code == "context_length_exceeded"
     most = 2 * control.context.config.json_body_bytes
     assert max(len(json.dumps(body)) for body in control.engines.sent) < most
     asked_by_gateway = await control.http.get("/internal/responses/context", params={"id": made.id})
@@ -163,8 +163,8 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
 
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
-    monkeypatch.setattr(background_responses, "DAY_S", 0.05)
+    monkeypatch.setattr(background, "DAY_S", 0.05)
     control.engines.lines = 0
     found = await ended(control, (await asked(control)).id)
-    assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
+    assert found.status == "failed" and found.error is not None and "no answer within" in found.error.message
     assert list(control.engines.models) == [] == control.engines.sent

@@ -66,6 +66,7 @@ def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, wha
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
 
 
-def test_a_file_of_line_ends_is_not_read_to_its_end(found):
-    lines = found(request(1) + b"\n" * 200_000 + b"{}")
-    assert [error["code"] for error in lines.errors] == ["too_many_requests"]
+def test_blank_lines_do_not_count_as_requests(found):
+    data = b"\n \r\n".join(request(number) for number in range(1, 4)) + b"\n" * 9
+    assert not found(data, max_lines=3).errors
+    assert [(error["code"], error["line"]) for error in found(data, max_lines=2).errors] == [("too_many_requests", 7)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import threading
 import time
 from typing import Any
 
@@ -280,6 +279,20 @@ async def test_a_revoked_key_ends_its_batch(control: Control):
     assert len(await content(control, batch.output_file_id)) == 1
 
 
+async def test_forget_ends_unfinished_batch_and_leaves_nothing(control: Control, caplog: pytest.LogCaptureFixture):
+    control.as_key("ann", owner="ann")
+    await _hang_after(control, 2)
+    batch_id = await begun(control, [line(n) for n in range(9)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
+    done = await control.http.post("/admin/v1/forget", json={"owner": "ann", "cancel": True}, headers=ADMIN)
+    assert done.json()["done"] and done.json()["unfinished"] == [batch_id]
+    await control.context.tasks.idle("batches")
+    for folder in (control.context.batches_dir, control.context.files_dir):
+        assert list(folder.iterdir()) == []
+    assert [control.db.value(f"SELECT count(*) FROM {table}") for table in ("batches", "files", "tasks")] == [0, 0, 0]
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
@@ -346,30 +359,19 @@ async def test_failed_batch_keeps_its_answers(control: Control):
     assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
 
 
-async def test_batch_counts_are_written_off_the_loop(control: Control, monkeypatch):
-    real, writers = batches.update, set[int]()
-
-    def update(*arguments: Any, **changes: Any) -> None:
-        if "completed" in changes and "status" not in changes:
-            writers.add(threading.get_ident())
-        real(*arguments, **changes)
-
-    monkeypatch.setattr(batches, "update", update)
-    batch = await ended(control, await begun(control, [line(0)]))
-    assert batch.request_counts.completed == 1 and writers and threading.get_ident() not in writers
-
-
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
     answers = Answers(tmp_path, "batch_1")
     answers.append([ANSWER | {"custom_id": "r0"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.paths["output"].stat().st_size + 9, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             answers.append([ANSWER | {"custom_id": "r1"}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    answers.close()
+    answers = Answers(tmp_path, "batch_1")
     answers.append([ANSWER | {"custom_id": "r2"}])
     answers.close()
     assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}

@@ -33,7 +33,9 @@ def fill(db: Database, eval_id: str, runs: int, items: int, key_id: str | None =
         row = EvalRunRow(run_id, eval_id, "", 0.0, key_id, owner, "completed", ended_s=1.0, bytes=items * ITEM_BYTES)
         evals.insert_run(db, row)
         item = {"x": "x" * ITEM_BYTES}
-        evals.insert_items(db, [EvalItemRow(f"{run_id}-{n}", run_id, n, 0.0, "pass", item) for n in range(items)])
+        evals.insert_items(
+            db, [EvalItemRow(f"{run_id}-{n}", run_id, n, 0.0, "pass", item, {}, []) for n in range(items)]
+        )
     return ids
 
 

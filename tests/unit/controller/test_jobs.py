@@ -14,7 +14,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import change, grading_of
+from tests.simulator.control_plane import change, graded
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.methods.methods import METHODS
@@ -527,22 +527,21 @@ async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read
 async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     key_id = control.as_key("ann", owner="ann")
     job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
-    grade = grading_of(control.context)
-    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]}
-    told = await grade(job_id, asked)
-    assert told["rewards"] == [1.0, 0.0, 0.0]
-    assert told["errors"][:2] == ["", ""] and "answer" in told["errors"][2]
+    told = await graded(control.context, job_id, "4", "5", item={"answer": "4"})
+    assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
+    told = await graded(control.context, job_id, "4", item={})
+    assert told["rewards"] == [0.0] and "answer" in told["errors"][0]
     keys.revoke(control.db, key_id)
-    assert (await grade(job_id, asked))["failed"] and (await grade("ftjob-none", asked))["failed"]
+    for one in (job_id, "ftjob-none"):
+        assert (await graded(control.context, one, "4", item={"answer": "4"}))["failed"]
 
 
 async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(control: Control):
     called = {"input": "{{ sample.output_tools[0].function.arguments.city }}", "reference": "{{ item.answer }}"}
     method = rewarded(grader={**GRADER, **called})
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"city": "4"}'}}
-    samples = [{"text": "", "tools": [call], "item": {"answer": "4"}}, {"text": "4", "item": {"answer": "4"}}]
-    told = await grading_of(control.context)(job_id, {"samples": samples})
+    call = '<tool_call>{"name": "f", "arguments": {"city": "4"}}</tool_call>'
+    told = await graded(control.context, job_id, call, "4", item={"answer": "4"}, tools=True)
     assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
 
 
@@ -555,8 +554,7 @@ async def test_a_reward_out_of_bounds_is_none_and_an_error(control: Control):
     }
     job_id = (await control.http.post("/v1/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
     await control.settle()
-    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")]}
-    told = await grading_of(control.context)(job_id, asked)
+    told = await graded(control.context, job_id, "4", "5", item={"answer": "4"})
     assert told["rewards"] == [None, 0.0] and [bool(error) for error in told["errors"]] == [True, False]
 
 

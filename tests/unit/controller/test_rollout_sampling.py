@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.grading.questions import Saying
-from appliance.controller.grading.sampling import RolloutSampling
+from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.records import EngineAnswer
+from tests.simulator.control_plane import rollouts_of
 from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_jobs import prompts, rewarded
+from train.graders.grading import Graded
+from train.graders.hosts import GraderHosts
 from weights.format.names import policy_name
 
 QUESTION = {
@@ -47,48 +49,53 @@ async def written(body: dict[str, Any]) -> EngineAnswer:
 
 
 @pytest.fixture
-def sampling(control: Control) -> RolloutSampling:
-    context, judged = control.context, []
+def routing() -> Routing:
+    return Routing()
 
-    async def judge(job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        judged.append(question["samples"])
+
+@pytest.fixture
+def sampling(control: Control, routing: Routing) -> Rollouts:
+    return rollouts_of(control.context, routing)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Texts of each call that grades; the reward is their length."""
+    calls = list[list[str]]()
+
+    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], *rest: Any) -> list[Graded]:
+        calls.append([sample.output_text for sample, _ in samples])
         await asyncio.sleep(0.01)
-        return {"rewards": [len(one.get("text", "")) for one in question["samples"]]}
+        return [Graded(len(sample.output_text), True) for sample, _ in samples]
 
-    judges = {"grade": judge, "teach": judge}
-    answers, saying = ModelAnswers(context.db, context.asking), Saying(context.db, context.asking)
-    made = RolloutSampling(context.db, Routing(), answers, saying, judges)  # type: ignore[arg-type]
-    made.judged = judged  # type: ignore[attr-defined]
-    return made
+    monkeypatch.setattr(GraderHosts, "grade", grade)
+    return calls
 
 
-@pytest.mark.parametrize("judge", ["grade", "teach"])
-async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_answers(control, sampling, judge):
-    job_id = await control.job()
+async def test_prompt_is_sampled_by_one_version_and_judged_in_the_order_of_its_answers(
+    control, sampling, routing, judged
+):
+    job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
     control.engines.rule = written
-    found = await sampling.sample(job_id, QUESTION | {"judge": judge})
+    found = await sampling.sample(job_id, QUESTION | {"judge": "grade"})
     assert found["ids"] == [[10 + number] for number in range(9)] and found["log_probs"] == [[-1.0]] * 9
     assert {body["model"] for body in control.engines.sent} == {policy_name("ftjob-1") + "@step-3.ab"}
     assert sorted((body["seed"], body["n"]) for body in control.engines.sent) == [(100, 8), (108, 1)]
-    assert sampling._routing.offered == [(policy_name("ftjob-1"), "starter", "v1")]
-    (samples,) = sampling.judged
-    if judge == "grade":
-        assert samples == [{"text": "a" * number, "item": {"answer": "x"}} for number in range(9)]
-        assert found["verdict"]["rewards"] == list(range(9))
-    else:
-        assert samples == [{"tokens": [1, 2, 10 + number], "answer": 1} for number in range(9)]
+    assert routing.offered == [(policy_name("ftjob-1"), "starter", "v1")]
+    assert judged == [["a" * number for number in range(9)]]
+    assert found["verdict"] == {"rewards": list(range(9)), "errors": [""] * 9}
 
 
-async def test_samples_of_ranks_that_have_ended_are_not_judged_later(control, sampling):
-    job_id = await control.job()
+async def test_samples_of_ranks_that_have_ended_are_not_judged_later(control, sampling, judged):
+    job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
     control.engines.rule = written
     asked = [asyncio.create_task(sampling.sample(job_id, QUESTION | {"judge": "grade"})) for _ in range(3)]
-    while not sampling.judged:
+    while not judged:
         await asyncio.sleep(0)
     for one in asked:
         one.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert not sampling._judging
+    assert not sampling._grading._groups
 
 
 async def test_answer_that_no_engine_gives_fails_the_step_in_words(control, sampling):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from appliance.controller.engines import sampling
+from appliance.controller.grading import in_tokens
 
 
 def choice(index, ids, log_probs, text="x"):
@@ -14,14 +14,14 @@ def choice(index, ids, log_probs, text="x"):
 
 def test_answers_are_read_in_their_order():
     body = {"choices": [choice(1, [5], [-0.5], "b"), choice(0, [3, 2], [-1.0, -2.0], "a")]}
-    assert sampling.read(body, 2) == [([3, 2], [-1.0, -2.0], "a"), ([5], [-0.5], "b")]
+    assert in_tokens.samples_of(body, 2) == [([3, 2], [-1.0, -2.0], "a"), ([5], [-0.5], "b")]
     with pytest.raises(ValueError):
-        sampling.read({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])]}, 2)
+        in_tokens.samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])]}, 2)
 
 
 def test_vllm_draws_from_the_policys_own_distribution():
     asked = CompletionRequest.model_validate(
-        sampling.request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False
+        in_tokens.sampling_request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False
     )
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     params = asked.to_sampling_params(5, defaults)

@@ -20,7 +20,7 @@ import uvloop
 
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.table import cache_salt
-from appliance.gateway.gateway import Gateway
+from appliance.gateway.main import Gateway
 from appliance.gateway.server.state import State
 from runtime.network.sockets import private_socket
 from tests.unit.gateway.tables import parse_table

@@ -7,11 +7,9 @@ from typing import Any
 
 import orjson
 
-from appliance.gateway.core.table import Table, read_message
+from appliance.gateway.core.table import Table, read_table
 
 
 def parse_table(data: Mapping[str, Any]) -> Table:
     """Raises msgspec.ValidationError."""
-    table = read_message(orjson.dumps({"type": "table", **data}))
-    assert isinstance(table, Table)
-    return table
+    return read_table(orjson.dumps({"type": "table", **data}))

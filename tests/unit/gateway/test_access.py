@@ -193,10 +193,10 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
 
 
 async def test_health_names_the_gateway_and_what_is_degraded(start_box: Start) -> None:
-    box = await start_box(boot="b1")
+    box = await start_box()
     with box.state.background.guard("sweep: inner"):
         raise RuntimeError("a bug")
     box.state.box_troubles, box.state.controller_away = ["usage"], True
     answer = await box.ask("GET", "/health", key=None)
     assert answer.status == 200
-    assert json.loads(answer.body) == {"status": "ok", "boot": "b1", "degraded": ["controller", "sweep", "usage"]}
+    assert json.loads(answer.body) == {"status": "ok", "degraded": ["controller", "sweep", "usage"]}

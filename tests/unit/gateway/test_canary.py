@@ -9,7 +9,7 @@ import pytest
 
 from appliance.gateway.core.router import Router
 from appliance.gateway.core.table import Canary, Model, Replica
-from appliance.gateway.server.reports import load_report
+from appliance.gateway.main import load_report
 
 from .conftest import Box, Start
 from .upstreams import Reply, UpstreamRequest, chat_answer, dies

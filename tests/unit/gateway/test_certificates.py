@@ -11,8 +11,9 @@ import pytest
 from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.main import load_report
+from appliance.gateway.server.app import gauges
 from appliance.gateway.server.certificates import Certificate
-from appliance.gateway.server.reports import gauges, load_report
 from appliance.gateway.server.state import State
 
 from .certificates import self_signed

@@ -60,10 +60,6 @@ def greedy_engine(lives: dict[str, int]):
             if ids and not is_chat and i == 0:
                 choice["prompt_token_ids"] = prompt
             await event(choice)
-        if lives and lives.get("tokens") == len(TOKENS):
-            lives.clear()
-            reply.die()
-            return
         if (body.get("stream_options") or {}).get("include_usage"):
             n = len(prompt)
             usage = {"prompt_tokens": n, "completion_tokens": budget, "total_tokens": n + budget}
@@ -87,7 +83,7 @@ def completion(**more) -> dict:
     return {"model": "m", "prompt": "Hi", "max_tokens": 50, **more}
 
 
-@pytest.mark.parametrize("dies_after", [1, 3, 4, len(TOKENS)])
+@pytest.mark.parametrize("dies_after", [1, 3, 4])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_after: int) -> None:
     body = (chat if route.startswith("chat") else completion)(
@@ -106,7 +102,7 @@ async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_af
     assert seen[-1]["usage"] == events(unbroken.body)[-1]["usage"]
     finished = [c["finish_reason"] for event in seen for c in event["choices"] if c["finish_reason"]]
     assert finished == ["stop"]
-    assert box.state.metrics.events["continued"] == 1 and box.state.metrics.events["stream_error"] == 0
+    assert box.state.metrics.events["continued"] == 1 and not box.state.metrics.events["broke_off"]
 
 
 async def test_a_second_death_ends_it_and_takes_no_third_engine(start_box: Start) -> None:
@@ -194,4 +190,4 @@ def test_continuation_of_a_thought_is_not_possible(deltas: list[dict], resumes: 
         choice = {"index": 0, "delta": delta, "token_ids": [number]}
         event = {"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}
         continuation.event(b"data: " + json.dumps(event, separators=(",", ":")).encode())
-    assert continuation.can_resume(None) is resumes
+    assert (continuation.resume_body(None) is not None) is resumes

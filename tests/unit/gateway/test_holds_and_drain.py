@@ -10,7 +10,7 @@ import time
 import pytest
 
 from appliance.gateway.core.router import Router
-from appliance.gateway.server.reports import load_report
+from appliance.gateway.main import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events, gives, sends

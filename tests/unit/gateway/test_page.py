@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, site
@@ -24,15 +22,6 @@ async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Sta
     assert answer.headers["content-type"].startswith("text/javascript" if target == SCRIPT else "text/html")
     assert ("immutable" in answer.headers["cache-control"]) == (target == SCRIPT)
     assert "set-cookie" not in answer.headers
-
-
-async def test_it_is_compressed_and_not_sent_again(start_box: Start) -> None:
-    box = await start_box()
-    plain = await box.ask("GET", SCRIPT, key=None)
-    packed = await box.ask("GET", SCRIPT, key=None, headers="Accept-Encoding: gzip, br\r\n")
-    assert packed.headers["content-encoding"] == "gzip" and gzip.decompress(packed.body) == plain.body
-    again = await box.ask("GET", SCRIPT, key=None, headers=f"If-None-Match: {plain.headers['etag']}\r\n")
-    assert again.status == 304 and not again.body and "content-length" not in again.headers
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from appliance.gateway.server.reports import load_report
+from appliance.gateway.main import load_report
 
 from .conftest import KEY, Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.core.spending import KeyUse, OwnerUse
+from appliance.gateway.core.spending import Bucket, OwnerUse
 from appliance.gateway.server.exchange import Tokens
 
 from .conftest import KEY, Box, Start, chat, request_bytes
@@ -19,18 +19,13 @@ from .test_continuation import completion, events, greedy_engine, text_of
 from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
 
-def limited(requests: int | None, tokens: int | None) -> KeyUse:
-    use = KeyUse("k", OwnerUse())
-    use.limit(requests, tokens, 0.0)
-    return use
-
-
 def test_a_minutes_worth_at_once_then_as_it_refills():
-    allowance = limited(60, None)
-    assert [allowance.take(1, 1, 0.0) for _ in range(60)] == [None] * 60
-    refused = allowance.take(1, 1, 0.0)
-    assert refused == ("requests", 60, pytest.approx(1.0))
-    assert allowance.take(1, 1, 0.5) is not None and allowance.take(1, 1, 1.0) is None
+    bucket = Bucket(60, 0.0)
+    for _ in range(60):
+        assert bucket.wait_s(1, 0.0) == 0
+        bucket.level -= 1
+    assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1, 0.5) > 0 and bucket.wait_s(1, 1.0) == 0
 
 
 async def test_requests_by_the_minute(box: Box) -> None:

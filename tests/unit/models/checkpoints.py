@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from weights.tiers.directory import DirectoryTier
+
 HIDDEN, VOCABULARY, LAYERS = 8, 32, 2
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,6 +24,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def stored(tmp_path: Path) -> list[tuple[str, str]]:
+    """The name and version of every model of the library of a test."""
+    return sorted((name.model, name.version) for name in DirectoryTier(tmp_path / "models").names())
 
 
 def tensors() -> dict[str, np.ndarray]:

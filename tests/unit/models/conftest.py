@@ -4,15 +4,14 @@ started, because it imports torch (tests/unit/train/test_checkpoint_trial.py has
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.models.folder_trial import try_folder
 from appliance.models.template_trial import Tried
+from appliance.models.trial import try_folder
 from tests.unit.models.found import found
 from weights.format.foreign_json import config_in
 
@@ -32,7 +31,7 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _TRIED[known] = try_folder(directory)
         return _TRIED[known]
 
-    monkeypatch.setattr("appliance.models.library.try_folder", tried)
+    monkeypatch.setattr("appliance.models.trial.try_folder", tried)
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +42,5 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def told(**changes: Any) -> None:
         says.update(found(**changes))
 
-    class Trial:
-        def result(self, directory: Path, arch: str) -> dict[str, Any]:
-            return says
-
-    @contextmanager
-    def begun() -> Iterator[Trial]:
-        yield Trial()
-
-    monkeypatch.setattr("appliance.models.checkpoint_trial.begun", begun)
+    monkeypatch.setattr("appliance.models.trial.compare", lambda directory, arch: says)
     return told

@@ -41,7 +41,7 @@ def library(tmp_path: Path) -> ModelLibrary:
 
 @pytest.fixture
 def take(library: ModelLibrary, tmp_path: Path):
-    base = library.import_path(checkpoints.write(tmp_path / "source"))
+    base = library.import_model(checkpoints.write(tmp_path / "source"))
 
     def take(directory: Path, rank_limit: int = 32):
         named = {"base": "source", "base_version": "v1", "base_path": base.path, "rank_limit": rank_limit}
@@ -60,7 +60,7 @@ def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
     with pytest.raises(SourceNotFound, match="revision"):
         library.find_adapter(str(directory), revision="v1")
     with pytest.raises(NotACheckpoint, match="together with its base"):
-        library.import_path(directory)
+        library.import_model(directory)
 
 
 def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take, tmp_path):
@@ -77,7 +77,7 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
     assert (manifest.kind, manifest.model, manifest.version, manifest.sealed) == ("adapter", "mine", "v1", True)
     # What engines compare with the weights that they serve (serve.vllm.adapters).
     assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
-    assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source", "modules": ["up_proj"]}
+    assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source"}
     assert taken.params == 4 * (HIDDEN + 16)
 
 
@@ -157,7 +157,7 @@ def test_an_adapters_directory_with_the_bases_config_is_an_adapter(library, take
 def test_a_whole_model_beside_an_adapter_is_imported_alone(library, tmp_path):
     directory = checkpoints.write(write(tmp_path / "merged"))
     assert library.find_adapter(str(directory)) is None
-    taken = library.import_path(directory)
+    taken = library.import_model(directory)
     assert not (taken.path / "adapter_config.json").exists() and len(taken.warnings) == 1
 
 
@@ -167,5 +167,5 @@ def test_an_adapters_weights_without_their_config_are_no_model(library, tmp_path
     for name in ("model.safetensors", "adapter_config.json"):
         (directory / name).unlink()
     with pytest.raises(NotACheckpoint) as refused:
-        library.import_path(directory)
+        library.import_model(directory)
     assert refused.value.file == "adapter_model.safetensors"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
 from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
@@ -29,12 +30,10 @@ def library(tmp_path: Path) -> ModelLibrary:
 def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions run in this process: one of their own imports torch and transformers for 6 s of processor time."""
 
-    def converted(file: Path, out: Path, report: Any) -> dict[str, Any]:
-        said: dict[str, Any] = {}
-        monkeypatch.setattr(convert, "_say", lambda event, **fields: said.update(fields))
+    def converted(file: Path, out: Path, report: Any) -> None:
+        monkeypatch.setattr(convert, "_say", lambda event, **fields: None)
         monkeypatch.setattr(sys, "stdout", sys.stdout)
         convert.main(file, out)
-        return said
 
     monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
     monkeypatch.setattr("appliance.models.library._convert_gguf", converted)
@@ -122,7 +121,7 @@ def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path, monkeypat
     (folder / "generation_config.json").symlink_to(elsewhere / "generation_config.json")
     with pytest.raises(UnsafeLink, match="generation_config.json"):
         library.import_model(str(folder))
-    assert not library.list()
+    assert not checkpoints.stored(tmp_path)
 
 
 def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):

@@ -12,6 +12,7 @@ from tests.unit.models.hub_server import COMMIT, Hub, Server
 from tests.unit.models.test_import_adapter import write as write_adapter
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused
 from weights.format.names import encode_name
+from weights.tiers.directory import verify
 
 REPOSITORY = "org/tiny"
 
@@ -55,7 +56,7 @@ def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path,
     assert told == ["asking", "downloading", "copying", "trying", "comparing", "computing"], (
         "each part that takes long has words"
     )
-    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+    assert verify(taken.path).tensors == len(checkpoints.tensors())
     for name in ("config.json", "model-00001-of-00002.safetensors", "README.md"):
         assert (taken.path / name).read_bytes() == content[name]
     for name in ("pytorch_model.bin", "modeling.py", "onnx/model.safetensors", ".gitattributes"):
@@ -101,7 +102,7 @@ def test_bytes_other_than_announced_are_refused_and_not_kept(tmp_path, served, c
     state.lies[name] = content[name][:-1] + bytes([content[name][-1] ^ 1])
     with pytest.raises(DownloadCorrupt, match=name):
         library.import_model(REPOSITORY)
-    assert library.list() == [] and not list((tmp_path / "models" / ".downloads").glob(f"*/{name}"))
+    assert not checkpoints.stored(tmp_path) and not list((tmp_path / "models" / ".downloads").glob(f"*/{name}"))
     state.lies.clear()
     assert library.import_model(REPOSITORY).version == "v1"
 
@@ -144,7 +145,7 @@ def adapter_on_hub(tmp_path: Path, **more: bytes) -> Hub:
 
 def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_commit(tmp_path):
     served = adapter_on_hub(tmp_path, **{"README.md": b"#", "tokenizer.json": b"{}", "adapter_model.bin": b"\x80"})
-    base = ModelLibrary(tmp_path / "models").import_path(checkpoints.write(tmp_path / "source"))
+    base = ModelLibrary(tmp_path / "models").import_model(checkpoints.write(tmp_path / "source"))
     with Server(served) as endpoint:
         library = library_at(tmp_path, endpoint)
         assert library.find_adapter(REPOSITORY) == (REPOSITORY, "org/source", COMMIT)
@@ -162,7 +163,7 @@ def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_com
         "adapter_model.safetensors",
         "manifest.json",
     ]
-    assert taken.source == f"{REPOSITORY}@{COMMIT}" and library.verify(taken.path)["tensors"] == 2
+    assert taken.source == f"{REPOSITORY}@{COMMIT}" and verify(taken.path).tensors == 2
     for name in ("tokenizer.json", "adapter_model.bin"):
         assert gets(served, name) == []
 

@@ -33,6 +33,7 @@ from weights.checkpoint.errors import (
     UnsupportedModel,
 )
 from weights.format.errors import IntegrityError
+from weights.tiers.directory import verify
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (source / "original").mkdir()
     heard = []
-    taken = library.import_path(source, report=lambda *progress: heard.append(progress))
+    taken = library.import_model(source, report=lambda *progress: heard.append(progress))
     assert (taken.name, taken.version, taken.path) == ("source", "v1", tmp_path / "models" / "source" / "v1")
     assert taken.arch == "LlamaForCausalLM" and taken.task == "generate" and taken.max_model_len == 128
     assert taken.params == sum(a.size for a in checkpoints.tensors().values())
@@ -78,52 +79,52 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
 
 
-def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source):
-    assert [library.import_path(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
-    assert [(m.name, m.version) for m in library.list()] == [("org/m", "v1"), ("org/m", "v2")]
+def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source, tmp_path):
+    assert [library.import_model(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
+    assert checkpoints.stored(tmp_path) == [("org/m", "v1"), ("org/m", "v2")]
     assert library.remove("org/m", "v1") is True and library.remove("org/m", "v1") is False
-    assert [(m.name, m.version) for m in library.list()] == [("org/m", "v2")]
-    assert library.import_path(source, name="org/m").version == "v3"
-    assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and library.list() == []
+    assert checkpoints.stored(tmp_path) == [("org/m", "v2")]
+    assert library.import_model(source, name="org/m").version == "v3"
+    assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and not checkpoints.stored(tmp_path)
 
 
-def test_the_number_of_a_deleted_version_never_comes_again(library, source):
-    first = library.import_path(source, name="one")
-    assert library.remove("one", first.version) and library.list() == []
-    assert library.import_path(source, name="one").version == "v2"
-    assert library.import_path(source, name="two").version == "v1"
-    assert library.remove("one", "v2") and ModelLibrary(library.path("one", "v2").parents[1]).list()
-    assert library.import_path(source, name="one").version == "v3"
+def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_path):
+    first = library.import_model(source, name="one")
+    assert library.remove("one", first.version) and not checkpoints.stored(tmp_path)
+    assert library.import_model(source, name="one").version == "v2"
+    assert library.import_model(source, name="two").version == "v1"
+    assert library.remove("one", "v2")
+    assert library.import_model(source, name="one").version == "v3"
 
 
 def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
-    shutil.rmtree(library.import_path(source, name="one").path)
-    assert library.import_path(source, name="one").version == "v2"
+    shutil.rmtree(library.import_model(source, name="one").path)
+    assert library.import_model(source, name="one").version == "v2"
 
 
 def test_a_sharded_checkpoint_comes_in_with_its_index(library, tmp_path):
     source = checkpoints.write(tmp_path / "sharded", shards=3)
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert len(list(taken.path.glob("*.safetensors"))) == 3
-    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+    assert verify(taken.path).tensors == len(checkpoints.tensors())
 
 
 def test_a_missing_shard_is_named(library, tmp_path):
     source = checkpoints.write(tmp_path / "sharded", shards=3)
     (source / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(NotACheckpoint, match="model-00002-of-00003.safetensors.*incomplete"):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_verify_names_the_damaged_file(library, source):
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     with open(taken.path / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
     with pytest.raises(IntegrityError, match="model.safetensors"):
-        library.verify(taken.path)
+        verify(taken.path)
 
 
 # --- hostile or broken ----------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def test_a_symlink_out_of_the_checkpoint_is_refused(library, source, tmp_path):
     secret.write_text('{"a": 1}')
     (source / "generation_config.json").symlink_to(secret)
     with pytest.raises(UnsafeLink, match="generation_config.json.*secret.json"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
@@ -147,22 +148,22 @@ def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
     for file in real.iterdir():
         file.rename(blobs / f"hash-of-{file.name}")
         (snapshot / file.name).symlink_to(f"../../blobs/hash-of-{file.name}")
-    taken = library.import_path(snapshot, name="m")
+    taken = library.import_model(snapshot, name="m")
     assert not any(p.is_symlink() for p in taken.path.iterdir())
-    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+    assert verify(taken.path).tensors == len(checkpoints.tensors())
 
 
 def test_a_fifo_does_not_hang_the_import(library, source):
     (source / "tokenizer.json").unlink()
     os.mkfifo(source / "tokenizer.json")
     with pytest.raises(UnsafeLink, match="tokenizer.json.*not a regular file"):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_pickles_alone_are_refused_with_the_way_out(library, source):
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(PickleRefused, match="pytorch_model.bin.*save_pretrained"):
-        library.import_path(source)
+        library.import_model(source)
 
 
 @pytest.mark.parametrize(
@@ -178,24 +179,24 @@ def test_pickles_alone_are_refused_with_the_way_out(library, source):
 def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
     source = checkpoints.write(tmp_path / "source", config=config)
     with pytest.raises(error, match=says):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
 def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
     source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
-    taken = library.import_path(source)
-    assert taken.task == "embed" and taken.warnings == ()
+    taken = library.import_model(source)
+    assert taken.task == "embed" and not taken.warnings
 
 
 def test_no_tokenizer_no_model(library, source):
     (source / "tokenizer.json").unlink()
     with pytest.raises(MissingTokenizer, match="copy the tokenizer files"):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
-    taken = library.import_path(checkpoints.write(tmp_path / "base", template=None))
+    taken = library.import_model(checkpoints.write(tmp_path / "base", template=None))
     assert taken.info["chat_template"] is False and "no chat template" in taken.warnings[0]
 
 
@@ -214,7 +215,7 @@ _ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{%
 )
 def test_templates_that_run_away_or_break_out_are_refused(library, tmp_path, template, says):
     with pytest.raises(TemplateRefused, match=says):
-        library.import_path(checkpoints.write(tmp_path / "source", template=template))
+        library.import_model(checkpoints.write(tmp_path / "source", template=template))
     assert nothing_there(tmp_path)
 
 
@@ -238,7 +239,7 @@ def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
         given = ", ".join(map(repr, command[4:]))
         return run([sys.executable, "-P", "-c", f"import {of} as t\n{lowered}t.main({given})"], **how)
 
-    monkeypatch.setattr("appliance.models.trial_process.subprocess.Popen", limited)
+    monkeypatch.setattr("appliance.models.trial.subprocess.Popen", limited)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
     limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
     with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|cannot read)"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
@@ -265,26 +266,18 @@ def test_a_tokenizer_that_normalizes_as_others_do_is_taken(library, tmp_path):
     bytewise = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     parts = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": bytewise, "decoder": bytewise}
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
-    assert library.import_path(source).warnings == ()
+    assert not library.import_model(source).warnings
 
 
 def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
     template = "{{ raise_exception('roles must be a and b') }}"
-    taken = library.import_path(checkpoints.write(tmp_path / "source", template=template))
+    taken = library.import_model(checkpoints.write(tmp_path / "source", template=template))
     assert "roles must be a and b" in taken.warnings[0]
-
-
-@pytest.mark.parametrize(("other", "warned"), [("{{ messages }}", 1), (checkpoints.TEMPLATE, 0), (None, 0)])
-def test_import_path_with_two_templates_names_the_one_used(library, tmp_path, other, warned):
-    source = checkpoints.write(tmp_path / "source", template=other)
-    (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE + "\n")
-    warnings = library.import_path(source).warnings
-    assert len([note for note in warnings if "chat_template.jinja is used" in note]) == warned
 
 
 def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_path):
     source = checkpoints.write(tmp_path / "source", template=checkpoints.TEMPLATE + "{{ tools or '' }}")
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert taken.info["tool_parser"] is None
     assert len([note for note in taken.warnings if "'<|python_tag|>'" in note and "llama3_json" in note]) == 1
 
@@ -292,7 +285,7 @@ def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_pat
 @pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 129, "ft:starter:me:x"])
 def test_bad_names_are_refused(library, source, name):
     with pytest.raises(InvalidModelName, match="--name"):
-        library.import_path(source, name=name)
+        library.import_model(source, name=name)
 
 
 def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
@@ -304,7 +297,7 @@ def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
         library.import_model(str(source), revision="main")
     with pytest.raises(NotACheckpoint, match="no \\*.safetensors"):
         (tmp_path / "empty").mkdir()
-        library.import_path(tmp_path / "empty")
+        library.import_model(tmp_path / "empty")
 
 
 def test_a_cancelled_import_leaves_nothing(library, source, tmp_path):
@@ -316,7 +309,7 @@ def test_a_cancelled_import_leaves_nothing(library, source, tmp_path):
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        library.import_path(source, report=report)
+        library.import_model(source, report=report)
     assert nothing_there(tmp_path)
 
 
@@ -327,7 +320,7 @@ def test_what_a_dead_process_left_is_swept_and_a_living_ones_kept(library, sourc
     for folder in (dead, alive):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"x")
-    library.import_path(source)
+    library.import_model(source)
     assert not dead.exists() and alive.exists()
 
 
@@ -336,9 +329,8 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
 
     usage = module.shutil.disk_usage(source)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=256 << 20))
-    with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free") as error:
-        library.import_path(source)
-    assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
+    with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free"):
+        library.import_model(source)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
@@ -362,7 +354,7 @@ def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, t
     model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert (tmp_path / "m" / "model.safetensors.index.json").exists()
-    taken = library.import_path(tmp_path / "m")
+    taken = library.import_model(tmp_path / "m")
     assert taken.arch == f"{family}ForCausalLM" and taken.info["tied_embeddings"] is (family == "Qwen2")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(taken.path)
     tokens = torch.arange(10)[None]
@@ -375,14 +367,14 @@ def test_a_template_that_runs_away_only_for_some_conversations_is_refused(librar
     limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
     template = "{% if " + when + " %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
-        library.import_path(checkpoints.write(tmp_path / "slow", template=template))
+        library.import_model(checkpoints.write(tmp_path / "slow", template=template))
 
 
 def test_the_trial_renders_what_engines_render(library, tmp_path):
     """Templates that know no tools are served with a way to show them, by whose words a template can tell the two."""
     template = "{% if holder is defined %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused):
-        library.import_path(checkpoints.write(tmp_path / "slow", template=template))
+        library.import_model(checkpoints.write(tmp_path / "slow", template=template))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +391,7 @@ def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monk
     before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
     (source / file).write_text(json.dumps(before | {"chat_template": given}))
     with pytest.raises(TemplateRefused, match="CPU|range"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
@@ -407,7 +399,7 @@ def test_templates_by_name_come_in(library, tmp_path):
     source = checkpoints.write(tmp_path / "named")
     named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert library.import_path(source).info["chat_template"] is True
+    assert library.import_model(source).info["chat_template"] is True
 
 
 _SECRET = "/var/lib/appliance/first-key"
@@ -435,7 +427,7 @@ REFUSED = [
 def test_import_path_refuses_a_hostile_file_by_name(library, source, tmp_path, file, content, error, says):
     (source / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(error, match=f"{file}.*{says}"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
@@ -446,7 +438,7 @@ def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_
     modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Dense"}]
     (source / "modules.json").write_text(json.dumps({"modules": modules} if as_object else modules))
     with pytest.raises(UnsafeLink, match=r"modules\.json"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
 
 
@@ -454,17 +446,17 @@ def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path)
     source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
     modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"path": "1_Pooling"}]
     (source / "modules.json").write_text(json.dumps(modules))
-    assert library.import_path(source).task == "embed"
+    assert library.import_model(source).task == "embed"
 
 
 def test_import_path_with_one_file_beside_the_shards_of_an_index_is_refused(library, tmp_path):
     """transformers would take the one file, engines the shards."""
     source = checkpoints.write(checkpoints.write(tmp_path / "source"), shards=2)
     with pytest.raises(NotACheckpoint, match=r"model-00001-of-00002\.safetensors.* model\.safetensors too"):
-        library.import_path(source)
+        library.import_model(source)
     assert nothing_there(tmp_path)
     (source / "model.safetensors").unlink()
-    assert library.import_path(source).params > 0
+    assert library.import_model(source).params > 0
 
 
 def test_an_engine_reads_the_config_that_was_checked(library, source):
@@ -473,7 +465,7 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     weights = dict.fromkeys(checkpoints.tensors(), "consolidated.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
-    assert not (library.import_path(source).path / "params.json").exists()
+    assert not (library.import_model(source).path / "params.json").exists()
 
 
 def test_what_processors_were_saved_with_comes_in(library, source):
@@ -485,7 +477,7 @@ def test_what_processors_were_saved_with_comes_in(library, source):
     }
     (source / "processor_config.json").write_text(json.dumps(said))
     (source / "audio_tokenizer_config.json").write_text(json.dumps({"audio_tokenizer_name_or_path": "/elsewhere"}))
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert (taken.path / "processor_config.json").exists()
     assert not (taken.path / "audio_tokenizer_config.json").exists()
 
@@ -510,7 +502,7 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     }
     (source / "tokenizer_config.json").write_text(json.dumps(said))
     (source / "special_tokens_map.json").write_text(json.dumps(special))
-    assert library.import_path(source).version == "v1"
+    assert library.import_model(source).version == "v1"
 
 
 def without_tokenizer_json(source, **files):
@@ -550,13 +542,13 @@ def test_a_tokenizer_without_tokenizer_json_is_tried_and_taken(library, source, 
         signs = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         vocab = json.dumps(signs | {"<|endoftext|>": len(signs)})
         without_tokenizer_json(source, vocab_json=vocab, merges_txt="#version: 0.2\n")
-    assert library.import_path(source).version == "v1"
+    assert library.import_model(source).version == "v1"
 
 
 def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tmp_path):
     (without_tokenizer_json(source) / "tokenizer.model").write_bytes(b"\0garbage")
     with pytest.raises(TokenizerRefused, match="tokenizer.model: cannot be loaded: ") as refused:
-        library.import_path(source)
+        library.import_model(source)
     assert ".staging" not in str(refused.value) and nothing_there(tmp_path)
 
 
@@ -567,12 +559,12 @@ def test_the_trial_of_other_vocabularies_has_the_limits_of_the_first(library, so
     as_transformers_loads(source, "BertTokenizer")
     limited_trial(monkeypatch, **{limit: 0 if limit == "CPU_S" else 64 << 20})
     with pytest.raises(TokenizerRefused, match="vocab.txt: (reading short texts took more than 60 s of CPU|cannot)"):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):
     run = subprocess.Popen
     killed = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
-    monkeypatch.setattr("appliance.models.trial_process.subprocess.Popen", lambda _, **how: run(killed, **how))
+    monkeypatch.setattr("appliance.models.trial.subprocess.Popen", lambda _, **how: run(killed, **how))
     with pytest.raises(TrialEnded, match="its trial was ended from outside.*try again"):
-        library.import_path(source)
+        library.import_model(source)

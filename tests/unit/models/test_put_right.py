@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
+from weights.tiers.directory import verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -37,11 +38,11 @@ def stored(taken, file):
         ({"unconvertible": ["model.layers.0.mlp.experts.down_proj"]}, "model.layers.0.mlp.experts.down_proj"),
     ],
 )
-def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, compared, found, names):
+def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, tmp_path, compared, found, names):
     compared(**found)
     with pytest.raises(NotACheckpoint) as refused:
-        library.import_path(source)
-    assert refused.value.file == names and not library.list()
+        library.import_model(source)
+    assert refused.value.file == names and not checkpoints.stored(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -50,29 +51,29 @@ def test_import_refuses_numbers_that_are_not_finite_by_the_name_of_the_tensor(li
     compared()
     broken = {name: tensor.astype(dtype) for name, tensor in checkpoints.tensors().items()}
     save_file(broken, source / "model.safetensors", metadata={"format": "pt"})
-    library.import_path(source, name="finite")
+    library.import_model(source, name="finite")
     broken[HEAD][3, 4] = value
     save_file(broken, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NotACheckpoint) as refused:
-        library.import_path(source)
+        library.import_model(source)
     assert refused.value.file == HEAD
 
 
 def test_import_takes_an_unknown_architecture_with_a_warning(library, source, compared):
     compared(unchecked="transformers does not know it", unknown=["x"], unknown_count=1)
-    assert len(library.import_path(source).warnings) == 1
+    assert len(library.import_model(source).warnings) == 1
 
 
 def test_import_renames_what_a_wrapper_named(library, source, compared):
     compared(renamed={EMBEDDING: "embed.weight"})
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert "embed.weight" in load_file(taken.path / "model.safetensors") and len(taken.warnings) == 1
-    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+    assert verify(taken.path).tensors == len(checkpoints.tensors())
 
 
 def test_import_lets_a_head_of_its_own_win_over_tied_embeddings(library, source, compared):
     compared(tied=[[HEAD, EMBEDDING]])
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert stored(taken, "config.json")["tie_word_embeddings"] is False and len(taken.warnings) == 1
 
 
@@ -80,7 +81,7 @@ def test_import_keeps_a_head_tied_that_is_the_embedding(library, source, compare
     tensors = checkpoints.tensors()
     save_file(tensors | {HEAD: tensors[EMBEDDING]}, source / "model.safetensors", metadata={"format": "pt"})
     compared(tied=[[HEAD, EMBEDDING]])
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert "tie_word_embeddings" not in stored(taken, "config.json") and not taken.warnings
 
 
@@ -88,20 +89,20 @@ def test_import_refuses_a_head_of_its_own_that_engines_would_ignore(library, tmp
     source = checkpoints.write(tmp_path / "source", config={"architectures": ["Gemma2ForCausalLM"]})
     compared(tied=[[HEAD, EMBEDDING]])
     with pytest.raises(NotACheckpoint, match=HEAD):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_import_drops_a_quantisation_of_which_nothing_is_left(library, tmp_path, compared):
     source = checkpoints.write(tmp_path / "source", config={"quantization_config": {"quant_method": "bitsandbytes"}})
     compared(plain=True)
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert "quantization_config" not in stored(taken, "config.json")
     assert not taken.info["quantized"] and len(taken.warnings) == 1
 
 
 def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compared):
     compared(differs="Hello world", mended=True)
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert stored(taken, "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert len(taken.warnings) == 1
 
@@ -117,13 +118,13 @@ def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compar
 def test_import_refuses_a_needed_token_beyond_the_embedding(library, source, compared, found):
     compared(**found, beyond_count=1)
     with pytest.raises(TokenizerRefused):
-        library.import_path(source)
+        library.import_model(source)
 
 
 def test_import_pads_with_the_end_of_text_where_the_pad_token_has_no_row(library, source, compared):
     special = {"eos_token": ["</s>", 2], "pad_token": ["<pad>", 40]}
     compared(beyond=[["<pad>", 40], ["<more>", 41]], beyond_count=2, special=special)
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert stored(taken, "tokenizer_config.json")["pad_token"] == "</s>" and len(taken.warnings) == 2
 
 
@@ -131,6 +132,6 @@ def test_import_makes_the_end_of_turn_an_end_for_engines(library, tmp_path, comp
     template = checkpoints.TEMPLATE.replace("</s>", "<|im_end|>")
     source = checkpoints.write(tmp_path / "source", config={"eos_token_id": 2}, template=template)
     compared(added={"</s>": 2, "<|im_end|>": 7})
-    taken = library.import_path(source)
+    taken = library.import_model(source)
     assert stored(taken, "generation_config.json")["eos_token_id"] == [2, 7]
     assert taken.info["template"]["ends"] == ["<|im_end|>"] and len(taken.warnings) == 1

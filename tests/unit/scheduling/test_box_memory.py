@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import HostMemory, Means, stored_here
+from appliance.memory.box_memory import BoxMemory, Means
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -61,11 +60,7 @@ async def box(db, store, world: World) -> BoxMemory:
         nudge=lambda: None,
     )
 
-    def clock() -> float:
-        return world.now_s
-
-    home = HostMemory(db, stored_here(store), GB, means, lambda: world.home, clock)
-    made = BoxMemory(db, home, world, GB, means, clock)
+    made = BoxMemory(db, store, world, GB, means, lambda: world.home, lambda: world.now_s)
     await made.look(world.status())
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.host_memory import STARTING_FOR_S, HostMemory, Means, stored_here
+from appliance.memory.box_memory import STARTING_FOR_S, HostMemory, Means, stored_here
 from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit

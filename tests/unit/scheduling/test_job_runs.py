@@ -110,7 +110,7 @@ def test_it_is_said_how_many_steps_are_done_anew(runs, db, events, add_job, begu
     events.ingest("ftjob-1", metrics(71))
     events.ingest("ftjob-1", metrics(72))
     if begun:
-        events.suspended("ftjob-1", begun, "/dev/shm/s", reason="rank 1 was killed")
+        events.suspended("ftjob-1", begun, "rank 1 was killed")
     before = {event.id for event in job_records.page_events(db, "ftjob-1", after=None, limit=50).data}
     runs.on_event("ftjob-1", {"event": "started", "job": "ftjob-1", "step": begun, "devices": 2, "seconds": {}})
     told = [e for e in job_records.page_events(db, "ftjob-1", after=None, limit=50).data if e.id not in before]

@@ -57,7 +57,7 @@ class Box:
             case "versions", False:
                 self.versions -= action.nbytes
             case "sleeper", False:
-                self.sleepers = action.bound
+                self.sleepers = self.state.sleepers or 0
             case "job", False:
                 self.jobs = tuple(job for job in self.jobs if job != action.what)
             case "job", True:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.models.template_trial import _render
+from appliance.models.template_trial import try_here
 from serve.vllm.frontend import end_turns_of
 from weights.checkpoint.turns import PROBES
 
@@ -24,7 +24,7 @@ class Tokenizer:
         name = next(
             n for n, p in PROBES.items() if {"add_generation_prompt": True} | p == {"messages": tuple(messages)} | given
         )
-        text = _render(chat_template, {})["rendered"][name]
+        text = try_here(chat_template, {})["rendered"][name]
         if text is None:
             raise ValueError(name)
         return text

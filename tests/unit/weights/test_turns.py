@@ -2,7 +2,7 @@
 
 import pytest
 
-from appliance.models.template_trial import _render
+from appliance.models.template_trial import try_here
 from weights.checkpoint.turns import Turns, told, warnings_of
 from weights.format.tool_template import with_tools
 
@@ -51,7 +51,7 @@ TOKENS = (
 
 
 def of(template: str, *known: str, added=TOKENS) -> Turns:
-    verdict = _render(str(with_tools(template)), SPECIAL)
+    verdict = try_here(str(with_tools(template)), SPECIAL)
     return told(verdict["rendered"], added, known or ("</s>",))
 
 

@@ -16,7 +16,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound
 from appliance.controller.interfaces.principal import Caller
 from appliance.models.errors import TemplateRefused
-from appliance.models.template_trial import try_template
+from appliance.models.trial import try_template
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings

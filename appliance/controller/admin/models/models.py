@@ -109,7 +109,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str, Any]) -> None:
     """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
     set while the name had whole weights."""
-    base = adapters.base_of_model(context.db, name)
+    base = next((row.base for row in adapters.list_callable(context.db) if row.name == name), None)
     field = next((field for field, value in given.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
         raise InvalidValue(

@@ -1,4 +1,4 @@
-"""What ends with an API key, however it ends: its logins, its tasks, its questions to engines; its jobs are paused."""
+"""What ends with an API key, however it ends: its logins and its tasks; its jobs are paused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def end_key(
             detail: dict[str, Any] = {kind: ids for kind, ids in stopped.items() if ids}
             record(context, caller, action, row.id, name=row.name, **detail)
     context.tasks.end_key(row.id)
-    context.asking.end_key(row.id)
     drop_first_key(context, row)
     return stopped
 

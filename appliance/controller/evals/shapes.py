@@ -1,23 +1,36 @@
-"""Defines what a request for an evaluation or a run may contain, and the request body that makes a sample of an
-item."""
+"""Evaluations, runs and their items as OpenAI's API has them (openai 3.52, `types/evals`): what a request may contain,
+the chat completion that makes a sample of an item, and the objects that are shown."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
+from train.graders.grading import ModelAnswer
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
-JSONL = "jsonl"
+NO_ERROR = {"code": "", "message": ""}
+"""The SDK's types have an error in every run and sample; without a failure, it is empty."""
+_SAMPLE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "output_text": {"type": "string"},
+        "output_json": {},
+        "output_tools": {"type": "array", "items": {"type": "object"}},
+        "choices": {"type": "array", "items": {"type": "object"}},
+    },
+}
 
 
 class CustomConfig(StrictBody):
@@ -26,16 +39,14 @@ class CustomConfig(StrictBody):
     include_sample_schema: bool = False
 
 
-class EvalCreate(StrictBody):
-    data_source_config: CustomConfig
-    testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
-    name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: Metadata | None = None
-
-
 class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: Metadata | None = None
+
+
+class EvalCreate(EvalUpdate):
+    data_source_config: CustomConfig
+    testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
 
 
 class Entry(StrictBody):
@@ -44,8 +55,6 @@ class Entry(StrictBody):
 
 
 class FileContent(StrictBody):
-    """content: empty once the items have rows of their own, see `without_items`."""
-
     type: Literal["file_content"]
     content: Annotated[list[Entry], Field(max_length=MAX_ITEMS)]
 
@@ -53,9 +62,6 @@ class FileContent(StrictBody):
 class FileId(StrictBody):
     type: Literal["file_id"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-Source = Annotated[FileContent | FileId, Field(discriminator="type")]
 
 
 class Template(StrictBody):
@@ -80,27 +86,25 @@ class Sampling(graders.Sampling):
 
 class Jsonl(StrictBody):
     type: Literal["jsonl"]
-    source: Source
+    source: Annotated[FileContent | FileId, Field(discriminator="type")]
 
 
 class Sampled(StrictBody):
     """`completions` and `responses` differ in how tools and formats are written."""
 
     type: Literal["completions", "responses"]
-    source: Source
+    source: Annotated[FileContent | FileId, Field(discriminator="type")]
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input_messages: Annotated[Template | ItemReference, Field(discriminator="type")]
     sampling_params: Sampling | None = None
 
 
-class RunCreate(StrictBody):
+class RunCreate(EvalUpdate):
     data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
-    name: Annotated[str, Field(max_length=512)] | None = None
-    metadata: Metadata | None = None
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
-    """A run's data source as it is shown, and as it is stored once its items have rows."""
+    """A run's data source as it is shown, and as it is stored once the run has ended."""
     if source["source"].get("type") != "file_content":
         return source
     return {**source, "source": {**source["source"], "content": []}}
@@ -173,3 +177,104 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
     return Sample(
         text if isinstance(text, str) else json.dumps(text) if text else "", tools if isinstance(tools, list) else []
     )
+
+
+# --- objects
+
+
+def eval_object(row: EvalRow) -> dict[str, Any]:
+    properties: dict[str, Any] = {"item": row.item_schema}
+    if row.include_sample:
+        properties["sample"] = _SAMPLE_SCHEMA
+    return {
+        "id": row.id,
+        "object": "eval",
+        "created_at": int(row.created_s),
+        "name": row.name,
+        "metadata": row.metadata,
+        "data_source_config": {
+            "type": "custom",
+            "schema": {"type": "object", "properties": properties, "required": list(properties)},
+        },
+        "testing_criteria": row.criteria,
+        "owner": row.owner or None,
+    }
+
+
+def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]:
+    """In addition to OpenAI's fields: `waits_for`, why it does not proceed, and the mean reward of each criterion."""
+    return {
+        "id": row.id,
+        "object": "eval.run",
+        "created_at": int(row.created_s),
+        **columns(row, "eval_id name model status metadata"),
+        "waits_for": waits_for or None,
+        "data_source": without_items(row.data_source),
+        "error": row.error or NO_ERROR,
+        # The page asks for a key; a browser has no key to open the API's own URL with.
+        "report_url": f"{url}/ui#/evals/{row.eval_id}/{row.id}",
+        "result_counts": {
+            "total": row.total,
+            "passed": row.counts.get("pass", 0),
+            "failed": row.counts.get("fail", 0),
+            "errored": row.counts.get("error", 0),
+        },
+        "per_testing_criteria_results": [
+            {
+                "testing_criteria": name,
+                "passed": of.get("passed", 0),
+                "failed": of.get("failed", 0),
+                "mean_reward": of["reward"] / of["rewarded"] if of.get("rewarded") else None,
+            }
+            for name, of in row.results.items()
+        ],
+        "per_model_usage": [
+            {"model_name": model, **of, "total_tokens": of["prompt_tokens"] + of["completion_tokens"]}
+            for model, of in row.usage.items()
+        ],
+        "owner": row.owner or None,
+    }
+
+
+def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "object": "eval.run.output_item",
+        "eval_id": run.eval_id,
+        "run_id": run.id,
+        "created_at": int(row.created_s),
+        "datasource_item_id": row.place,
+        "datasource_item": row.item,
+        "status": row.status,
+        "results": row.results,
+        "sample": row.sample,
+    }
+
+
+def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
+    """What models were asked and answered. body: the chat completion request to the first of them. The SDK's types
+    have no null."""
+    why = next((one.error for one in answers if one.error), "")
+    prompt, completion = sum(one.prompt_tokens for one in answers), sum(one.completion_tokens for one in answers)
+    temperature = body.get("temperature")
+    return {
+        "input": [{"role": str(one.get("role", "")), "content": _text(one.get("content"))} for one in body["messages"]],
+        "output": [{"role": "assistant", "content": one.text} for one in answers],
+        "model": answers[0].model,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "cached_tokens": sum(one.cached_tokens for one in answers),
+            "total_tokens": prompt + completion,
+        },
+        "error": {"code": "sample_failed", "message": why} if why else NO_ERROR,
+        "finish_reason": answers[0].finish_reason,
+        "max_completion_tokens": body.get("max_completion_tokens") or 0,
+        "temperature": 1.0 if temperature is None else temperature,
+        "top_p": body.get("top_p") or 1.0,
+        "seed": body.get("seed") or 0,
+    }
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else str(content)

@@ -1,12 +1,13 @@
-"""Asks an engine for answers in token ids, each with its log-probability when it was sampled: OpenAI's completions with
-vLLM's `return_token_ids`. Pure.
+"""Completions in token ids, which need no chat template: answers that an engine samples, and how likely it finds the
+last tokens of a text. Pure.
 
-At temperature 1 and from the whole vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the
-log-probability in the very distribution that the token was drawn from.
+Samples are drawn at temperature 1 from the whole vocabulary: what vLLM records by default (`logprobs_mode`
+raw_logprobs) is then the log-probability in the very distribution that the token was drawn from.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,14 @@ URL = "/v1/completions"
 MOST_ANSWERS = 8
 """As many as one request has at most; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
-"""The tokens of the answers of one request together, where it has several: the controller reads them on its loop."""
-
+"""The tokens of the answers of one request together, where it has several. The controller reads an answer in one go:
+eight answers of 4,096 tokens held its loop for 0.2 s."""
+LONGEST = 1 << 16
+"""Tokens of a text at most, if a client asks for its log-probabilities."""
+MADE = 1
+"""Tokens beside a scored text that have to fit an engine's context: it makes no fewer."""
 _NONE = -9999.0
-"""What vLLM writes where it knows no log-probability of the token."""
+"""What vLLM writes for minus infinity, and where it knows no log-probability of the token."""
 
 
 class Sampled(NamedTuple):
@@ -34,7 +39,7 @@ def answers_at_once(max_tokens: int) -> int:
     return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
 
 
-def request(
+def sampling_request(
     model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int]
 ) -> dict[str, Any]:
     """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
@@ -57,8 +62,8 @@ def request(
     }
 
 
-def read(body: Any, n: int) -> list[Sampled]:
-    """The n answers of a response. Raises ValueError if they are not there as asked for."""
+def samples_of(body: Any, n: int) -> list[Sampled]:
+    """The n answers of a response. Raises ValueError, in words, if they are not there as asked for."""
     try:
         found = [
             Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]), choice["text"])
@@ -72,3 +77,24 @@ def read(body: Any, n: int) -> list[Sampled]:
     if any(value is None or value <= _NONE for one in found for value in one.log_probs):
         raise ValueError("an engine's samples lack the log-probability of a token")
     return found
+
+
+def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """The body; `prompt_logprobs` 0: of the token itself alone."""
+    return {"model": model, "prompt": list(tokens), "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
+    """The log-probability of each of the last tokens, given those before it. Raises ValueError, in words."""
+    try:
+        (choice,) = body["choices"]
+        places = choice["prompt_logprobs"]
+        if len(places) != len(tokens):
+            raise ValueError(f"log-probabilities of {len(places)} of {len(tokens)} tokens")
+        found = [place[str(token)]["logprob"] for place, token in zip(places[-last:], tokens[-last:], strict=True)]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an answer without {error}") from error
+    for token, value in zip(tokens[-last:], found, strict=True):
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= _NONE:
+            raise ValueError(f"{value} as the log-probability of token {token}")
+    return [float(value) for value in found]

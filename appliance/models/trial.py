@@ -1,0 +1,180 @@
+"""Try a checkpoint's tokenizer, chat templates and architecture, each in a process that can be killed.
+
+Whatever reads a foreign file runs in such a process: a module of ours that holds itself to bounds and prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from appliance.models.checkpoint import chat_templates
+from appliance.models.errors import TemplateRefused, TrialEnded
+from appliance.models.template_trial import CPU_S, MEMORY_BYTES, OTHERS, Tried
+from runtime.processes.ended import how_it_ended
+from train.convert import tokenizer_trial
+from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
+from weights.checkpoint.folder import read_json, read_tokenizer_config
+from weights.checkpoint.settings import MAP_FILE
+from weights.format.names import VOCABULARIES
+from weights.format.tool_template import with_tools
+
+MAX_TEMPLATE_CHARACTERS = 200_000
+TEMPLATE_S, TOKENIZER_S, LOAD_S = 30.0, 600.0, 3600.0
+TOKENIZER_FILE = "tokenizer.json"
+ROLES = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
+
+
+class TrialFailed(Exception):
+    """The process ended without a result; the text is how, and the end of what it wrote to stderr."""
+
+
+def run_trial(
+    subject: str,
+    module: str,
+    *options: str,
+    given: str = "",
+    limit_s: float = LOAD_S,
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+) -> dict[str, Any]:
+    """Run `module` and return the JSON of its last line; each line before goes to `on_event`.
+
+    Args:
+        subject: the file that a refusal names.
+        given: text for its standard input.
+
+    Raises TrialEnded, TrialFailed.
+    """
+    quiet = {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    late, last = threading.Event(), ""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **quiet, "RUST_BACKTRACE": "0"},
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        limit = threading.Timer(limit_s, end)
+        limit.start()
+        try:
+            with suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(given)  # its end also answers a library that asks whether to run a model's own code
+            for line in process.stdout:
+                if last:
+                    on_event(json.loads(last))
+                last = line
+            code = process.wait()
+        finally:
+            limit.cancel()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        with suppress(ValueError):
+            if (result := json.loads(last)).pop("event", "done") == "done":
+                return result
+        if late.is_set():
+            raise TrialEnded(subject, f"its trial took more than {limit_s:.0f} s: try again")
+        if code == -signal.SIGKILL:
+            ended = "its trial was ended from outside, as the kernel does where memory is short: try again"
+            raise TrialEnded(subject, ended)
+        errors.seek(0)
+        text = errors.read().strip()[-1000:]
+        raise TrialFailed(how_it_ended(code) + (f": {text}" if text else ""))
+
+
+def compare(directory: Path, arch: str) -> Mapping[str, Any]:
+    """Compare the checkpoint with what transformers makes of it (`train.convert.checkpoint_trial`). Raises
+    NotACheckpoint, TrialEnded."""
+    given = json.dumps({"path": str(directory), "arch": arch}) + "\n"
+    try:
+        found = run_trial("config.json", "train.convert.checkpoint_trial", given=given)
+    except TrialFailed as error:
+        reason = str(error).splitlines()[-1][:300]
+        raise NotACheckpoint(
+            "config.json", f"the architecture that it describes cannot be compared with the tensors: {reason}"
+        ) from error
+    if "unfit" in found:
+        raise NotACheckpoint("config.json", found["unfit"])
+    return found
+
+
+def try_folder(directory: Path) -> Tried:
+    """Try all chat templates and the tokenizer; return what the template of plain conversations does. Raises
+    CheckpointRefused."""
+    template, others = chat_templates(directory)
+    tried, special = Tried(), special_tokens(directory)
+    if template is not None:
+        tried = try_template(template, special)
+        if (rendered := with_tools(template)) != template:  # engines and ranks render this one
+            tried = Tried(tried.warning, try_template(str(rendered), special).rendered)
+    for other in others:
+        try_template(other, special)
+    try_tokenizer(directory)
+    return tried
+
+
+def try_template(template: str, special: Mapping[str, str] | None = None) -> Tried:
+    """Render `template`. special: the texts of `bos_token`, `eos_token` and the like.
+
+    Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
+    """
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise TemplateRefused(
+            "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
+        )
+    given = json.dumps({"template": template, "special": dict(special or {})})
+    try:
+        found = run_trial("chat template", "appliance.models.template_trial", given=given, limit_s=TEMPLATE_S)
+    except TrialFailed as error:
+        raise TemplateRefused(
+            "chat template",
+            f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "
+            f"{MEMORY_BYTES >> 20} MB of memory",
+        ) from error
+    if "refused" in found:
+        raise TemplateRefused("chat template", found["refused"])
+    return Tried(**found)
+
+
+def try_tokenizer(directory: Path) -> None:
+    """Read some texts by the tokenizer in `directory`: by its tokenizer.json, and, where it has other vocabularies
+    too or none but such, as transformers loads it. Raises TokenizerRefused for one that exceeds the limits, and for one
+    without tokenizer.json that cannot be loaded."""
+    found = [name for names in VOCABULARIES for name in names if (directory / name).is_file()]
+    tried = [(directory / TOKENIZER_FILE, TOKENIZER_FILE)] if TOKENIZER_FILE in found else []
+    tried += [(directory, name) for name in found if name != TOKENIZER_FILE][:1]
+    for path, name in tried:
+        try:
+            refused = run_trial(name, tokenizer_trial.__name__, str(path), limit_s=TOKENIZER_S)["refused"]
+        except TrialFailed as error:
+            limits = f"{tokenizer_trial.CPU_S} s of CPU or {tokenizer_trial.MEMORY_BYTES >> 30} GiB of memory"
+            raise TokenizerRefused(
+                name, f"reading short texts took more than {limits}, or ended its process"
+            ) from error
+        if refused:
+            raise TokenizerRefused(name, refused)
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The tokens that templates may write, by role, as the files name them."""
+    roles = directory / MAP_FILE
+    named = {**(read_json(roles, MAP_FILE) if roles.is_file() else {}), **read_tokenizer_config(directory)}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
+    return {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}
