@@ -39,13 +39,9 @@ Examples:
 def below(group: str) -> list[tuple[str, str]]:
     """The next words behind those of a group ("" for all), each with the first line of its help."""
     begin = f"{group} " if group else ""
-    found = {}
-    for name, help in [*((name, made.help) for name, made in COMMANDS.items()), *GROUPS.items()]:
-        if name.startswith(begin):
-            word = name.removeprefix(begin).partition(" ")[0]
-            text = GROUPS.get(f"{begin}{word}") or help
-            found[word] = text.partition("\n")[0] if word not in found or f"{begin}{word}" == name else found[word]
-    return sorted(found.items())
+    words = {name.removeprefix(begin).partition(" ")[0] for name in (*GROUPS, *COMMANDS) if name.startswith(begin)}
+    helps = {word: GROUPS.get(begin + word) or COMMANDS[begin + word].help for word in words}
+    return sorted((word, help.partition("\n")[0]) for word, help in helps.items())
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats
+from appliance.cli import output
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def named(kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
 
 
 def seconds(text: str) -> float:
-    if (value := formats.seconds_of(text)) is None:
+    if (value := output.seconds_of(text)) is None:
         raise ArgumentTypeError(f"{text!r} is not a time such as 90s, 45m, 9h, 1h30m or 7d")
     return value
 
@@ -119,7 +119,7 @@ def future(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text).timestamp()
     except (OverflowError, ValueError):
-        if (value := formats.seconds_of(text)) is None:
+        if (value := output.seconds_of(text)) is None:
             expected = "a time from now such as 8h, or a date such as 2026-11-22T06:00"
             raise ArgumentTypeError(f"{text!r} is not {expected}") from None
         moment = time.time() + value

@@ -13,11 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS, Command, Session
+from appliance.cli.command import COMMANDS, TIMEOUT, WAIT, Command, Patience, Session, finish
 from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
-from appliance.cli.formats import by_name
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
-from appliance.cli.waiting import TIMEOUT, WAIT, Patience, finish
 
 
 def segment(name: str) -> str:
@@ -50,19 +48,15 @@ class Row:
         if callable(self.draw):
             return self.draw(answer)
         if "{" in self.draw:
-            return self.draw.format_map({name: by_name(name, value) for name, value in answer.items()})
+            return self.draw.format_map({name: output.by_name(name, value) for name, value in answer.items()})
         return output.listing(self.draw, answer["data"], empty=self.empty) if "data" in answer else output.view(answer)
 
     def command(self) -> Command:
         options = [*self.options, *(WATCH if self.watch else ()), *((*WAIT, TIMEOUT) if self.operation else ())]
         text = inspect.cleandoc(self.help)
         if "Examples:\n" not in text:
-            kinds = [one.settings["metavar"] for one in options if one.is_positional]
-            values = [_SAMPLES.get(kind, f"{kind.removesuffix('_ID').lower()}_abc123") for kind in kinds]
-            line = " ".join(["  appliance", self.name, *values])
-            text += "\n\nExamples:\n" + "\n".join(
-                [line, *([f"{line} --watch"] if self.watch else []), f"{line} -o json"]
-            )
+            line = " ".join(["  appliance", self.name, *(one.shown for one in options if one.is_positional)])
+            text += f"\n\nExamples:\n{line}\n{line} {'--watch' if self.watch else '-o json'}"
         return Command(self.name, text, self.run, tuple(options))
 
     def run(self, session: Session, args: Namespace) -> None:
@@ -177,17 +171,6 @@ def draw_operation(one: Answer) -> Any:
     return output.view({"operation": one["id"], "state": one["state"], **(one.get("result") or {})})
 
 
-_SAMPLES = {
-    "JOB_ID": "ftjob-abc123",
-    "MODEL": "smollm2-135m",
-    "VERSION": "step-120",
-    "DEVICE": "n0/3",
-    "NODE": "n1",
-    "WINDOW": "win_4fG7kQ2x",
-    "NAME_OR_ID": "alice",
-    "FILE_ID": "file-abc123",
-}
-"""Values of arguments, for examples; of another KIND_ID it is `kind_abc123`."""
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
 _MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)

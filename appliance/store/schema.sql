@@ -81,8 +81,6 @@ CREATE INDEX IF NOT EXISTS model_settings_digests ON model_settings (model, numb
 CREATE INDEX IF NOT EXISTS evals_owned ON evals (owner, seq);
 CREATE INDEX IF NOT EXISTS eval_runs_ended ON eval_runs (ended_s);
 CREATE INDEX IF NOT EXISTS eval_runs_in_order ON eval_runs (eval_id, seq, status);
-CREATE INDEX IF NOT EXISTS eval_runs_sampled ON eval_runs (eval_id, seq)
-    WHERE data_source ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id';
 CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id)
     WHERE status IN ('queued', 'in_progress');
 CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);

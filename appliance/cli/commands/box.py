@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from appliance.cli import formats, output
-from appliance.cli.command import Session, command
+from appliance.cli import output
+from appliance.cli.command import TIMEOUT, WAIT, Session, command, until
 from appliance.cli.errors import BadUsage, CommandFailed, Conflict, Said
 from appliance.cli.locate import BoxFile, data_dir_option, look_for_all, python, resolved
 from appliance.cli.options import CONFIG, DATA_DIR, DEVICES, existing_file, flag, number, opt
 from appliance.cli.resources import segment
-from appliance.cli.waiting import TIMEOUT, WAIT, until
 from appliance.paths import BoxPaths, UnsafeFolder, check_closed
 from runtime.replace_file import replace_file
 
@@ -236,7 +235,7 @@ def drain(session: Session, args: Namespace) -> None:
         device = until(
             now,
             lambda one: one["holder"] is None or one["drain"] is None,
-            lambda one: (f"draining {args.id}: {formats.by_name('', one['holder'])} is leaving", None, None),
+            lambda one: (f"draining {args.id}: {output.by_name('', one['holder'])} is leaving", None, None),
             args.timeout,
             f"draining {args.id}",
         )

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage
 from appliance.cli.options import number, opt, picked
@@ -75,14 +75,14 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended
                 pieces.append(piece)
-                print(formats.printable(piece), end="", flush=True)
+                print(output.printable(piece), end="", flush=True)
     finally:
         print(flush=True)
     answer = "".join(pieces)
     if ended == "length":
         output.say(f"(cut off: {body['max_tokens']} tokens, see --max-tokens, or the model's context is full)")
     elif not answer.strip():
-        output.say("(the model ended its answer at once: it learnt too little yet, or not to answer this)")
+        output.say("(the model ended its answer at once)")
     return answer
 
 

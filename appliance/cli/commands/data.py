@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from appliance.cli.command import WORK_TIMEOUT_S, Session, command
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
 from appliance.cli.locate import look_for_all
@@ -120,7 +120,7 @@ def get(session: Session, args: Namespace) -> None:
                 saved_bytes = _download(session, answer, out)
         except OSError as error:
             raise BadUsage(f"cannot write {args.save}: {error.strerror}") from error
-        session.show(answer, lambda _: f"{args.save}: {formats.size(saved_bytes)}")
+        session.show(answer, lambda _: f"{args.save}: {output.size(saved_bytes)}")
 
 
 def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:

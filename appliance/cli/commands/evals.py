@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, command
+from appliance.cli.command import TIMEOUT, Doing, Session, command, until
 from appliance.cli.commands.data import UPLOAD, kept_if_taken
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
 from appliance.cli.resources import segment
-from appliance.cli.waiting import TIMEOUT, Doing, until
 
 Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
@@ -115,8 +114,6 @@ def run(session: Session, args: Namespace) -> None:
     """
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
-    for model in args.models:  # before anything is made
-        session.client.get(f"/v1/models/{segment(model)}")
     path, items = args.suite
     with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
         with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +168,6 @@ def show(session: Session, args: Namespace) -> None:
       appliance eval show eval_abc123 -o json | jq .runs
       appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
     """
-    if args.id.startswith("evalrun_"):
-        raise BadUsage(f"{args.id} is a run; give its evaluation, `appliance eval list` shows them (eval_…)")
     if args.items is not None:
         path = f"{_path(args.id)}/runs/{segment(args.items)}/output_items"
         session.show(session.client.listed(path, _ITEMS_SHOWN, order="asc"), _items)

@@ -11,8 +11,8 @@ import uuid
 from argparse import Namespace
 from typing import Any
 
-from appliance.cli import formats, output
-from appliance.cli.command import COMMANDS, WORK_TIMEOUT_S, Session, command
+from appliance.cli import output
+from appliance.cli.command import COMMANDS, POLL_S, TIMEOUT, WORK_TIMEOUT_S, Doing, Patience, Session, command, until
 from appliance.cli.commands.data import file_path, kept_if_taken, uploaded_id
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
@@ -31,7 +31,6 @@ from appliance.cli.options import (
     picked,
 )
 from appliance.cli.resources import JOB, JOBS, Row, segment
-from appliance.cli.waiting import POLL_S, TIMEOUT, Doing, Patience, until
 from train.methods.methods import DEFAULT, METHODS
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
@@ -177,7 +176,7 @@ def submit(session: Session, args: Namespace) -> None:
     elif session.as_json:
         _show_ended(session, job["id"], None)
     else:
-        print(formats.printable(job["id"]), flush=True)
+        print(output.printable(job["id"]), flush=True)
         _print_logs(session, job["id"], follow=True)
 
 
@@ -235,7 +234,7 @@ def _has_ended(job: dict[str, Any]) -> bool:
 def _eta(job: dict[str, Any]) -> str:
     """The time to the estimated finish, "" where there is none."""
     left_s = (job.get("estimated_finish") or 0) - time.time()
-    return f", ETA {formats.duration(left_s)}" if left_s >= 1 and not _has_ended(job) else ""
+    return f", ETA {output.duration(left_s)}" if left_s >= 1 and not _has_ended(job) else ""
 
 
 def _end_well(job: dict[str, Any]) -> None:
@@ -265,7 +264,7 @@ def _print_logs(session: Session, job_id: str, follow: bool) -> None:
             for event in events:
                 # The time to finish is known as of now, so it belongs to the newest line only.
                 line = _event_line(event) + (_eta(job) if follow and event is events[-1] else "")
-                print(output.json_text(event) if session.as_json else formats.printable(line), flush=True)
+                print(output.json_text(event) if session.as_json else output.printable(line), flush=True)
                 last_id = event["id"]
             if not follow:
                 return
@@ -281,7 +280,7 @@ def _event_line(event: dict[str, Any]) -> str:
         mark = "" if event["level"] == "info" else f"{event['level']}: "
         return f"{at}  {mark}{event['message']}"
     metrics = (
-        f"{name.replace('_per_s', '/s').replace('_', ' ')} {formats.by_name(name, value)}"
+        f"{name.replace('_per_s', '/s').replace('_', ' ')} {output.by_name(name, value)}"
         for name, value in data.items()
         if name not in ("step", "total_steps") and type(value) in (int, float)
     )

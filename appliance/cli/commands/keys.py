@@ -9,11 +9,10 @@ from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, command
+from appliance.cli.command import Session, command, until
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import NULL, flag, future, given, named, number, opt, or_null, picked
 from appliance.cli.resources import segment
-from appliance.cli.waiting import until
 
 _KEYS = "/admin/v1/keys"
 _FORGET = "/admin/v1/forget"

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import BadUsage, CommandFailed, Said
 from appliance.cli.locate import BoxFile, python, resolved
@@ -170,7 +170,7 @@ def make(session: Session, args: Namespace) -> None:
         keep = settings.backup.keep if args.keep is None else args.keep
         paths = BoxPaths.of(Path(settings.box.data_dir))
         made = take(paths, objects, keep=keep, report=lambda done, of: meter(None, done, of))
-    _show_backup(session, made, objects.where, "taken", f"{formats.size(made.new_bytes)} of it new")
+    _show_backup(session, made, objects.where, "taken", f"{output.size(made.new_bytes)} of it new")
 
 
 @command("backup list", _WHERE, CONFIG, needs="here")
@@ -207,7 +207,7 @@ def restore(session: Session, args: Namespace) -> None:
     _show_backup(session, found, objects.where, "restored", "`appliance up` with this --data-dir starts the box")
     output.say(
         f"note: keys that were revoked or rotated, and people who were forgotten, after "
-        f"{formats.moment(found.made_s)} are back as they were then: see `appliance key list`"
+        f"{output.moment(found.made_s)} are back as they were then: see `appliance key list`"
     )
 
 
@@ -239,6 +239,6 @@ def _backup_fields(found: Manifest) -> dict[str, Any]:
 
 
 def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
-    size = f"{len(found.files):,} files, {formats.size(found.bytes)}"
+    size = f"{len(found.files):,} files, {output.size(found.bytes)}"
     text = f"{found.name} at {where} is {done}: {size}; {more}"
     session.show({**_backup_fields(found), "where": where}, lambda _: text)

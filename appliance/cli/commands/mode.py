@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, command
+from appliance.cli.command import WAIT, Session, command
 from appliance.cli.options import auto_or, flag, number, opt, picked, seconds
 from appliance.cli.resources import draw_handover, draw_mode, limit, segment
-from appliance.cli.waiting import WAIT
 
 WAIT_S = 900.0
 _ANSWER_MARGIN_S = 30.0

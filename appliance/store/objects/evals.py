@@ -12,7 +12,6 @@ from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
-_MINE = "(?2 IS NULL OR owner = ?2)"
 insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
 insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
 
@@ -80,11 +79,10 @@ def passed(db: Database, run_id: str) -> dict[int, bool | None]:
 
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
-    """The newest run in which a model answered items of a file; by an index, whose condition this is."""
+    """The newest run in which a model answered items of a file."""
     return db.one(
         EvalRunRow,
-        "SELECT * FROM eval_runs INDEXED BY eval_runs_sampled"
-        f" WHERE eval_id = ?1 AND {_MINE} AND data_source ->> '$.type' IN"
-        " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
+        "SELECT * FROM eval_runs WHERE eval_id = ?1 AND (?2 IS NULL OR owner = ?2) AND model <> ''"
+        " AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
         [eval_id, viewer],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.cli import formats
+from appliance.cli import output
 from tests.unit.cli.conftest import ControlledBox
 
 
@@ -59,4 +59,4 @@ def test_what_is_no_mode_or_no_time_is_refused_before_anything_is_sent(box: Cont
     ("text", "seconds"), [("9h", 32400), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("0.5h", 1800)]
 )
 def test_times(text: str, seconds: float):
-    assert formats.seconds_of(text) == seconds
+    assert output.seconds_of(text) == seconds

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cli import formats, output
+from appliance.cli import output
 from tests.unit.cli.test_chat import CHAT, sse
 
 COMMAND = [sys.executable, "-m", "appliance.cli.main"]
@@ -140,17 +140,17 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [
-        (formats.size, 999, "999 B"),
-        (formats.size, 1_234_567, "1.2 MB"),
-        (formats.size, None, "-"),
-        (formats.duration, 0.0123, "12 ms"),
-        (formats.duration, 61, "1 min 01 s"),
-        (formats.duration, 1e6, "11 d 13 h"),
-        (formats.count, 1234, "1,234"),
-        (formats.count, 7.2e9, "7.2 B"),
-        (formats.number, 12345.6, "12,346"),
-        (formats.label, "tokens_per_s", "tokens/s"),
-        (formats.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
+        (output.size, 999, "999 B"),
+        (output.size, 1_234_567, "1.2 MB"),
+        (output.size, None, "-"),
+        (output.duration, 0.0123, "12 ms"),
+        (output.duration, 61, "1 min 01 s"),
+        (output.duration, 1e6, "11 d 13 h"),
+        (output.count, 1234, "1,234"),
+        (output.count, 7.2e9, "7.2 B"),
+        (output.number, 12345.6, "12,346"),
+        (output.label, "tokens_per_s", "tokens/s"),
+        (output.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
     ],
 )
 def test_numbers_as_people_read_them(function, value, text):

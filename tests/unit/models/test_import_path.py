@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -95,11 +94,6 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_
     assert library.import_model(source, name="two").version == "v1"
     assert library.remove("one", "v2")
     assert library.import_model(source, name="one").version == "v3"
-
-
-def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
-    shutil.rmtree(library.import_model(source, name="one").path)
-    assert library.import_model(source, name="one").version == "v2"
 
 
 def test_a_sharded_checkpoint_comes_in_with_its_index(library, tmp_path):
@@ -550,16 +544,6 @@ def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tm
     with pytest.raises(TokenizerRefused, match="tokenizer.model: cannot be loaded: ") as refused:
         library.import_model(source)
     assert ".staging" not in str(refused.value) and nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("limit", ["CPU_S", "MEMORY_BYTES"])
-def test_the_trial_of_other_vocabularies_has_the_limits_of_the_first(library, source, monkeypatch, limit):
-    """Loading alone exceeds these, as a large hostile one exceeds the real ones."""
-    without_tokenizer_json(source, vocab_txt="[UNK]\n[CLS]\na\n")
-    as_transformers_loads(source, "BertTokenizer")
-    limited_trial(monkeypatch, **{limit: 0 if limit == "CPU_S" else 64 << 20})
-    with pytest.raises(TokenizerRefused, match="vocab.txt: (reading short texts took more than 60 s of CPU|cannot)"):
-        library.import_model(source)
 
 
 def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):

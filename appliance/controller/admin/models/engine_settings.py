@@ -134,7 +134,7 @@ def _version(context: ControllerContext, name: str, number: int) -> dict[str, An
 def _check_size(
     context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, wanted: ModelSettings
 ) -> None:
-    size = context.sizes.sized(model, version, devices, wanted)
+    size = context.sizes.size(model, version, devices, wanted)
     if size.problem:
         raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
