@@ -61,10 +61,9 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
-from appliance.controller.scheduling.job_memory import JobMemory
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.controller.scheduling.journal import SqliteJournal
-from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
+from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings

@@ -12,7 +12,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys, model_settings
-from appliance.store.rows import JobRow, ModelRow
+from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 _NAMED = 20
 """Versions of a model that an error names."""
@@ -26,11 +26,13 @@ def unknown_model(name: str, param: str = "model") -> NotFound:
     )
 
 
-def no_version(db: Database, model: str, version: str) -> NotFound:
-    """For callers who may see the model."""
+def stored_version(db: Database, model: str, version: str) -> VersionRow:
+    """For callers who may see the model. Raises NotFound."""
+    if (row := models.find_version(db, model, version)) is not None:
+        return row
     have = models.names_of_versions(db, model, _NAMED + 1)
     more = " and older ones" if len(have) > _NAMED else ""
-    return NotFound(
+    raise NotFound(
         f"{model} has no version {shown(version)}; it has {', '.join(have[:_NAMED])}{more}.",
         param="version",
         code="version_not_found",

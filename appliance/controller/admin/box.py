@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 
 from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import handover_views, views
-from appliance.controller.admin.metrics import ControllerCollector, read_engines, registry_of
+from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import floor_notes, mode_in_force
@@ -76,7 +76,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
 
         def scraped() -> Response:
-            return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
+            return PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
         return await answer(db, scraped)
 

@@ -80,8 +80,7 @@ class EngineSizes:
         return self.size(model, version).max_model_len
 
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
-        if version is None and model.active_version is not None:
-            version = models.find_version(self._db, model.id, model.active_version)
+        version = version or models.active(self._db, model)
         adapter = version.meta.get("adapter") if version is not None else None
         base = models.find(self._db, adapter["base"]) if adapter else None
         if adapter is None or base is None:

@@ -47,7 +47,7 @@ FILES = Resource(
     files.find,
     missing="No such File object: {}",
     param="id",
-    fields=("filename", "purpose", "bytes", "made", "dropped", "masked"),
+    fields=("filename", "purpose", "bytes"),
 )
 
 

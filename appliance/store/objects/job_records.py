@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from typing import Unpack
 
@@ -29,12 +28,10 @@ MOST_TEACHERS = 100
 def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
     """These versions of its teacher have told it something. The first `MOST_TEACHERS` are kept."""
     with db.transaction():
-        found = db.execute("SELECT taught_by FROM job_judges WHERE job_id = ?", [job_id]).fetchone()
-        if found is not None:
-            known = json.loads(found["taught_by"])
-            all_ = [*known, *sorted(set(versions).difference(known))][:MOST_TEACHERS]
-            if all_ != known:
-                db.execute("UPDATE job_judges SET taught_by = ? WHERE job_id = ?", [json.dumps(all_), job_id])
+        row = find_judge(db, job_id)
+        new = sorted(set(versions).difference(row.taught_by)) if row is not None else []
+        if row is not None and new:
+            JOB_JUDGES.update(db, job_id, taught_by=[*row.taught_by, *new][:MOST_TEACHERS])
 
 
 def teachers_of_running(db: Database) -> list[str]:

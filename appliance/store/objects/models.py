@@ -21,7 +21,7 @@ insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, V
 
 
 def insert(db: Database, row: ModelRow) -> None:
-    """An imported model is for everybody, and one that a job made is its owner's alone, until somebody changes that."""
+    """An imported model is for everybody, and one that a job made is its owner's alone, until that is changed."""
     with db.transaction():
         MODELS.insert(db, row)
         if row.kind == "base":
@@ -96,6 +96,11 @@ def delete(db: Database, name: str) -> None:
         if db.execute("DELETE FROM models WHERE id = ?", [name]).rowcount == 0:
             raise RowNotFound("models", name)
         db.execute("DELETE FROM checkpoints WHERE model = ?", [name])
+
+
+def active(db: Database, row: ModelRow) -> VersionRow | None:
+    """The version that answers."""
+    return find_version(db, row.id, row.active_version) if row.active_version else None
 
 
 def list_versions(db: Database, model: str) -> list[VersionRow]:
