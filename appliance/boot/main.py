@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ import httpx
 
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
-from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, own_files_only
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
 from appliance.boot.tracking import run_exporter, status_file
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
@@ -70,22 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     state = BoxState(paths.state_file)
     try:
         paths.create()
-    except UnsafeFolder as error:
+        with locked(paths):
+            return asyncio.run(_run(config, paths, state))
+    except BlockingIOError:
+        log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
+        return 5
+    except (UnsafeFolder, BoxError, ray_head.RayStartError, InvitationError) as error:
         state.update(state="failed", message=str(error))
         log.error("the box did not start: %s", error)
         return 1
-    with open(paths.lock_file, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
-            return 5
-        try:
-            return asyncio.run(_run(config, paths, state))
-        except (BoxError, ray_head.RayStartError, InvitationError) as error:
-            state.update(state="failed", message=str(error))
-            log.error("the box did not start: %s", error)
-            return 1
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import clear_leftovers, own_files_only
+from appliance.boot.supervised_process import clear_leftovers, locked, own_files_only
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import Invitation, InvitationError
 from appliance.paths import BoxPaths, UnsafeFolder
@@ -46,23 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         invitation = Invitation.read(options.invitation)
         paths.create()
-    except (InvitationError, UnsafeFolder) as error:
+        os.chdir(paths.data_dir)  # processes started from here look for modules in the working directory first
+        with locked(paths):
+            try:
+                invitation.accept(paths)
+                return asyncio.run(_run(config, paths, invitation))
+            finally:
+                shutil.rmtree(paths.shm_root, ignore_errors=True)
+    except BlockingIOError:
+        log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
+        return 5
+    except (InvitationError, UnsafeFolder, ray_head.RayStartError, NodeNameTaken, DevicesRefused) as error:
         log.error("this node did not join: %s", error)
         return 1
-    os.chdir(paths.data_dir)  # processes started from here look for modules in the working directory first
-    with open(paths.lock_file, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
-            return 5
-        try:
-            invitation.accept(paths)
-            return asyncio.run(_run(config, paths, invitation))
-        except (ray_head.RayStartError, NodeNameTaken, DevicesRefused) as error:
-            log.error("this node did not join: %s", error)
-            shutil.rmtree(paths.shm_root, ignore_errors=True)
-            return 1
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> int:
@@ -106,8 +101,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
         kill_group(ray.pid)
         clear_leftovers(paths)
         ray_head.remove_files(paths)
-        for folder in (paths.shm_root, paths.away_jobs):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(paths.away_jobs, ignore_errors=True)
 
 
 async def _left(leaving: asyncio.Task[Any], sooner: set[asyncio.Task[Any]], limit_s: float) -> None:

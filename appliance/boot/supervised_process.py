@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -170,6 +172,14 @@ def kill_leftovers(box_id: str) -> list[int]:
             continue
     psutil.wait_procs(found, timeout=10)
     return [process.pid for process in found]
+
+
+@contextmanager
+def locked(paths: BoxPaths) -> Iterator[None]:
+    """Raises BlockingIOError where another box or node runs on this data directory."""
+    with open(paths.lock_file, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def clear_leftovers(paths: BoxPaths) -> list[int]:

@@ -183,17 +183,15 @@ class Gateway:
     def _revoked(self, exchange: Exchange) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         before, session = exchange.caller, exchange.session
-        if not before.id:
-            return None
         caller = self.state.spending.callers.get(before.id)
+        if not before.id or (exchange.route in (ROTATION, SESSIONS) and exchange.body_complete):
+            return None  # of the box itself, or what it ends may be its own secret or login
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
         by_key = not session and not exchange.connection.private  # work of the box itself outlives a rotation
         if caller is None or (by_key and caller.secret != before.secret):
-            # A request for a new secret is answered: the asker's own may be the old one.
-            rotates = exchange.route is ROTATION and exchange.body_complete
-            return None if rotates else errors.key_ended(before.expires_s)
-        if session and exchange.route is not SESSIONS and session not in {one.id for one in caller.sessions.values()}:
+            return errors.key_ended(before.expires_s)
+        if session and session not in {login.id for login in caller.sessions.values()}:
             return errors.session_ended()
         exchange.caller = caller
         return None

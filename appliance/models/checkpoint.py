@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import PARSER_TOKENS, missing_tokens, parser_of_calls, reasoning_parser
 from weights.checkpoint import settings
-from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
+from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
     ADAPTER_CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -132,18 +132,20 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
             f"model{INDEX_SUFFIX}",
             f"missing, and there are {len(tensors)} *{WEIGHT_SUFFIX} files: which belong together?",
         )
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    if pickles:
-        raise PickleRefused(
+    raise no_weights(str(directory), names)
+
+
+def no_weights(where: str, names: Collection[str]) -> CheckpointRefused:
+    """Why files of these names are no checkpoint: none of them is safetensors."""
+    if pickles := sorted(name for name in names if name.endswith(PICKLES)):
+        return PickleRefused(
             pickles[0],
             "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
             "where you trust them: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)` writes safetensors",
         )
-    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    others = sorted(name for name in names if name.endswith(OTHER_WEIGHTS))
     found = f"; {others[0]} is another format" if others else ""
-    raise NotACheckpoint(
-        "", f"{directory} has no *{WEIGHT_SUFFIX} file{found}. Expected a Hugging Face checkpoint directory"
-    )
+    return NotACheckpoint("", f"{where} has no *{WEIGHT_SUFFIX} file{found}. Expected a Hugging Face checkpoint")
 
 
 def regular(directory: Path, name: str) -> Path:

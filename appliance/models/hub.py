@@ -22,10 +22,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from appliance.models import adapter
-from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, WEIGHT_SUFFIX
+from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, WEIGHT_SUFFIX, no_weights
 from appliance.models.errors import DownloadCorrupt, HubDisallowed, HubNotFound, HubUnreachable, SourceNotFound
-from weights.checkpoint.errors import NotACheckpoint, PickleRefused
-from weights.checkpoint.folder import PICKLES
 from weights.format.source import AUX_SUFFIXES
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
@@ -88,11 +86,7 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
     for sibling in siblings:
         if sibling.rfilename in wanted:
             digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-            if digest is None:
-                raise HubNotFound(
-                    f"{settings.endpoint} states no checksum for {sibling.rfilename} of {repository}; refused"
-                )
-            files.append(HubFile(sibling.rfilename, sibling.size or 0, digest))
+            files.append(HubFile(sibling.rfilename, sibling.size or 0, digest or ""))
     return Listing(repository, str(info.sha), tuple(sorted(files, key=lambda file: file.nbytes)))
 
 
@@ -103,9 +97,7 @@ def _wanted(repository: str, names: Iterable[str]) -> set[str]:
     top -= {adapter.CONFIG_FILE, adapter.WEIGHTS_FILE}
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
-        if pickles := sorted(name for name in top if name.endswith(PICKLES)):
-            raise PickleRefused(pickles[0], f"{repository} offers its weights as pickles only, which can run any code")
-        raise NotACheckpoint("", f"{repository} has no *{WEIGHT_SUFFIX} file")
+        raise no_weights(repository, top)
     if "model.safetensors" in weights and f"model{INDEX_SUFFIX}" not in top:
         weights = {"model.safetensors"}
     return weights | {name for name in top if name.endswith(AUX_SUFFIXES) or name in KEPT_TEXT}

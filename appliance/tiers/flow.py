@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from appliance.controller.access.naming import resolve
 from appliance.store.database import Database
@@ -100,13 +99,11 @@ class TierFlow:
             tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
         tier.here = held.names()
         stored = self._tiers.in_memory()
-        sources = {} if tier is disk else {name: disk.copies.path(name) for name in disk.here}
-        sources |= {name: found.path for name, found in stored.items()}
         made_s = {name: found.manifest.created_s for name, found in stored.items()}
         facts = read_facts(self._db, {**made_s, **disk.here, **tier.here}, self._is_held)
-        push, drop = _plan(tier, facts, set(sources))
+        push, drop = _plan(tier, facts, {*stored} if tier is disk else {*stored, *disk.here})
         tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in push}
-        is_full = self._push_all(tier, push, stored, sources, everything)
+        is_full = self._push_all(tier, push, stored, everything)
         for name in _spare_newest(drop, tier.here, facts) if is_full else drop:
             held.remove(name)
             tier.here = {other: made_s for other, made_s in tier.here.items() if other != name}
@@ -115,20 +112,13 @@ class TierFlow:
             self._after_disk(facts, stored, push)
         tier.used_bytes = held.usage_bytes()
 
-    def _push_all(
-        self,
-        tier: Tier,
-        push: list[Name],
-        stored: dict[Name, StoredVersion],
-        sources: dict[Name, Path],
-        everything: bool,
-    ) -> bool:
+    def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
         """Returns whether the tier is full. everything: also snapshots that another copy preceded a moment ago."""
         for name in push:
             job, began_s = (tier.name, name.model), self._tiers.clock()
             if everything or name.kind != "snapshot" or began_s >= self._not_before_s.get(job, 0.0):
                 try:
-                    self._push(tier, name, stored.get(name), sources[name])
+                    self._push(tier, name, stored.get(name))
                 except (VersionNotFound, StoreError, FileNotFoundError) as error:
                     log.info("%s was not copied to the %s tier: %s", name, tier.name, error)  # gone meanwhile
                 except TierFull as error:
@@ -145,7 +135,9 @@ class TierFlow:
             tier.backlog = {other: nbytes for other, nbytes in tier.backlog.items() if other != name}
         return False
 
-    def _push(self, tier: Tier, name: Name, stored: StoredVersion | None, source: Path) -> None:
+    def _push(self, tier: Tier, name: Name, stored: StoredVersion | None) -> None:
+        """Copies it from memory, or from the disk where memory has it no more."""
+
         def moved(nbytes: int) -> None:
             if self._stopping.is_set():
                 raise TransferStopped
@@ -154,10 +146,10 @@ class TierFlow:
         tier.busy = name, 0
         try:
             if stored is None:
-                tier.copies.put(source, moved)
+                tier.copies.put(self._tiers.disk.copies.path(name), moved)
             else:
                 with take_lease(stored):
-                    tier.copies.put(source, moved)
+                    tier.copies.put(stored.path, moved)
                 unpin(stored)
         finally:
             tier.busy = None

@@ -311,11 +311,6 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, kv_dtype: st
     return ""
 
 
-def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
-    """Host memory of an engine on the CPU that sleeps: its processes, and quantised weights, which it keeps."""
-    return _process_bytes(shape, tensor_parallel) + (shape.stored_bytes if shape.quantized else 0)
-
-
 def _process_bytes(shape: ServedShape, tensor_parallel: int) -> int:
     further = WORKER_BYTES * tensor_parallel if tensor_parallel > 1 else 0
     return PROCESS_BYTES + further + TOKENIZER_BYTES * shape.vocab

@@ -107,7 +107,7 @@ def resolve(db: Database, name: str) -> Resolved | None:
     """Returns None for an unknown name, and for a model without an active version."""
     model = models.find(db, name)
     if model is not None:
-        version = models.find_version(db, name, model.active_version) if model.active_version else None
+        version = models.active(db, model)
         return Resolved(name, model, version) if version else None
     checkpoint = job_records.find_checkpoint(db, name)
     if checkpoint is not None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
 import httpx
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
@@ -37,14 +38,6 @@ ENGINE_WAIT_S: Final = 0.5
 
 Samples = Iterable[tuple[Sequence[str], float | None]]
 """Values of labels, and the measured value; None is left out."""
-
-
-def registry_of(collector: ControllerCollector) -> CollectorRegistry:
-    """A registry of one scrape, with the process's memory, CPU time and descriptors."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    ProcessCollector(namespace="appliance_controller", registry=registry)
-    return registry
 
 
 class EngineReading(NamedTuple):
@@ -134,9 +127,9 @@ def _counts(found: Iterable[Sequence[str]]) -> Samples:
     return sorted(Counter(tuple(one) for one in found).items())
 
 
-class ControllerCollector:
-    """Implements `prometheus_client.registry.Collector`. Made on the loop, whose state it takes, for one scrape that
-    reads the store on a thread."""
+class ControllerCollector(Collector):
+    """All series, with the process's memory, CPU time and descriptors. Made on the loop, whose state it takes, for one
+    scrape that reads the store on a thread."""
 
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
@@ -146,11 +139,8 @@ class ControllerCollector:
         # A tracker's or a tier's name behind the colon is for operators.
         self._degraded = {trouble["name"].partition(":")[0] for trouble in troubles}
 
-    def describe(self) -> list[Metric]:
-        # Without this the registry would collect at registration too.
-        return []
-
     def collect(self) -> Iterator[Metric]:
+        yield from ProcessCollector(namespace="appliance_controller", registry=None).collect()
         yield from self._scheduler()
         yield from self._of_engines()
         yield from self._devices()

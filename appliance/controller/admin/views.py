@@ -77,7 +77,7 @@ def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
 
 
 def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
-    version = models.find_version(db, row.id, row.active_version) if row.active_version else None
+    version = models.active(db, row)
     known = version.meta.get("adapter") if version else None
     if known is None:
         return None

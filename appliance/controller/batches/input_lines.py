@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.interfaces.errors import shown
 from appliance.gateway.core.config import Limits
 from train.data.lines import MARK
@@ -41,10 +42,10 @@ class Line(NamedTuple):
 
 @dataclass
 class Lines:
-    """The requests in file order; the one model they use; and the errors (at most 100 {"code", "line", "message",
-    "param"}; lines count from 1)."""
+    """The requests by custom_id, in file order; the one model they use; and the errors (at most 100 {"code", "line",
+    "message", "param"}; lines count from 1)."""
 
-    requests: list[Line] = field(default_factory=list)
+    requests: dict[str, Line] = field(default_factory=dict)
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
 
@@ -52,15 +53,9 @@ class Lines:
         self.errors.append({"code": code, "line": line, "message": message, "param": param})
 
 
-class BadLine(Exception):
-    def __init__(self, code: str, message: str, param: str | None = None):
-        super().__init__(message)
-        self.code, self.param = code, param
-
-
 def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
     """Check the file, up to a line that is too long: a file may be one line of 8 GiB. Raises OSError."""
-    lines, seen, offset = Lines(), set[str](), 0
+    lines, offset = Lines(), 0
     with open(path, "rb") as source:
         if foreign := foreign_file(source):
             what, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
@@ -75,10 +70,9 @@ def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
                     lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
                     return lines
                 try:
-                    custom_id, lines.model = _checked(raw, endpoint, seen, lines.model)
-                    seen.add(custom_id)
-                    lines.requests.append(Line(custom_id, offset, len(raw)))
-                except BadLine as error:
+                    custom_id, lines.model = _checked(raw, endpoint, lines)
+                    lines.requests[custom_id] = Line(custom_id, offset, len(raw))
+                except TaskFailed as error:
                     lines.add_error(error.code, str(error), number, error.param)
                 if len(lines.errors) >= _MAX_ERRORS:
                     return lines
@@ -93,44 +87,46 @@ def parse(raw: bytes) -> Any:
     return orjson.loads(raw.removeprefix(MARK))
 
 
-def _checked(raw: bytes, endpoint: str, seen: set[str], asked: str | None) -> tuple[str, str]:
-    """(custom_id, model). seen, asked: the ids and the model of earlier lines. Raises BadLine."""
+def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
+    """(custom_id, model). Raises TaskFailed."""
     try:
         data = parse(raw)
     except orjson.JSONDecodeError as error:
-        raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
+        raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(data, dict):
-        raise BadLine("invalid_json_line", "This line is not a JSON object.")
+        raise TaskFailed("invalid_json_line", "This line is not a JSON object.")
     if is_deeper(data, Limits().json_depth + 1):
         # It can be parsed, but not be written again for an engine.
-        raise BadLine("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
+        raise TaskFailed("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
     for name in ("custom_id", "method", "url", "body"):
         if name not in data:
-            raise BadLine("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+            raise TaskFailed("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
     custom_id, body = data["custom_id"], data["body"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
         message = f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} characters."
-        raise BadLine("invalid_custom_id", message, "custom_id")
+        raise TaskFailed("invalid_custom_id", message, "custom_id")
     if data["method"] != "POST":
-        raise BadLine("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
+        raise TaskFailed("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
     if data["url"] != endpoint:
         message = f"url is {shown(data['url'])}; the batch was created for {endpoint}."
-        raise BadLine("mismatched_endpoint", message, "url")
+        raise TaskFailed("mismatched_endpoint", message, "url")
     if not isinstance(body, dict):
-        raise BadLine("invalid_body", "body is not a JSON object.", "body")
+        raise TaskFailed("invalid_body", "body is not a JSON object.", "body")
     if not isinstance(body.get("model"), str) or not body["model"]:
-        raise BadLine("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
+        raise TaskFailed("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
     for name in ("stream", "background"):
         if body.get(name):
-            raise BadLine("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
+            raise TaskFailed("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
     inputs = body.get("input")
     if endpoint == _EMBEDDINGS and isinstance(inputs, list) and len(inputs) > _MOST_INPUTS:
         if not isinstance(inputs[0], int):  # one input, as tokens
             message = f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines."
-            raise BadLine("too_many_inputs", message, "body.input")
-    if custom_id in seen:
-        raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
-    if asked not in (None, body["model"]):
-        message = f"All requests of a batch ask one model: {shown(body['model'])} was given after {shown(asked)}."
-        raise BadLine("mismatched_model", message, "body.model")
+            raise TaskFailed("too_many_inputs", message, "body.input")
+    if custom_id in before.requests:
+        raise TaskFailed("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
+    if before.model not in (None, body["model"]):
+        message = (
+            f"All requests of a batch ask one model: {shown(body['model'])} was given after {shown(before.model)}."
+        )
+        raise TaskFailed("mismatched_model", message, "body.model")
     return custom_id, body["model"]

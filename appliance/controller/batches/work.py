@@ -129,7 +129,8 @@ class Batch:
             batches.update(self._db, row.id, status="in_progress", in_progress_s=time.time(), model=lines.model)
         end = "completed"
         with open(path, "rb") as source:
-            left = (line for line in lines.requests if line.custom_id not in self._answers.custom_ids)
+            have = self._answers.custom_ids
+            left = (line for line in lines.requests.values() if line.custom_id not in have)
             asked = (self._ask(line, lines.model or "", source) for line in left)
             try:
                 async with (
@@ -140,7 +141,7 @@ class Batch:
                         await to_thread.run_sync(self._store, answered)
             except TimeoutError:
                 end = "expired"
-                left = (line for line in lines.requests if line.custom_id not in self._answers.custom_ids)
+                left = (line for line in lines.requests.values() if line.custom_id not in have)
                 expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in left]
                 await to_thread.run_sync(self._store, expired)
         await self.end(end)

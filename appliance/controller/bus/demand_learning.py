@@ -21,7 +21,7 @@ from scheduler.core.workload import DeploymentView
 LOOK_S = 0.25
 """Minimum interval: several gateways report more often than there is something to learn."""
 HOPELESS_S = 30.0
-"""Time constant within which a prompt that no replica computes in time is found late, or was computed sooner than the
+"""Time constant within which a prompt that no replica computes in time is found late, or was computed faster than the
 measured rate says."""
 
 

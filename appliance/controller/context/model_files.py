@@ -100,7 +100,7 @@ class LibraryOps:
             await self._elsewhere(names)
 
     async def _forget(self, name: Name) -> None:
-        """Remove it from shared memory once nobody reads it. If readers stay, eviction removes it later."""
+        """Remove it from shared memory once it has no readers. If readers stay, eviction removes it later."""
         until_s = time.monotonic() + READERS_LEAVE_S
         while (stored := await _thread(self._store.find, *name)) is not None:
             try:

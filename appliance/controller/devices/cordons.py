@@ -66,7 +66,7 @@ def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> b
 
 
 def undrain(db: Database, device_id: str) -> None:
-    """Return the device to use, whoever cordoned it."""
+    """Return the device to use; a person or the box cordoned it."""
     with db.transaction():
         rows = read(db)
         rows.pop(device_id, None)
@@ -87,7 +87,7 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
 
 
 def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
-    """A device with its health from the store, `drain` (None if nobody drained it), and `cordon`: what keeps it out of
+    """A device with its health from the store, `drain` (None without one), and `cordon`: what keeps it out of
     use, "person" or "box"; None for what is not said here (its node leaves)."""
     row = rows.get(device["id"])
     if row is None:

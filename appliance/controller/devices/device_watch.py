@@ -46,9 +46,9 @@ class DeviceWatch:
         self._ours = cordons.faulty(cordons.read(db))
 
     async def look(self, read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
-        """Read and judge; called every `device_check_s`. read: one reading per GPU of all nodes, except of those to let
-        go, given by id. What a person drained is let go, so that it can be reset, and
-        judged again once it is put back into use."""
+        """Read and judge; called every `device_check_s`. read: one reading per GPU of all nodes, except of those to
+        release, given by id. What a person drained is released, so that it can be reset, and judged again once it is
+        put back into use."""
         drained = cordons.drained(self._db)
         for device_id in drained:
             self._readings.pop(device_id, None)

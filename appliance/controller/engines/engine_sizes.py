@@ -13,7 +13,7 @@ from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
-from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, asleep_bytes, engine_size
+from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
 from weights.format.foreign_json import config_in
 
 
@@ -29,67 +29,58 @@ class EngineSizes:
         self._asleep_per_device = asleep_per_device
         self._shapes: dict[tuple[str, str], ServedShape] = {}
 
-    def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
-        """An engine of this version, over the devices of its deployment unless `tensor_parallel` says otherwise. An
-        adapter's is its base model's."""
-        model, version = self._served(model, version)
-        return self.sized(model, version, tensor_parallel or self.devices(model.id), self.settings(model))
-
-    def devices(self, model: str) -> int:
-        """How many devices an engine of this model has."""
-        row = deployments.find(self._db, model)
-        return row.tensor_parallel if row is not None else 1
-
-    def settings(self, model: ModelRow) -> ModelSettings:
-        """How this model's engines are set up."""
-        row = model_settings.current(self._db, model.id)
-        return ModelSettings() if row is None else ModelSettings.model_validate(row.settings)
-
-    def sized(
-        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    def size(
+        self,
+        model: ModelRow,
+        version: VersionRow | None,
+        tensor_parallel: int | None = None,
+        settings: ModelSettings | None = None,
     ) -> EngineSize:
-        """What `size` would be with these settings. Bytes are per device."""
+        """An engine of this version, over the devices of its deployment and with the settings in force unless others
+        are given; bytes are per device. An adapter's is its base model's."""
+        model, version = self._served(model, version)
         device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
             self._engine,
             self._shape(model, version),
             task=model.task,
             arch=model.arch,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=tensor_parallel or self.devices(model.id),
             device_kind=device.kind,
             device_memory_bytes=device.memory_bytes,
             device_name=device.name,
             asleep_per_device=self._asleep_per_device,
-            settings=settings,
+            settings=settings or self._settings(model),
         )
 
-    def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
+    def devices(self, model: str) -> int:
+        """How many devices an engine of this model has."""
+        row = deployments.find(self._db, model)
+        return row.tensor_parallel if row is not None else 1
+
+    def _settings(self, model: ModelRow) -> ModelSettings:
+        row = model_settings.current(self._db, model.id)
+        return ModelSettings() if row is None else ModelSettings.model_validate(row.settings)
+
+    def spec_fields(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings | None = None
+    ) -> dict[str, Any]:
         """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.NotServable."""
         model, version = self._served(model, version)
-        return self.fields_with(model, version, tensor_parallel, self.settings(model))
-
-    def fields_with(
-        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
-    ) -> dict[str, Any]:
-        """The same with other settings than those in force."""
-        size = self.sized(model, version, tensor_parallel, settings)
+        settings = settings or self._settings(model)
+        size = self.size(model, version, tensor_parallel, settings)
         return {"task": model.task} | size.spec_fields() | settings.spec_fields()
 
     def adapter_rank_limit(self, model: ModelRow) -> int:
         """The largest LoRA rank that engines of this model accept; 0: none."""
         return adapter_rank_limit(self._engine, task=model.task, arch=model.arch)
 
-    def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
-        """Host memory of one that sleeps, on logical CPU devices."""
-        return asleep_bytes(self._shape(*self._served(model, version)))
-
     def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
         """Tokens that one request may have; None if the model does not say."""
         return self.size(model, version).max_model_len
 
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
-        if version is None and model.active_version is not None:
-            version = models.find_version(self._db, model.id, model.active_version)
+        version = version or models.active(self._db, model)
         adapter = version.meta.get("adapter") if version is not None else None
         base = models.find(self._db, adapter["base"]) if adapter else None
         if adapter is None or base is None:

@@ -66,7 +66,7 @@ class BusRouting:
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
         self._troubles: dict[str, Trouble] = {}
         self._replicas: dict[str, _Served] = {}
-        self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
+        self._avoided: set[str] = set()  # not only open ones: engines may hang before a controller starts
         self._names: dict[str, _Callable] = {}
         self._guests: dict[str, list[str]] = {}  # by model, the other names that its engines serve
         self._sizes: dict[str, EngineSize] = {}  # by model

@@ -51,7 +51,7 @@ class SettingsCheck:
             kind=self._device.kind,
             shm_root=str(self._home.shm_root),
             tensor_parallel=devices,
-            **self._sizes.fields_with(model, version, devices, settings),
+            **self._sizes.spec_fields(model, version, devices, settings),
         )
         async with self._one:
             return await self._ask(spec)

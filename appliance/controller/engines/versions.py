@@ -29,7 +29,7 @@ class VersionProvider:
     """Implements `scheduler.ray.replicas.Versions`.
 
     A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
-    sleeping engine has none: its version can be evicted like any other that nobody reads, least recently used first,
+    sleeping engine has none: its version can be evicted like any other without a reader, least recently used first,
     and its wake reloads it.
     """
 
@@ -45,7 +45,7 @@ class VersionProvider:
         self._db, self._store, self._tiers = db, store, tiers
         self._sizes = sizes
         self._config, self._device = config, device
-        self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, until nobody awaits it
+        self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, while it is awaited
         self._awaited: Counter[tuple[str, str]] = Counter()
         self._served: dict[str, str] = {}  # by model, the version that was asked for last
         self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}

@@ -137,7 +137,9 @@ class EvalRunner:
             row = evals.find_run(self._db, run_id)
             if row is not None and not row.finished:
                 kept, now_s = shapes.without_items(row.data_source), time.time()
-                evals.update_run(self._db, run_id, status=status, error=error, ended_s=now_s, data_source=kept)
+                size = row.bytes - len(orjson.dumps(row.data_source)) + len(orjson.dumps(kept))
+                changes = {"status": status, "error": error, "ended_s": now_s, "data_source": kept, "bytes": size}
+                evals.update_run(self._db, run_id, **changes)
 
     def _check_bytes(self, row: EvalRunRow, more_bytes: int = 0) -> None:
         try:

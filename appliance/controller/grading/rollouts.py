@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from appliance.controller.bus.asking import Asking
@@ -101,27 +102,16 @@ class Rollouts:
         """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
         where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
         field: the model has to learn that."""
+        grade = partial(self._grading.grade, row.key_id, grader, item=question["item"], group=row.id, waited_for=True)
         read = [calls_in(text) if question["tools"] else {"text": text} for text in question["texts"]]
         samples = [Sample(one["text"], one.get("tools", [])) for one in read]
         with self._waiting(row, "judge", {one.model for one in judges(grader)}):
-            results = await asyncio.gather(
-                *(
-                    self._grading.grade(
-                        row.key_id,
-                        grader,
-                        sample,
-                        question["item"],
-                        group=row.id,
-                        within_s=ANSWER_WITHIN_S,
-                        waited_for=True,
-                    )
-                    for sample in samples
-                )
-            )
-        rewards, errors = [_reward(graded) for graded, _ in results], [_error(graded) for graded, _ in results]
+            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
+            graded = [one for one, _ in await asyncio.gather(*grading)]
+        rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
-            flags = tuple(name for name, value in asdict(results[first][0].errors).items() if value is True)
+            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
             self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
         return {"rewards": rewards, "errors": errors}

@@ -1,6 +1,6 @@
 """Makes another version of a model the active one: in the store, and then in every replica of it.
 
-One change of a model's version at a time: whoever calls `switch` holds the model's `lock` from before reading its row.
+One change of a model's version at a time: a caller of `switch` holds the model's `lock` from before reading its row.
 A job that publishes and an import activate without it: theirs is the newest version, and the replicas follow. So a
 failed change takes back its own version only.
 """

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from appliance.controller.access.model_access import caller_of, no_version, stored_model
+from appliance.controller.access.model_access import caller_of, stored_model, stored_version
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -80,9 +80,7 @@ class Canaries:
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
         """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
         db, model = self._db, stored_model(self._db, name)
-        found = models.find_version(db, name, version)
-        if found is None:
-            raise no_version(db, name, version)
+        found = stored_version(db, name, version)
         if version == model.active_version:
             raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
         running = canaries.find_running(db, name)
@@ -176,7 +174,7 @@ class Canaries:
                 param="model",
                 code="not_deployed",
             )
-        active = models.find_version(self._db, model.id, model.active_version or "")
+        active = models.active(self._db, model)
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
             raise Conflict(

@@ -185,28 +185,29 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
 def _milder(
     shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
 ) -> list[str]:
-    """The mildest changes that make a job fit: of its memory, LoRA in place of full training, or else shorter rows."""
-    cut = fields.get("tensor_parallel", 1) > 1  # ZeRO-3 and offloading are not for it
+    """The three mildest changes that make a job fit: of its memory, LoRA instead of full training, shorter rows."""
+    cut = fields.get("tensor_parallel", 1) > 1  # not with ZeRO-3, offloading or LoRA
     saving = {"activation_checkpointing": True} if cut else {"activation_checkpointing": True, "zero_stage": 3}
-    memory: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"zero_stage": 2}]
-    if not cut:
-        memory += [{"zero_stage": 3}, saving]
+    changes: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"zero_stage": 2}, {"zero_stage": 3}, saving]
     if fields["offload"] == "parameters":
-        memory.append({"offload": "optimizer"})
+        changes.append({"offload": "optimizer"})
     if fields["offload"] != "none":
-        memory.append({"offload": "none"})
-    elif not cut and not box.on_host:
-        memory.append({**saving, "offload": "optimizer"})
-    lora = {"full": False, "activation_checkpointing": True}
-    adapters = [lora, {**lora, "zero_stage": 3}] if fields["full"] and not cut else []
-    tokens, shorter = fields["max_length"] // 2, []
+        changes.append({"offload": "none"})
+    elif not box.on_host:
+        changes.append({**saving, "offload": "optimizer"})
+    if fields["full"]:
+        lora = {"full": False, "activation_checkpointing": True}
+        changes += [lora, {**lora, "zero_stage": 3}]
+    tokens = fields["max_length"] // 2
     while tokens >= _LEAST_TOKENS:
-        shorter.append({**saving, "max_length": tokens})
+        changes.append({**saving, "max_length": tokens})
         tokens //= 2
 
     def fits(change: Mapping[str, Any]) -> str:
         changed = {**fields, **change}
         if changed == fields or changed["zero_stage"] < fields["zero_stage"]:
+            return ""
+        if cut and (change.keys() & {"full", "offload"} or change.get("zero_stage") == 3):
             return ""
         stored = estimate.version_bytes(shape, changed)
         for size in reversed(sizes):
@@ -218,8 +219,7 @@ def _milder(
                 return f"{' with '.join(what)} on {_devices(size)}: {gb(box.takes(needs))} each"
         return ""
 
-    found = [*islice(filter(None, map(fits, memory)), 2), *islice(filter(None, map(fits, adapters)), 1)]
-    return found or list(islice(filter(None, map(fits, shorter)), 1))
+    return list(islice(filter(None, map(fits, changes)), 3))
 
 
 def serve(

@@ -30,7 +30,7 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
             param="base",
             code="base_not_found",
         )
-    version = _active(db, row)
+    version = models.active(db, row)
     if version is None or version.meta.get("adapter"):
         what = "has no version that answers" if version is None else "is an adapter itself"
         raise BadRequest(
@@ -47,7 +47,7 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
             code="base_not_here",
         )
     if (there := models.find(db, name)) is not None:
-        active = _active(db, there)
+        active = models.active(db, there)
         if active is None or (active.meta.get("adapter") or {}).get("base") != row.id:
             raise Conflict(
                 f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name.",
@@ -56,10 +56,6 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
             )
     rank_limit = context.sizes.adapter_rank_limit(row)
     return {"base": row.id, "base_version": version.version, "base_path": path, "rank_limit": rank_limit}
-
-
-def _active(db: Database, row: ModelRow) -> VersionRow | None:
-    return models.find_version(db, row.id, row.active_version) if row.active_version else None
 
 
 def _named(db: Database, named: str) -> ModelRow | None:
@@ -82,7 +78,7 @@ async def register(
     context: ControllerContext, made: ModelVersion, caller: Principal, *, source: str, adapter: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Create the rows of a version whose bytes are in place: the model, the version, which becomes the active one, and
-    the deployment. An adapter is for those who may use its base, until somebody changes that.
+    the deployment. An adapter is for those who may use its base, until that is changed.
 
     Args:
         source: where its files came from.

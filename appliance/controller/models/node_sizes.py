@@ -34,15 +34,12 @@ class NodeSizes:
         """The most devices of a job that asks for no number: ranks that share a core take longer than fewer ranks."""
         return max(1, self.largest if self.cores is None else min(self.largest, self.cores))
 
-    def replicas(self, tensor_parallel: int) -> int:
-        """How many engines, with this many devices each, fit on all nodes."""
-        return sum(count // tensor_parallel for count in self.counts)
-
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
         """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
         if self.counts and given > self.largest:
+            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
             raise BadRequest(
-                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {self._owner()} has. "
+                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
                 "Ask for less, or join a node with more devices first (`appliance join`).",
                 param=name,
                 code="insufficient_devices",
@@ -50,7 +47,7 @@ class NodeSizes:
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
         """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
-        most = self.replicas(tensor_parallel)
+        most = sum(count // tensor_parallel for count in self.counts)
         if self.counts and given > most:
             each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
             raise BadRequest(
@@ -59,9 +56,6 @@ class NodeSizes:
                 param=name,
                 code="insufficient_devices",
             )
-
-    def _owner(self) -> str:
-        return "the box" if len(self.counts) == 1 else "the largest node of the box"
 
 
 def known(context: ControllerContext) -> NodeSizes:

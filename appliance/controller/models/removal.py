@@ -23,7 +23,7 @@ KEPT_CHECKPOINTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """What a name that is to be deleted means: a version of the model, or with None the whole model, whether any of its
+    """What a name to delete means: a version of the model, or with None the whole model, whether any of its
     versions answers or not (its job may have failed after it published some)."""
 
     name: str
@@ -85,8 +85,8 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 
 
 def _rests_on(db: Database, row: VersionRow) -> bool:
-    """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it, or what was made of
-    it, or is being made or judged by it, needs it."""
+    """Whether anything would miss this checkpoint: it answers or is compared, it is pinned, or what was made of it, or
+    is being made or judged by it, needs it."""
     names = _names(db, row.model, row.version)
     return (
         bool(row.pinned)
@@ -136,7 +136,7 @@ def refuse_if_in_use(
             raise Conflict(
                 f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."
                 if caller.viewer in (None, job.owner)
-                else f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
+                else f"{found.name} is used by a fine-tuning job of another owner; wait for its end.",
                 param="model",
                 code="model_in_use",
             )
@@ -146,8 +146,7 @@ def refuse_if_in_use(
             raise Conflict(
                 f"{adapter.model} is {on}; delete the adapter first."
                 if models.is_visible(db, adapter.model, caller.viewer)
-                else f"Somebody whom it was shared with has {on}; it can be deleted once that is, by them or by an "
-                "administrator.",
+                else f"Another owner has {on}; it can be deleted once that is, by them or by an administrator.",
                 param="model",
                 code="model_in_use",
             )

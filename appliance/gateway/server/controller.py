@@ -73,9 +73,10 @@ class Controller:
         async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:
             if response.status >= 400:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
-                after = response.headers.get("retry-after", "")
-                if after.isdigit() and len(after) < 10:
-                    error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
+                error.allow = response.headers.get("allow")
+                error.should_retry = False if response.headers.get("x-should-retry") == "false" else None
+                if after := response.headers.get("retry-after"):
+                    error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
                 raise error
             exchange.first_byte_s = time.monotonic()
             theirs = {name.lower(): value for name, value in response.raw_headers}
@@ -211,8 +212,8 @@ def identity(exchange: Exchange, token: bytes) -> list[tuple[str, str]]:
     if caller is NOBODY:
         assert exchange.route.kind is Kind.LOGIN, "all others name a key"
         return own_identity(exchange.request_id, token)
-    by = ("x-appliance-session", exchange.session) if exchange.session else ("x-appliance-secret", caller.secret)
-    return [by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
+    by = [("x-appliance-session", exchange.session)] if exchange.session else []
+    return [*by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
 
 
 def own_identity(

@@ -9,14 +9,11 @@ from collections.abc import Iterable
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
-from appliance.store.table import Table
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
-_MINE = "(?2 IS NULL OR owner = ?2)"
-_TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
-insert, update, find = _TABLE.insert, _TABLE.update, _TABLE.find_visible
-insert_run, update_run = _RUNS.insert, _RUNS.update
+insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
+insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
 
 
 def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
@@ -24,7 +21,7 @@ def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
-    return _RUNS.find_visible(db, run_id, viewer=viewer)
+    return EVAL_RUNS.find_visible(db, run_id, viewer=viewer)
 
 
 def page_runs(
@@ -60,7 +57,7 @@ def delete(db: Database, deleted: str) -> None:
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
     with db.transaction():
         for row in rows:
-            _ITEMS.insert(db, row)
+            EVAL_ITEMS.insert(db, row)
 
 
 def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
@@ -82,11 +79,10 @@ def passed(db: Database, run_id: str) -> dict[int, bool | None]:
 
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
-    """The newest run in which a model answered items of a file; by an index, whose condition this is."""
+    """The newest run in which a model answered items of a file."""
     return db.one(
         EvalRunRow,
-        "SELECT * FROM eval_runs INDEXED BY eval_runs_sampled"
-        f" WHERE eval_id = ?1 AND {_MINE} AND data_source ->> '$.type' IN"
-        " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
+        "SELECT * FROM eval_runs WHERE eval_id = ?1 AND (?2 IS NULL OR owner = ?2) AND model <> ''"
+        " AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
         [eval_id, viewer],
     )

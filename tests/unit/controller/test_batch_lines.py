@@ -43,8 +43,8 @@ def test_a_line_without_an_end_is_never_in_memory(found):
 def test_offsets_are_those_of_the_file(found):
     data = b"\n" + request(1) + b"  \n" + request(2).rstrip()
     lines = found(data)
-    assert not lines.errors and [line.custom_id for line in lines.requests] == ["c1", "c2"]
-    for line in lines.requests:
+    assert not lines.errors and list(lines.requests) == ["c1", "c2"]
+    for line in lines.requests.values():
         assert input_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == line.custom_id
 
 
@@ -53,7 +53,7 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(foun
     data = mark + lines_of[0] + b"\r\n\r\n" + lines_of[1] + b"\r\n" + mark + lines_of[2]
     lines = found(data)
     assert not lines.errors and len(lines.requests) == 3
-    parts = [data[line.offset : line.offset + line.size] for line in lines.requests]
+    parts = [data[line.offset : line.offset + line.size] for line in lines.requests.values()]
     assert [input_lines.parse(part)["custom_id"] for part in parts] == ["c1", "c2", "c3"]
 
 

@@ -24,7 +24,7 @@ def size(control):
 
     def of(*devices, **settings):
         sizes = EngineSizes(control.db, EngineConfig(), lambda: iter(devices), 2)
-        return sizes.sized(row, None, 1, ModelSettings(**settings))
+        return sizes.size(row, None, 1, ModelSettings(**settings))
 
     return of
 

@@ -109,7 +109,7 @@ def test_make_targets_refer_to_what_exists():
     plan = subprocess.run(
         ["make", "--no-print-directory", "-n", "test"], cwd=PROJECT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "install.sh" in plan[0] and "run-tests.sh" in plan[1]
+    assert "install.sh" in plan[0] and "run-tests.sh" in plan[-1]
     assert "make test" in (PROJECT / ".ci" / "run").read_text()
 
 

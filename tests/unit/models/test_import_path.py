@@ -3,14 +3,12 @@
 import io
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
@@ -95,11 +93,6 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_
     assert library.import_model(source, name="two").version == "v1"
     assert library.remove("one", "v2")
     assert library.import_model(source, name="one").version == "v3"
-
-
-def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
-    shutil.rmtree(library.import_model(source, name="one").path)
-    assert library.import_model(source, name="one").version == "v2"
 
 
 def test_a_sharded_checkpoint_comes_in_with_its_index(library, tmp_path):
@@ -333,35 +326,6 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
         library.import_model(source)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, tmp_path, family):
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=family == "Qwen2",
-    )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
-    (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    assert (tmp_path / "m" / "model.safetensors.index.json").exists()
-    taken = library.import_model(tmp_path / "m")
-    assert taken.arch == f"{family}ForCausalLM" and taken.info["tied_embeddings"] is (family == "Qwen2")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(taken.path)
-    tokens = torch.arange(10)[None]
-    with torch.no_grad():
-        np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
-
-
 @pytest.mark.parametrize("when", ["messages|length > 7", "tools"])
 def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, monkeypatch, when):
     limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
@@ -550,16 +514,6 @@ def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tm
     with pytest.raises(TokenizerRefused, match="tokenizer.model: cannot be loaded: ") as refused:
         library.import_model(source)
     assert ".staging" not in str(refused.value) and nothing_there(tmp_path)
-
-
-@pytest.mark.parametrize("limit", ["CPU_S", "MEMORY_BYTES"])
-def test_the_trial_of_other_vocabularies_has_the_limits_of_the_first(library, source, monkeypatch, limit):
-    """Loading alone exceeds these, as a large hostile one exceeds the real ones."""
-    without_tokenizer_json(source, vocab_txt="[UNK]\n[CLS]\na\n")
-    as_transformers_loads(source, "BertTokenizer")
-    limited_trial(monkeypatch, **{limit: 0 if limit == "CPU_S" else 64 << 20})
-    with pytest.raises(TokenizerRefused, match="vocab.txt: (reading short texts took more than 60 s of CPU|cannot)"):
-        library.import_model(source)
 
 
 def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):

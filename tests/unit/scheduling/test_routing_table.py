@@ -285,4 +285,4 @@ async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model
     assert bus.table["starter"]["slots"] == sizes.size(models.find(db, "starter"), None).max_num_seqs
     assert routing.traffic("starter").kv_tokens == sizes.size(models.find(db, "starter"), None).kv_tokens
     shape = shape_of(resolve(db, "odd"))
-    assert 0 <= shape.lora_sides < 1e30 and sizes.asleep_bytes(models.find(db, "odd"), None) > 0
+    assert 0 <= shape.lora_sides < 1e30

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, StringConstraints
 
-from appliance.controller.access.model_access import no_version, stored_model
+from appliance.controller.access.model_access import stored_model, stored_version
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
@@ -67,13 +67,11 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = stored_model(db, name)
-        if models.find_version(db, row.id, body.version) is None:
-            raise no_version(db, row.id, body.version)
-        models.update_version(db, row.id, body.version, pinned=int(body.pinned))
+        row = stored_version(db, stored_model(db, name).id, body.version)
+        models.update_version(db, name, row.version, pinned=int(body.pinned))
         context.tiers.nudge()
-        record(context, caller, "model.pin", row.id, version=body.version, pinned=body.pinned)
-        return {"model": row.id, "version": body.version, "pinned": body.pinned}
+        record(context, caller, "model.pin", name, **body.model_dump())
+        return {"model": name, **body.model_dump()}
 
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
@@ -107,9 +105,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
 
 def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
     if version is not None:
-        if models.find_version(db, row.id, version) is None:
-            raise no_version(db, row.id, version)
-        return version
+        return stored_version(db, row.id, version).version
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
         raise Conflict(

@@ -40,7 +40,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     def known(name: str) -> tuple[ModelRow, VersionRow]:
         model = models.find(db, name)
-        version = models.find_version(db, name, model.active_version) if model and model.active_version else None
+        version = models.active(db, model) if model else None
         if model is None or version is None:
             raise unknown_model(name)
         if version.meta.get("adapter"):
@@ -60,7 +60,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
-        """An adapter has none: a command that shows a deployment shows its base's beside it."""
+        """An adapter has none: a command that shows its deployment shows its base's too."""
         stored_model(db, name)
         return view(name)
 
@@ -134,7 +134,7 @@ def _version(context: ControllerContext, name: str, number: int) -> dict[str, An
 def _check_size(
     context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, wanted: ModelSettings
 ) -> None:
-    size = context.sizes.sized(model, version, devices, wanted)
+    size = context.sizes.size(model, version, devices, wanted)
     if size.problem:
         raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
