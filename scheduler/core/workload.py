@@ -197,10 +197,8 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
-    False if its engines cannot wake either, and so are stopped instead of put to sleep. `beside`: the model of which it
-    is a version beside the one that answers; "" if it is a model of its own. `served`: with what the engine
-    that opened last was started, a Build() if none has; None: nobody keeps it.
+    `beside`: the model of which it is a version beside the one that answers; "" if it is a model of its own. `served`:
+    with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
     """
 
     model: str
@@ -220,8 +218,6 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
-    anew: str = ""
-    wakes: bool = True
     beside: str = ""
     served: Build | None = None
 
@@ -252,7 +248,8 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed, and the state is the last that it reported.
+    it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
+    engines of the model do not load while they run, so that a new one takes its place.
     """
 
     id: str
@@ -264,6 +261,7 @@ class ReplicaView:
     busy: Busy = None
     settings: str = ""
     answered: bool = True
+    refused: str = ""
 
     @property
     def awake(self) -> bool:
