@@ -60,7 +60,6 @@ class JobView:
     the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
-    `gave_way`: that its last start gave way to others, as a sentence; "" if not.
     `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
     `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
     """
@@ -86,7 +85,6 @@ class JobView:
     failed: str = ""
     busy: Busy = None
     pause_s: float | None = None
-    gave_way: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_devices <= self.max_devices:

@@ -387,7 +387,7 @@ class SchedulerLoop:
         for holder, (runner, doing) in long.items():
             if not keeps.get(holder.id, set()).issuperset(doing.move.devices):
                 runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
-                self._pauses.start_gave_way(holder.id, now_s - doing.since_s)
+                self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)

@@ -91,7 +91,6 @@ def _job(
         failed=first_line(failure.reason) if failure else "",
         busy=busy,
         pause_s=pauses.pause_s(job.id),
-        gave_way=pauses.gave_way(job.id),
     )
 
 
