@@ -27,9 +27,8 @@ from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Po
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
-from scheduler.handover.journal import Journal
 from scheduler.handover.moves import Box, Handover, Move
-from scheduler.handover.ports import Clock, StateStore, SystemClock
+from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
