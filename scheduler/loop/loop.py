@@ -84,7 +84,6 @@ class SchedulerLoop:
         self._usable: frozenset[str] = frozenset()
         self._allocation = Allocation()
         self._settled = 0
-        self._next_handovers: list[tuple[int, asyncio.Future[int | None]]] = []
         self._adopted = False
         self._round_done = asyncio.Condition()
         self._plan_s = 0.0
@@ -107,21 +106,20 @@ class SchedulerLoop:
 
         Jobs and models in backoff count as settled. Raises Stopped if the loop ends first.
         """
-        async with self._round_done:
-            await self._round_done.wait_for(lambda: self._settled >= generation or self._stopping)
-            if self._settled < generation:
-                raise Stopped("the scheduler loop ended before it settled; its process's log says why")
+        await self._rounds_until(lambda: self._settled >= generation)
 
     async def next_handover(self, generation: int) -> int | None:
         """The id of the first hand-over that begins from now on; None if the loop settles for this nudge without one.
         Raises Stopped if the loop ends first."""
-        if self._settled >= generation:
-            return None
-        if self._stopping:
+        before = self._journal.last_id()
+        await self._rounds_until(lambda: self._settled >= generation or self._journal.last_id() > before)
+        return before + 1 if self._journal.last_id() > before else None
+
+    async def _rounds_until(self, holds: Callable[[], bool]) -> None:
+        async with self._round_done:
+            await self._round_done.wait_for(lambda: holds() or self._stopping)
+        if not holds():
             raise Stopped("the scheduler loop has ended; its process's log says why")
-        found: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._next_handovers.append((generation, found))
-        return await found
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -193,16 +191,15 @@ class SchedulerLoop:
                 if self._clock.now_s() >= self._state.look_again_s:
                     await self._state.look(self._transitions)
                 if not self._round() and not self._transitions and not self._running and not self._state.unheard:
-                    await self._settle(generation)
+                    self._settled = max(self._settled, generation)
+                async with self._round_done:
+                    self._round_done.notify_all()
                 await self._pause()
         finally:
             self._stopping = True
             for task in [*self._tasks, *([pump] if pump else [])]:
                 task.cancel()
             await asyncio.gather(*self._tasks, *([pump] if pump else []), return_exceptions=True)
-            for _, found in self._next_handovers:
-                if not found.done():
-                    found.set_exception(Stopped("the scheduler loop ended; its process's log says why"))
             async with self._round_done:
                 self._round_done.notify_all()
 
@@ -404,10 +401,6 @@ class SchedulerLoop:
         runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config)
         runner.begin(reason, *self._requested())
         self._running[handover.id] = runner
-        for _, found in self._next_handovers:
-            if not found.done():
-                found.set_result(handover.id)
-        self._next_handovers.clear()
         task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
         self._tasks.add(task)
 
@@ -514,15 +507,6 @@ class SchedulerLoop:
         )
 
     # --- at rest ------------------------------------------------------------------------------------------------
-
-    async def _settle(self, generation: int) -> None:
-        self._settled = max(self._settled, generation)
-        for number, found in self._next_handovers:
-            if number <= self._settled and not found.done():
-                found.set_result(None)
-        self._next_handovers = [waiting for waiting in self._next_handovers if not waiting[1].done()]
-        async with self._round_done:
-            self._round_done.notify_all()
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
