@@ -16,32 +16,25 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
 
 from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
-from train.data.formats import BadRecord, Record
+from train.data.formats import BadRecord
 from train.data.packing import Row, plan_packs
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from train.methods.method import Method
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
 FORMAT = 7
-
-
-class Rows(Protocol):
-    """What a training method makes of a record (train.methods.method)."""
-
-    sequences: int
-
-    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None: ...
-    def row(self, packs: list[list[Tokens]], capacity: int, pad_id: int, *, packing: bool) -> Row: ...
 
 
 def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
@@ -58,7 +51,7 @@ class TokenSet:
     learnt.
     """
 
-    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool):
+    def __init__(self, directory: Path, method: Method, *, max_length: int, packing: bool, as_given: bool):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
@@ -119,7 +112,7 @@ def open_token_set(
     base_path: str | Path,
     encoder: Callable[[], ChatEncoder],
     cache_dir: Path,
-    method: Rows,
+    method: Method,
     *,
     max_length: int,
     packing: bool,
@@ -207,7 +200,7 @@ def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
 def _write_block(
     block: Path,
     lines: Iterator[bytes],
-    method: Rows,
+    method: Method,
     encoder: ChatEncoder,
     max_length: int,
     alive: Callable[[], None],
