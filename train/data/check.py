@@ -102,11 +102,11 @@ def read_examples(
                 read.raw, read.record = raw, parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
+                if refuses and (refusal := refuses(shape)):
+                    raise BadFile(refusal)
                 if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
                     why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
                     raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
-                if refuses and (refusal := refuses(shape)):
-                    raise BadFile(refusal)
                 read.made = convert(read.record, shape)
             except BadRecord as bad:
                 read.bad = bad

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import orjson
@@ -24,17 +24,23 @@ import orjson
 from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
 from train.data.formats import BadRecord
-from train.data.packing import Row, plan_packs
+from train.data.packing import Row, build_row, plan_packs
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
-
-if TYPE_CHECKING:
-    from train.methods.method import Method
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
 FORMAT = 7
+
+
+class Rows(Protocol):
+    """What a training method makes of a record (train.methods.method)."""
+
+    sequences: int
+
+    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
+    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None: ...
 
 
 def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
@@ -51,13 +57,13 @@ class TokenSet:
     learnt.
     """
 
-    def __init__(self, directory: Path, method: Method, *, max_length: int, packing: bool, as_given: bool):
+    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
         self.sequences, self.capacity = method.sequences, method.sequences * max_length
         labels = np.load(directory / "labels.npy").reshape(-1, self.sequences).sum(axis=1)
-        self._method, self._packing = method, packing
+        self._packing = packing
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
@@ -96,7 +102,7 @@ class TokenSet:
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
         examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]
-        row = self._method.row(examples, self.capacity, self._pad_id, packing=self._packing)
+        row = build_row(examples, self.capacity, self._pad_id, packing=self._packing)
         if self.reference is None:
             return row
         members = np.concatenate([self.packs[pack] for pack in packs])
@@ -112,7 +118,7 @@ def open_token_set(
     base_path: str | Path,
     encoder: Callable[[], ChatEncoder],
     cache_dir: Path,
-    method: Method,
+    method: Rows,
     *,
     max_length: int,
     packing: bool,
@@ -200,7 +206,7 @@ def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
 def _write_block(
     block: Path,
     lines: Iterator[bytes],
-    method: Method,
+    method: Rows,
     encoder: ChatEncoder,
     max_length: int,
     alive: Callable[[], None],

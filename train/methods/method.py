@@ -151,14 +151,6 @@ class Method(ABC):
 
         return cut(sequences, max_length)
 
-    def row(
-        self, packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool
-    ) -> Row:
-        """One micro-batch of packs of sequences, those of an example one after the other."""
-        from train.data.packing import build_row
-
-        return build_row(packs, capacity, pad_id, packing=packing)
-
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
         return tokens.labels_in(packs)

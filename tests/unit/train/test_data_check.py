@@ -209,7 +209,7 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
     mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
     if mine is odd:
         assert [line for line, _ in report.errors] == list(range(3, 13))
-    elif (method, odd) == ("dpo", PROMPT):
+    elif (method, odd) in (("dpo", PROMPT), ("reinforcement", PAIR)):
         assert [line for line, _ in report.errors] == [1] and report.shape == "chat", "of the whole file"
     else:
         assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
