@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from weights.format.errors import (
     VersionLeased,
     VersionNotFound,
 )
-from weights.format.manifest import KINDS
+from weights.format.manifest import KINDS, Manifest
 from weights.format.names import step_of, version_path
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
@@ -219,17 +219,9 @@ class Tiers:
         """
         found, read_bytes = Checked(), 0
         for name in names:
-            roots = (self.store.root, self._jobs_dir / name.model / "snapshots")
-            in_memory = [path for root in roots if (path := version_path(root, *name)).is_dir()][:1]
-            copies: list[tuple[Tier | None, str, Callable[[], Any]]]
-            copies = [(None, str(path), partial(verify, path)) for path in in_memory]
-            for tier in self.all:
-                path = tier.copies.path(name) if isinstance(tier.copies, DirectoryTier) else None
-                if name in tier.here if path is None else path.is_dir():
-                    copies.append((tier, str(path or tier.copies.where), partial(tier.copies.verify, name)))
-            bad_in_memory, whole_in = -1, []
-            for at, where, read in copies:
-                place = at.name if at else "memory"
+            whole_in = []
+            for tier, where, read in self._copies(name):
+                place = tier.name if tier else "memory"
                 report(read_bytes, None, "bytes", f"reading {name} in {place}")
                 try:
                     manifest = read()
@@ -238,11 +230,12 @@ class Tiers:
                 except (VersionNotFound, FileNotFoundError):
                     continue
                 except IntegrityError as error:
-                    if at is None:
-                        bad_in_memory = len(found.faults)
-                    else:
-                        self.note(at, f"{name} is damaged: {error}")
-                    found.faults.append(f"{name} is damaged in the {place} tier: {error}")
+                    fault = f"{name} is damaged in the {place} tier: {error}"
+                    if tier is not None:
+                        self.note(tier, f"{name} is damaged: {error}")
+                    elif whole_in:
+                        fault += f"; {self._discard(name, whole_in[0])}"
+                    found.faults.append(fault)
                 except (TierUnavailable, OSError) as error:
                     found.faults.append(f"{name} cannot be read in the {place} tier: {error}")
                 else:
@@ -250,16 +243,28 @@ class Tiers:
                     whole_in.append(place)
                     facts = {"tensors": manifest.tensors, "bytes": manifest.nbytes}
                     found.whole.append({"name": str(name), "version": name.version, "path": where, **facts})
-            if bad_in_memory >= 0 and whole_in:
-                try:
-                    ours = in_memory[0].is_relative_to(self.store.root)
-                    (self.store if ours else self.beside_job(name.model)).discard(*name)
-                    said = f"it was removed there, and comes from the {whole_in[0]} tier when it is needed"
-                except VersionLeased:
-                    said = "it is in use and stays; when its engine or job has let go of it, verify again"
-                found.faults[bad_in_memory] += f"; {said}"
         report(read_bytes, read_bytes, "bytes", "everything was read")
         return found
+
+    def _copies(self, name: Name) -> Iterator[tuple[Tier | None, str, Callable[[], Manifest]]]:
+        """The tier (None: memory, the last), place and reader of each copy."""
+        for tier in self.all:
+            path = tier.copies.path(name) if isinstance(tier.copies, DirectoryTier) else None
+            if name in tier.here if path is None else path.is_dir():
+                yield tier, str(path or tier.copies.where), partial(tier.copies.verify, name)
+        for root in (self.store.root, self._jobs_dir / name.model / "snapshots"):
+            if (path := version_path(root, *name)).is_dir():
+                yield None, str(path), partial(verify, path)
+                return
+
+    def _discard(self, name: Name, tier: str) -> str:
+        """Removes a copy that is damaged in memory and whole in this tier; says what came of it."""
+        ours = version_path(self.store.root, *name).is_dir()
+        try:
+            (self.store if ours else self.beside_job(name.model)).discard(*name)
+        except VersionLeased:
+            return "it is in use and stays; when its engine or job has let go of it, verify again"
+        return f"it was removed there, and comes from the {tier} tier when it is needed"
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Called on any thread, for it

@@ -116,31 +116,35 @@ class Asking:
             sequences: places that it takes.
             within_s: after this time the answer is a 504.
         """
-        request_id, died = request_id or new_id("req_"), False
         try:
             async with asyncio.timeout(within_s):
                 with self.wanted(model):
-                    while True:
-                        async with self._place(key_id, model, sequences):
-                            content = orjson.dumps(body if isinstance(body, dict) else await body())
-                            answer, retry_s = await self._post(key_id, url, content, request_id)
-                            if answer.code == ENGINE_FAILED:
-                                if died:
-                                    answer.body["error"]["code"] = ENGINES_DIED
-                                else:
-                                    died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
-                            if retry_s is None:
-                                return answer
-                            self._refusals[key_id, model] = answer.error
-                            if answer.status != 429:
-                                await asyncio.sleep(retry_s)  # with its place, so that no other one asks in vain
-                        if answer.status == 429:
-                            await self._wait_for_limits(key_id, retry_s)
+                    return await self._asked(key_id, model, url, body, request_id or new_id("req_"), sequences)
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
             return EngineAnswer(504, error_object(why, "server_error", None, "timeout"))
         finally:
             self._refusals.pop((key_id, model), None)
+
+    async def _asked(
+        self, key_id: str | None, model: str, url: str, body: Body, request_id: str, sequences: int
+    ) -> EngineAnswer:
+        died = False
+        while True:
+            async with self._place(key_id, model, sequences):
+                content = orjson.dumps(body if isinstance(body, dict) else await body())
+                answer, retry_s = await self._post(key_id, url, content, request_id)
+                if answer.code == ENGINE_FAILED and died:
+                    answer.body["error"]["code"] = ENGINES_DIED
+                elif answer.code == ENGINE_FAILED:
+                    died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
+                if retry_s is None:
+                    return answer
+                self._refusals[key_id, model] = answer.error
+                if answer.status != 429:
+                    await asyncio.sleep(retry_s)  # with its place, so that no other one asks in vain
+            if answer.status == 429:
+                await self._wait_for_limits(key_id, retry_s)
 
     def table_changed(self) -> None:
         for host in list(self._queues):

@@ -45,10 +45,9 @@ FILES = Resource(
     "/v1/files",
     (FINE_TUNING,),
     files.find,
-    id_name="file_id",
     missing="No such File object: {}",
     param="id",
-    fields=("filename", "purpose", "bytes", "made", "dropped", "masked"),
+    fields=("filename", "purpose", "bytes"),
 )
 
 

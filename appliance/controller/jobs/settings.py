@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from appliance.controller.models import capacity, node_sizes
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.controller.models.node_sizes import NodeSizes
 from appliance.store.objects import models
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -241,35 +240,28 @@ def warnings(
     return found
 
 
-async def check_opening(context: ControllerContext, base: Resolved) -> None:
-    """Check that ranks and token counts may open the local files of `base`. Raises CheckpointRefused."""
-    below = base.version.meta.get("adapter")
-    under = None if below is None else models.find_version(context.db, below["base"], below["base_version"])
-    for version in (base.version, *([] if under is None else [under])):
-        folder = next((f for f in (version.disk_path, version.shm_path) if f and Path(f).is_dir()), None)
-        if folder is not None:
-            with suppress(VersionNotFound):  # it has left shared memory; who reads it finds it where else it is
-                await asyncio.to_thread(may_open, folder, version.model)
-
-
 async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:
-    """`check_opening` for a client that waits. Raises BadRequest."""
-    try:
-        await check_opening(context, base)
-    except CheckpointRefused as error:
-        raise BadRequest(str(error), param="model", code="model_refused") from error
+    """Refuse a model whose local files ranks and token counts may not open. Raises BadRequest."""
+    weights = _weights_of(context, base)
+    for version in [base.version] + ([weights] if weights is not None and weights != base.version else []):
+        folder = next((f for f in (version.disk_path, version.shm_path) if f and Path(f).is_dir()), None)
+        try:
+            if folder is not None:
+                await asyncio.to_thread(may_open, folder, version.model)
+        except VersionNotFound:
+            continue  # it has left shared memory; who reads it finds it where else it is
+        except CheckpointRefused as error:
+            raise BadRequest(str(error), param="model", code="model_refused") from error
 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
-    """The directory whose tokenizer and chat template ranks will use; None while its files are elsewhere. That of an
-    adapter is its base's."""
-    version, below = base.version, base.version.meta.get("adapter")
-    if below is not None:
-        found = models.find_version(context.db, below["base"], below["base_version"])
-        if found is None:
-            return None
-        version = found
-    for folder in (version.disk_path, version.shm_path):
-        if folder and Path(folder, TOKENIZER).is_file():
-            return Path(folder)
-    return None
+    """The directory whose tokenizer and chat template ranks will use; None while its files are elsewhere."""
+    version = _weights_of(context, base)
+    folders = (version.disk_path, version.shm_path) if version is not None else ()
+    return next((Path(folder) for folder in folders if folder and Path(folder, TOKENIZER).is_file()), None)
+
+
+def _weights_of(context: ControllerContext, base: Resolved) -> VersionRow | None:
+    """The version itself, or that below an adapter; None if it was deleted."""
+    below = base.version.meta.get("adapter")
+    return base.version if below is None else models.find_version(context.db, below["base"], below["base_version"])

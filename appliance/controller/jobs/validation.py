@@ -23,6 +23,7 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, is_full
 from appliance.controller.files import storage
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files, job_records, jobs
@@ -31,7 +32,6 @@ from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.data.same_tokens import differ_apart
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
-from weights.checkpoint.errors import CheckpointRefused
 
 TELL_EVERY_S = 30.0
 VALIDATIONS = "validations"
@@ -79,8 +79,8 @@ class JobValidation:
             await self._validate(row)
         except InvalidHyperparameter as error:
             raise TaskFailed("invalid_hyperparameter", str(error), error.param) from error
-        except CheckpointRefused as error:
-            raise TaskFailed("model_refused", str(error), "model") from error
+        except BadRequest as error:
+            raise TaskFailed(error.code or "", error.message, error.param) from error
         except OSError as error:
             if is_full(error):
                 raise
@@ -108,14 +108,14 @@ class JobValidation:
         return row if row is not None and row.phase == "validating" else None
 
     async def _validate(self, row: JobRow) -> None:
-        """Check everything and queue the job. Raises TaskFailed, InvalidHyperparameter, CheckpointRefused, OSError."""
+        """Check everything and queue the job. Raises TaskFailed, InvalidHyperparameter, BadRequest, OSError."""
         context, method = self._context, method_of(row.method)
         base = base_of(self._db, row)
         if base is None:
             raise _unreadable(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         if method.judged_by == "teacher":
             await self._check_teacher(row, base)
-        await settings.check_opening(context, base)
+        await settings.refuse_unsafe(context, base)
         folder, tokenizer = context.jobs_dir / row.id, settings.tokenizer_of(context, base)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         messages, reports = list[tuple[str, str]](), dict[str, DataReport]()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+from appliance.controller.access.naming import resolve
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
 from appliance.controller.jobs.events import JobEvents, add_message
-from appliance.controller.jobs.settings import bounds
+from appliance.controller.jobs.settings import bounds, shape_of
 from appliance.controller.jobs.wanted import pause_reason
-from appliance.controller.scheduling.job_memory import JobMemory
+from appliance.controller.models import capacity
+from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
@@ -28,6 +32,8 @@ from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.ports import Outcome
+from train.methods.methods import method_of
+from weights.memory.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,43 @@ class BoxSize:
     serving_floor: int
     devices: int
     max_replicas: int
+
+
+class JobMemory:
+    """Checks whether memory has room for a job before it begins: it waits in the queue instead of failing later. The
+    loop calls `waits_for` in every round, so a job's constant values are computed once."""
+
+    def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):
+        self._db, self._store, self._facts = db, store, facts
+        self._numbers = lru_cache(1024)(self._computed)
+
+    def waits_for(self, row: JobRow) -> str:
+        """Why this job cannot begin now, in a sentence; "" when it can, or has begun."""
+        if row.phase != "queued" or row.snapshot is not None or row.resolved is None:
+            return ""
+        sizes = tuple(row.allowed_sizes or (1,))
+        needed = self._numbers(row.id, sizes)["host"]["needed_bytes"]
+        if needed <= self._store.room_bytes(enough_bytes=needed):
+            return ""
+        return self._verdict(row, replace(self._facts, store_room_bytes=self._store.room_bytes()), sizes).waits
+
+    def host_bytes(self, row: JobRow) -> dict[int, int]:
+        """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on,
+        ascending."""
+        if row.resolved is None:
+            return {1: 0}
+        sizes = bounds(row, self._facts.devices)[2] or (1,)
+        return {size: self._numbers(row.id, (size,))["host_memory"]["job_bytes"] for size in sizes}
+
+    def _computed(self, job_id: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+        return self._verdict(jobs.get(self._db, job_id), self._facts, sizes).numbers
+
+    def _verdict(self, row: JobRow, facts: BoxFacts, sizes: Sequence[int]) -> capacity.Verdict:
+        base = resolve(self._db, row.model)
+        if base is None:  # deleted: its start will report the error
+            return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}, "host_memory": {"job_bytes": 0}})
+        assert row.resolved is not None
+        return capacity.job(shape_of(base), row.resolved, sizes, facts, method_of(row.method))
 
 
 class SqliteStateStore:

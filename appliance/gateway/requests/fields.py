@@ -185,16 +185,6 @@ REFUSED: Final = {
     "conversation": "it keeps no conversations: go on from a response with `previous_response_id`",
 }
 """Field -> why it is refused on every route, unless it is false or 0, which ask for nothing."""
-NOT_FOR_TEMPLATES: Final = frozenset(
-    (
-        "add_generation_prompt chat_template continue_final_message conversation documents max_length messages "
-        "model_config padding return_assistant_tokens_mask return_dict return_tensors self tokenize tokenizer "
-        "tokenizer_kwargs tools truncation"
-    ).split()
-)
-"""Arguments of the function that renders and tokenizes, which an engine would take from `chat_template_kwargs`: with
-`padding` and `max_length` 200 bytes padded a prompt to 10 million tokens."""
-
 _STRUCTS: Final = {
     route: defstruct("Request", [(name, kind, None) for name, kind in fields.items()], forbid_unknown_fields=True)
     for route, fields in FIELDS.items()
@@ -213,8 +203,8 @@ def check_fields(route: str, data: dict[str, Any]) -> None:
         convert({name: value for name, value in data.items() if name not in REFUSED}, _STRUCTS[route])
     except ValidationError as error:
         raise _refusal(str(error), data) from None
-    for name in NOT_FOR_TEMPLATES.intersection(data.get("chat_template_kwargs", ())):
-        raise refused(f"chat_template_kwargs.{name}", "only variables of the model's own template can be given")
+    if "chat_template" in data.get("chat_template_kwargs", ()):
+        raise refused("chat_template_kwargs.chat_template", REFUSED["chat_template"])
 
 
 def prompts_in(name: str, value: Any) -> int:

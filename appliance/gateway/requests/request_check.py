@@ -32,9 +32,7 @@ _PREFIX_CHARS: Final = 512
 _MOST_NESTED: Final = 1 << 16
 """Lists and objects in one body; 1,024 tools with fifty properties each have as many."""
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
-# Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
-_BYTES_OF_A_KEPT_TOKEN: Final = 256
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
     ("items in all `minItems` and `maxItems`", counted, 10_000),
@@ -57,8 +55,9 @@ class Checked:
 
     prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
     form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
-    prompt_tokens: estimated; tokens: with the completion; least_tokens: of its longest prompt. sequences: an engine's
-    slots that it takes. data: the body as an engine reads it; ignored: headers that name what is left out of it.
+    prompt_tokens: estimated; tokens: with the completion; least_tokens: of its longest prompt, 0 if an engine is to cut
+    it. sequences: an engine's slots that it takes. data: the body as an engine reads it; ignored: headers that name
+    what is left out of it.
     """
 
     model: str
@@ -145,7 +144,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
         sequences=sequences,
-        least_tokens=text_length // (_BYTES_OF_A_KEPT_TOKEN if cut else _BYTES_OF_A_TOKEN),
+        least_tokens=0 if cut else text_length // _BYTES_OF_A_TOKEN,
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
@@ -189,7 +188,7 @@ def _hash(*texts: str) -> int:
 
 
 def check_length(checked: Checked, context: int) -> None:
-    """Raises HttpError 400 for a prompt that cannot fit into so many tokens, or is far too long to be cut to them."""
+    """Raises HttpError 400 for a prompt that cannot fit into so many tokens."""
     if checked.least_tokens > context:
         raise errors.bad_request(
             f"This model's maximum context length is {context} tokens, and the prompt is longer. Shorten it.",

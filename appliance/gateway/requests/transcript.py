@@ -170,14 +170,10 @@ def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
 
 
 def of_completion(data: dict[str, Any]) -> CompletionTranscript | None:
-    """The transcript of a checked chat request that says `store`; None for one that is not to be kept. Raises HttpError
-    400."""
-    if data.get("store"):
-        return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
-    if data.get("metadata") is not None:
-        text = "The 'metadata' parameter is only allowed when 'store' is enabled."
-        raise errors.bad_request(text, param="metadata", code="invalid_value")
-    return None
+    """The transcript of a checked chat request that says `store`; None for one that is not to be kept."""
+    if not data.get("store"):
+        return None
+    return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
 
 
 def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
-from dataclasses import fields
 from typing import Unpack
 
-from appliance.store.database import Database, Page, Part, encode
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import (
+    CHECKPOINTS,
+    JOB_EVENTS,
+    JOB_JUDGES,
+    JOB_METRICS,
     CheckpointNameRow,
     CheckpointRow,
     JobEventRow,
-    JobJudgeRow,
     JobMetricRow,
 )
-from appliance.store.table import Table
 
-_JUDGES, _EVENTS = Table("job_judges", JobJudgeRow, "job_id"), Table("job_events", JobEventRow)
-insert_judge, find_judge, insert_event = _JUDGES.insert, _JUDGES.find, _EVENTS.insert
-_CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
-insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
+insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
+insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
+upsert_metric = JOB_METRICS.insert_or_merge
+"""A step that ran again replaces its row, but keeps a validation loss already measured at it."""
 MOST_TEACHERS = 100
 """Versions of one job's teacher."""
 
@@ -28,12 +28,10 @@ MOST_TEACHERS = 100
 def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
     """These versions of its teacher have told it something. The first `MOST_TEACHERS` are kept."""
     with db.transaction():
-        found = db.execute("SELECT taught_by FROM job_judges WHERE job_id = ?", [job_id]).fetchone()
-        if found is not None:
-            known = json.loads(found["taught_by"])
-            all_ = [*known, *sorted(set(versions).difference(known))][:MOST_TEACHERS]
-            if all_ != known:
-                db.execute("UPDATE job_judges SET taught_by = ? WHERE job_id = ?", [json.dumps(all_), job_id])
+        row = find_judge(db, job_id)
+        new = sorted(set(versions).difference(row.taught_by)) if row is not None else []
+        if row is not None and new:
+            JOB_JUDGES.update(db, job_id, taught_by=[*row.taught_by, *new][:MOST_TEACHERS])
 
 
 def teachers_of_running(db: Database) -> list[str]:
@@ -48,19 +46,6 @@ def teachers_of_running(db: Database) -> list[str]:
 def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
     """Newest first."""
     return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
-
-
-def upsert_metric(db: Database, row: JobMetricRow) -> None:
-    """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
-    values = {field.name: encode(field, getattr(row, field.name)) for field in fields(JobMetricRow)}
-    assignments = ", ".join(
-        f"{name} = coalesce(excluded.{name}, job_metrics.{name})" for name in values if name not in ("job_id", "step")
-    )
-    db.execute(
-        f"INSERT INTO job_metrics ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
-        f"ON CONFLICT (job_id, step) DO UPDATE SET {assignments}",
-        list(values.values()),
-    )
 
 
 def set_communication(db: Database, job_id: str, step: int, share: float) -> None:

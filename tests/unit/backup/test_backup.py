@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,33 +108,6 @@ def test_keep_deletes_old_backups_and_their_chunks(paths, place, tmp_path):
     assert {Path(key).name for key, _ in place.list("chunks/")} == chunks
     for n, name in enumerate(names(place)):
         restore(place, name, tmp_path / str(n))
-
-
-def test_database_copy_is_of_one_moment_while_it_is_written(paths, place, tmp_path):
-    """Two rows always change together: no backup may have one without the other."""
-    stop = threading.Event()
-
-    def writes() -> None:
-        with Database(paths.database) as db:
-            n = 0
-            while not stop.is_set():
-                n += 1
-                with db.transaction():
-                    box.put(db, "left", n)
-                    box.put(db, "right", n)
-
-    writer = threading.Thread(target=writes)
-    writer.start()
-    try:
-        for _ in range(3):
-            take(paths, place, keep=9)
-    finally:
-        stop.set()
-        writer.join()
-    for n, name in enumerate(names(place)):
-        restore(place, name, tmp_path / f"back{n}")
-        with Database(tmp_path / f"back{n}" / "appliance.db") as db:
-            assert box.get(db, "left") == box.get(db, "right")
 
 
 def test_take_has_every_file_that_the_database_names(paths, place, monkeypatch, tmp_path):

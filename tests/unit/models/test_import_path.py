@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
@@ -325,35 +324,6 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=256 << 20))
     with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free"):
         library.import_model(source)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, tmp_path, family):
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=family == "Qwen2",
-    )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
-    (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    assert (tmp_path / "m" / "model.safetensors.index.json").exists()
-    taken = library.import_model(tmp_path / "m")
-    assert taken.arch == f"{family}ForCausalLM" and taken.info["tied_embeddings"] is (family == "Qwen2")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(taken.path)
-    tokens = torch.arange(10)[None]
-    with torch.no_grad():
-        np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
 
 
 @pytest.mark.parametrize("when", ["messages|length > 7", "tools"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.models.capacity import BoxFacts
-from appliance.controller.scheduling.job_memory import JobMemory
+from appliance.controller.scheduling.state_store import JobMemory
 from appliance.store.objects import jobs
 from scheduler.plan.queue import allot
 from tests.unit.scheduling.fakes import states_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
 import shutil
 
@@ -51,21 +50,6 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
     await runs.catch_up("ftjob-1")
     assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
-
-
-async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
-    add_job(phase="running")
-    folder = tmp_path / "data" / "jobs" / "ftjob-1"
-    folder.mkdir(parents=True)
-    last = 10_003
-    (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
-    db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
-    ingested = list[tuple[int, bool]]()
-    monkeypatch.setattr(
-        events, "ingest", lambda _, event: ingested.append((event["step"], db._connection.in_transaction))
-    )
-    await runs.catch_up("ftjob-1")
-    assert ingested == [(last, True)]
 
 
 @contextlib.contextmanager

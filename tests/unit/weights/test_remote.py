@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.unit.weights.conftest import check, content, write
 from weights.format.config import Location
-from weights.format.errors import IntegrityError, TierFull, TierUnavailable, VersionNotFound
+from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import KINDS
 from weights.memory.store import WeightStore
@@ -223,25 +223,6 @@ def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, hom
             assert n > 5
             return
     raise AssertionError("it never came to its end")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_put_onto_a_full_file_system_raises_tier_full(store, tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    if os.system(f"mount -t tmpfs -o size=40k tmpfs {small} 2>/dev/null") != 0:
-        pytest.skip("mounting is not allowed here")
-    try:
-        stored = write(store)
-        tier = RemoteTier(DirectoryObjects(small))
-        with pytest.raises(TierFull):
-            tier.put(stored.path)
-        assert tier.names() == {} and not [path for path in small.rglob(".*") if path.is_file()]
-        os.system(f"mount -o remount,size=4m {small}")
-        tier.put(stored.path)
-        tier.verify(name_of(stored))
-    finally:
-        os.system(f"umount {small}")
 
 
 def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
