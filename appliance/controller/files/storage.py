@@ -27,8 +27,8 @@ from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
 from train.data.check import DataReport, Heard
-from train.methods.check_process import ANY, check_apart
-from train.methods.check_process import checked as check_here
+from train.data_checks.process import check_apart
+from train.data_checks.process import checked as check_here
 from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
@@ -160,8 +160,9 @@ async def checked(
         heard: called on a thread with the progress.
     """
     check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
-    name = method.name if method else ANY
-    work = partial(check, path, chat_path, name, tokenizer, cut_at, heard)
+    name = method.name if method else None
+    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
+    work = partial(check, path, heard=heard, **how)
     report = await to_thread.run_sync(work, limiter=context.file_threads)
     if method is not None and report.ok and (reason := method.refuses(report.shape)) is not None:
         report.add_error(1, reason)
