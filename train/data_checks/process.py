@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
-from train.data.formats import BadRecord, Record
+from train.data.formats import Record
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec, UnsupportedModel
@@ -165,19 +165,14 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     except InvalidSpec as error:
         raise BadOption(str(error)) from error
 
-    def convert(record: Record, shape: str) -> Record:
-        made = method.convert(record, shape) if method else methods.convert(record, shape)
-        if made is None:
-            raise BadRecord((method.refuses(shape) if method else None) or f"has the shape {shape!r}")
-        return made
-
     count, max_tokens = None, options.get("max_tokens")
     if model := options.get("model"):
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    check = Check(CHECKS, convert, count, max_tokens, against)
+    of_method = (method.convert, method.refuses) if method else (methods.convert, None)
+    check = Check(CHECKS, *of_method, count, max_tokens, against)
     check.read(path)
     if "prepare" not in request:
         return check.report(request.get("name", str(path)))

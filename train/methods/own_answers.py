@@ -96,8 +96,8 @@ class OwnAnswers(Method, ABC):
             )
         return None
 
-    def convert(self, record: Record, shape: str) -> Record | None:
-        return prompt(record) if self.refuses(shape) is None else None
+    def convert(self, record: Record, shape: str) -> Record:
+        return prompt(record)
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]

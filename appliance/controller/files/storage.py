@@ -163,10 +163,7 @@ async def checked(
     name = method.name if method else None
     how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
     work = partial(check, path, heard=heard, **how)
-    report = await to_thread.run_sync(work, limiter=context.file_threads)
-    if method is not None and report.ok and (reason := method.refuses(report.shape)) is not None:
-        report.add_error(1, reason)
-    return report
+    return await to_thread.run_sync(work, limiter=context.file_threads)
 
 
 async def described(
