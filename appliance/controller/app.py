@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import pkgutil
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -11,12 +13,12 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance.controller import data_checks, retention
-from appliance.controller.admin import box, devices, logs, mode, profile, queue
+from appliance.controller import admin, data_checks, retention
+from appliance.controller.admin import owners
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, key_ends, keys, page_sessions
+from appliance.controller.admin.owners import key_ends, keys, page_sessions
 from appliance.controller.batches import work as batch_work
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
@@ -29,12 +31,10 @@ from appliance.controller.grading.grading import Grading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.principal import of_admin_routes
+from appliance.controller.interfaces.principal import ADMIN, READ
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.canaries import Canaries
-from appliance.controller.oidc import routes as oidc_routes
-from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
     batch_routes,
     job_routes,
@@ -44,9 +44,17 @@ from appliance.controller.openai import (
 from appliance.controller.responses.background import BackgroundResponses
 from appliance.controller.responses.stored import StoredResponses
 
+ADMIN_FILES = [
+    importlib.import_module(found.name)
+    for package in (admin, owners)
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+]
+"""Those with `routes(context, admin_router)`, which may return a router of its own, need no line here. Imported before
+a database is opened, which has the tables that they declare."""
 
-def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
-    """The app; everything it touches is in `context`. oidc: in place of the login provider of the settings, in tests.
+
+def create_app(context: ControllerContext) -> FastAPI:
+    """The app; everything it touches is in `context`.
 
     Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping; run it
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
@@ -95,15 +103,15 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     app.state.responses = stored
     error_handlers.install(app)
 
-    admin = make_router("/admin/v1", check=of_admin_routes)
-    for group in (box, mode, queue, logs, profile, devices, keys, page_sessions, plan_route):
-        group.routes(context, admin)
-    engine_settings.routes(context, admin)
-    forget.routes(context, admin, evaluations)
-    canary_routes.routes(context, admin, canaries)
-    operations.routes(context, admin)
-    admin_models.routes(context, admin, canaries)
+    admin_router = make_router("/admin/v1", ADMIN, reads=(READ,))
+    own = [module.routes(context, admin_router) for module in ADMIN_FILES if hasattr(module, "routes")]
+    plan_route.routes(context, admin_router)
+    engine_settings.routes(context, admin_router)
+    canary_routes.routes(context, admin_router, canaries)
+    operations.routes(context, admin_router)
+    admin_models.routes(context, admin_router, canaries)
     for router in (
+        *(router for router in own if router is not None),
         file_routes.routes(context),
         upload_routes.routes(context),
         data_checks.routes(context, checks),
@@ -117,8 +125,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         grader_routes.routes(context, grading),
         *eval_routes.routes(context, evaluations),
         model_routes.routes(context),
-        oidc_routes.routes(context, oidc),
-        admin,
+        admin_router,
     ):
         app.router.routes.extend(router.routes)
     return app

@@ -16,7 +16,7 @@ from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.files.storage import DATA_CHECKS, FILES
-from appliance.controller.http.audited import unaudited
+from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal

@@ -56,7 +56,7 @@ from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.http.peers import FromBox, FromGateways
+from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
@@ -81,7 +81,6 @@ from runtime.network.sockets import private_socket
 from runtime.processes import garbage
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
@@ -163,7 +162,11 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
 
     # Engines: how large they are, which names they answer, and who asks them.
-    sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
+    def of_engines() -> list[Device]:
+        """Home's devices and other nodes' of its kind, which run what home prepared."""
+        return [*home, *(device for device in nodes.devices if device.kind == home[0].kind)]
+
+    sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
@@ -185,7 +188,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
-    job_memory = JobMemory(db, weights, _facts(home, weights, config.scheduler))
+    least_bytes, room_bytes = min(device.memory_bytes for device in home), weights.room_bytes()
+    facts = BoxFacts(len(home), home[0].kind, least_bytes, weights.budget_bytes, room_bytes, asleep_per_device=asleep)
+    job_memory = JobMemory(db, weights, facts)
     means = Means(
         engine_bytes=versions.host_bytes,
         job_bytes=job_memory.host_bytes,
@@ -219,6 +224,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # What the routes need of all this.
     scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
+    url = f"{config.scheme}://{config.box.host}:{config.box.port}"
     context = ControllerContext(
         db=db,
         tasks=Tasks(db),
@@ -230,8 +236,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
-            "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
-            "public_url": config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}",
+            "url": f"{url}/v1",
+            "public_url": config.box.public_url or url,
             "data_dir": str(paths.data_dir),
         },
         background=background,
@@ -267,22 +273,6 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     return store
 
 
-def _of_engines(home: tuple[Device, ...], nodes: Nodes) -> list[Device]:
-    """Home's devices and other nodes' of its kind, which run what home prepared."""
-    return [*home, *(device for device in nodes.devices if device.kind == home[0].kind)]
-
-
-def _facts(home: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:
-    return BoxFacts(
-        len(home),
-        home[0].kind,
-        min(device.memory_bytes for device in home),
-        store.budget_bytes,
-        store.room_bytes(),
-        asleep_per_device=config.max_asleep_per_device,
-    )
-
-
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     adopt_libraries()
@@ -308,8 +298,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 
     app = create_app(context)
     listeners = (
-        (_server(FromBox(app)), paths.controller_socket),
-        (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),
+        (_server(Listener(app)), paths.controller_socket),
+        (_server(Listener(app, paths.gateway_token.read_text())), paths.gateway_socket),
     )
     # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
     # lifespan is entered here, once: two servers share it.

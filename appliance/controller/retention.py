@@ -1,5 +1,5 @@
 """Applies retention: everything that grows with use has a number of days in `[controller.retention]`. All of it runs
-on a thread of its own."""
+on a thread of its own, in short transactions."""
 
 from __future__ import annotations
 
@@ -9,47 +9,88 @@ from pathlib import Path
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.jobs.validation import remove_copies
-from appliance.store.database import Database
-from appliance.store.objects import evals, files, idempotency, jobs
-from appliance.store.upkeep import retention
+from appliance.store.database import Database, sql_list
+from appliance.store.objects import evals, files, jobs
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
 
 DAY_S = 86400.0
+_FINISHED = sql_list(sorted(FINISHED_PHASES))
+_LIVE = sql_list(UNFINISHED_BATCH)
+_OF_ENDED_JOB = "job_id IN (SELECT id FROM jobs WHERE finished_s < ?1)"
+_AGED = {
+    "audit": ("audit_days", "created_s < ?1"),
+    # The newest stays however old: hand-overs are numbered on from it.
+    "handovers": ("handovers_days", "ended_s < ?1 AND seq < (SELECT max(seq) FROM handovers)"),
+    "operations": ("operations_days", "ended_s < ?1 AND state != 'running'"),
+    "device_time": ("usage_days", "to_s < ?1"),
+    "batches": ("batches_days", f"created_s < ?1 AND status NOT IN ({_LIVE})"),
+    "usage": ("usage_days", "hour_s < ?1 - 3600"),
+    "job_events": ("job_events_days", _OF_ENDED_JOB),
+    "job_metrics": ("job_events_days", _OF_ENDED_JOB),
+}
+# Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
+# share). What their devices cost stays without them.
+_JOB_GOES = (
+    f"phase IN ({_FINISHED}) AND snapshot IS NULL"
+    " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
+    "  OR models.job_id = jobs.id OR EXISTS"
+    "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
+    " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
+    " WHERE checkpoints.job_id = jobs.id)"
+)
+_EVAL_RUN_GOES = f"status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
+_FILE_NEEDED = (
+    f"(id IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
+    f" OR id IN (SELECT training_file FROM jobs WHERE phase NOT IN ({_FINISHED}))"
+    f" OR id IN (SELECT validation_file FROM jobs WHERE phase NOT IN ({_FINISHED})))"
+)
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
-    db, config, kept = context.db, context.config, context.config.retention
+    db, config = context.db, context.config
+
+    def before_s(setting: str) -> float:
+        """-inf: it is kept for ever."""
+        days: float | None = getattr(config.retention, setting)
+        return float("-inf") if days is None else now_s - days * DAY_S
+
     for row in files.expired(db, now_s=now_s):
         storage.remove(context, row)
-    keyless_s = min(config.retry_window_s, config.idempotency_keep_s)
-    idempotency.delete_before(db, now_s - config.idempotency_keep_s, now_s - keyless_s)
-    for days, tables in (
-        (kept.audit_days, ("audit",)),
-        (kept.usage_days, ("usage", "device_time")),
-        (kept.handovers_days, ("handovers",)),
-        (kept.operations_days, ("operations",)),
-        (kept.batches_days, ("batches",)),
-        (kept.job_events_days, ("job_events", "job_metrics")),
-    ):
-        for table in tables if days is not None else ():
-            retention.delete_aged(db, table, now_s - days * DAY_S)
-    for job_id in retention.jobs_before(db, now_s - kept.jobs_days * DAY_S) if kept.jobs_days is not None else ():
+    db.delete("idempotency", "created_s < ?", [now_s - config.idempotency_keep_s])
+    for table, (setting, _) in _AGED.items():
+        delete_aged(db, table, before_s(setting))
+    for job_id in db.column(f"SELECT id FROM jobs WHERE finished_s < ? AND {_JOB_GOES}", [before_s("jobs_days")]):
         # The folder first: after a crash in between, the row leads here again.
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-        retention.delete_job(db, job_id)
-    if kept.eval_runs_days is not None:
-        for run_id in retention.eval_runs_before(db, now_s - kept.eval_runs_days * DAY_S):
-            evals.delete(db, run_id)
-    if kept.files_days is not None:
-        for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S):
-            row = files.find(db, file_id, viewer=None, now_s=0)
-            if row is not None and not retention.is_needed(db, file_id):  # since it was found
-                storage.remove(context, row)
+        delete_job(db, job_id)
+    for run_id in eval_runs_before(db, before_s("eval_runs_days")):
+        evals.delete(db, run_id)
+    # Without what nothing needs that has not ended.
+    old = f"SELECT id FROM files WHERE created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
+    for file_id in db.column(old, [before_s("files_days")]):
+        file = files.find(db, file_id, viewer=None, now_s=0)
+        if file is not None and db.value(f"SELECT 1 FROM files WHERE id = ? AND {_FILE_NEEDED}", [file_id]) is None:
+            storage.remove(context, file)
     for job_id in _with_folders(db, context.jobs_dir, now_s):
         remove_copies(context, job_id)
-    if kept.job_data_days is not None:
-        for job_id in _with_folders(db, context.jobs_dir, now_s - kept.job_data_days * DAY_S):
-            shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+    for job_id in _with_folders(db, context.jobs_dir, before_s("job_data_days")):
+        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+
+
+def delete_aged(db: Database, table: str, before_s: float) -> None:
+    db.delete(table, _AGED[table][1], [before_s])
+
+
+def eval_runs_before(db: Database, before_s: float) -> list[str]:
+    return db.column(f"SELECT id FROM eval_runs WHERE ended_s < ? AND {_EVAL_RUN_GOES}", [before_s])
+
+
+def delete_job(db: Database, job_id: str) -> None:
+    """Delete an ended job with what belongs to it: up to 100,000 events, steps and checkpoints each."""
+    for table in ("job_events", "job_metrics", "checkpoints"):
+        db.delete(table, "job_id = ?", [job_id])
+    db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
 
 
 def _with_folders(db: Database, jobs_dir: Path, before_s: float) -> list[str]:

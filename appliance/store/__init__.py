@@ -1,5 +1,7 @@
 """The box's only truth: one SQLite database for all threads of the controller.
 
-Never: Decides; tables stand in the packages below, one file each.
-Begin with database.py and schema.sql.
+Never: Decides; the SQL of each kind of object stands in the packages below.
+Begin with rows.py, which declares the tables, and database.py.
 """
+
+from appliance.store import rows as rows

@@ -15,15 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
 
-from appliance.store.errors import DatabaseUnusable, OpenedByParent, OtherSchema, UnknownCursor
+from appliance.store.errors import DatabaseUnusable, OtherSchema, UnknownCursor
 
 Row = TypeVar("Row")
-SCHEMA = 148
-"""Version of schema.sql: raise it with every change."""
 BUSY_TIMEOUT_MS = 5000
 """For other processes that read, such as a backup."""
 WAL_BYTES = 8 << 20
@@ -50,17 +49,13 @@ class Part(TypedDict, total=False):
     descending: bool
 
 
-_COLUMNS: dict[Any, tuple[list[str], list[int]]] = {}
+TABLES: dict[str, tuple[set[str], str]] = {}
+"""Columns and SQL of each table, by its name: declared by `appliance.store.table.Table`."""
 
 
 def sql_list(words: Iterable[str]) -> str:
     """Words of the code itself, never of a request, for `IN (...)`."""
     return ", ".join(f"'{word}'" for word in words)
-
-
-def json_column(**kwargs: Any) -> Any:
-    """A dataclass field that is stored as JSON text (NULL stays None)."""
-    return dataclasses.field(metadata={"json": True}, **kwargs)
 
 
 class _OfThread(threading.local):
@@ -74,28 +69,36 @@ class Database:
     def __init__(self, path: Path):
         """Open or create `path` (mode 0600). Raises DatabaseUnusable, OtherSchema."""
         self.path = path
-        self._pid, self._closed = os.getpid(), False
+        self._closed = False
         self._of_thread, self._writing = _OfThread(), threading.RLock()
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            connection = self._connection
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if not version and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                schema = (resources.files("appliance.store") / "schema.sql").read_text()
-                version = SCHEMA
-                connection.executescript(f"BEGIN IMMEDIATE; {schema} PRAGMA user_version = {version}; COMMIT;")
+            self._check_tables()
+            schema = (resources.files("appliance.store") / "schema.sql").read_text()
+            tables = "\n".join(sql for _, sql in TABLES.values())
+            self._connection.executescript(f"BEGIN IMMEDIATE; {tables} {schema} COMMIT;")
         except (OSError, sqlite3.Error) as error:
             self.close()
             raise DatabaseUnusable(path, str(error)) from error
-        if version != SCHEMA:
+        except OtherSchema:
             self.close()
-            raise OtherSchema(path, version, SCHEMA)
+            raise
+
+    def _check_tables(self) -> None:
+        """Raises OtherSchema if a table that is there has other columns than it is declared to have."""
+        columns: dict[str, set[str]] = {}
+        query = "SELECT m.name, c.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE m.type = 'table'"
+        for table, column in self.execute(query):
+            columns.setdefault(table, set()).add(column)
+        for table, (declared, _) in TABLES.items():
+            if columns.get(table, declared) != declared:
+                raise OtherSchema(self.path, table)
+        if columns and not columns.keys() & TABLES.keys():
+            raise sqlite3.DatabaseError("it has the tables of another program")
 
     @property
     def _connection(self) -> sqlite3.Connection:
         """This thread's."""
-        if self._pid != os.getpid():
-            raise OpenedByParent  # a connection of two processes would damage the file
         if self._closed:
             raise sqlite3.ProgrammingError("the database is closed")
         if self._of_thread.connection is None:
@@ -115,8 +118,6 @@ class Database:
 
     def close(self) -> None:
         """Close this thread's connection. Others close theirs as they end, and can't use them any more."""
-        if self._pid != os.getpid():
-            return
         with self._writing:
             self._closed = True
             if self._of_thread.connection is not None:
@@ -175,11 +176,11 @@ class Database:
         with self._writing:
             return connection.execute(sql, parameters)
 
-    def delete(self, table: str, where: str, parameters: Sequence[Any] = (), key: str = "rowid") -> None:
+    def delete(self, table: str, where: str, parameters: Sequence[Any] = ()) -> None:
         """Delete rows in short transactions, so that other writers get in between. Call it on a thread if there may be
-        many. key: the primary key of a table without rowid."""
-        chosen = f"SELECT {key} FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
-        while self.execute(f"DELETE FROM {table} WHERE ({key}) IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
+        many."""
+        chosen = f"SELECT rowid FROM {table} WHERE {where} LIMIT {DELETED_AT_ONCE}"
+        while self.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", parameters).rowcount == DELETED_AT_ONCE:
             time.sleep(0.001)  # whoever waits for the lock gets it only if this thread pauses
 
     def empty_log(self) -> bool:
@@ -246,7 +247,7 @@ class Database:
             conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
             values += list(found)
         order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
-        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in _columns(kind)[0])
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in columns_of(kind))
         cursor = self.execute(
             f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
             [*values, limit + 1],
@@ -266,9 +267,39 @@ def owned_by(viewer: str | None) -> dict[str, str]:
     return {} if viewer is None else {"owner": viewer}
 
 
-def encode(field: dataclasses.Field[Any], value: Any) -> Any:
+_SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
+
+
+class Column(NamedTuple):
+    """is_json: stored as JSON text; NULL stays None."""
+
+    sql: str
+    is_json: bool
+
+
+_COLUMNS: dict[Any, dict[str, Column]] = {}
+
+
+def columns_of(kind: Any) -> dict[str, Column]:
+    """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
+    no type for is JSON."""
+    if kind not in _COLUMNS:
+        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
+    return _COLUMNS[kind]
+
+
+def _column(name: str, hint: Any) -> Column:
+    optional = isinstance(hint, UnionType)
+    inner = next(one for one in get_args(hint) if one is not NoneType) if optional else hint
+    words = get_args(inner) if get_origin(inner) is Literal else ()
+    sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
+    sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
+    return Column(sql, inner not in _SQL and not words)
+
+
+def encode(value: Any, column: Column) -> Any:
     """A value as its column has it."""
-    if field.metadata.get("json") and value is not None:
+    if column.is_json and value is not None:
         # `default` is for named tuples, and numbers of scipy are numpy's.
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
         return orjson.dumps(value, default=list, option=options).decode()
@@ -276,18 +307,10 @@ def encode(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    names, json_at = _columns(kind)
-    values = list(row) if row.keys() == names else [row[name] for name in names]  # by name takes twice as long
-    for at in json_at:
-        if values[at] is not None:
-            values[at] = orjson.loads(values[at])
-    return kind(*values)
-
-
-def _columns(kind: Any) -> tuple[list[str], list[int]]:
-    """Names, and the places of those that are stored as JSON."""
-    if kind not in _COLUMNS:
-        fields = dataclasses.fields(kind)
-        is_json = [at for at, field in enumerate(fields) if field.metadata.get("json")]
-        _COLUMNS[kind] = [field.name for field in fields], is_json
-    return _COLUMNS[kind]
+    found = dict(zip(row.keys(), row, strict=True))
+    return kind(
+        *(
+            orjson.loads(found[name]) if column.is_json and found[name] is not None else found[name]
+            for name, column in columns_of(kind).items()
+        )
+    )

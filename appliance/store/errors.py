@@ -7,8 +7,7 @@ StoreError
 ├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` is the id of nothing in this list
 ├── IllegalTransition   a finished job, operation or hand-over was asked to change
-├── UnknownColumn       a caller named a column that the table does not have
-└── OpenedByParent      a forked child used the database of the process that it was forked from
+└── UnknownColumn       a caller named a column that the table does not have
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class DatabaseUnusable(StoreError):
 
 
 class OtherSchema(StoreError):
-    def __init__(self, path: Path, found: int, known: int):
+    def __init__(self, path: Path, table: str):
         super().__init__(
-            f"{path} has schema version {found}, this release needs version {known}, and there is no way from one to "
-            "the other: start the release that wrote it, or start with an empty data directory (`box.data_dir`)"
+            f"{path} was written by another release: its table {table} has other columns, and there is no way from one "
+            "to the other. Start the release that wrote it, or start with an empty data directory (`box.data_dir`)"
         )
 
 
@@ -72,8 +71,3 @@ class IllegalTransition(StoreError):
 class UnknownColumn(StoreError):
     def __init__(self, table: str, columns: list[str]):
         super().__init__(f"{table} has no column {', '.join(sorted(columns))}")
-
-
-class OpenedByParent(StoreError):
-    def __init__(self) -> None:
-        super().__init__("this process was forked from the one that opened the database; it opens its own")

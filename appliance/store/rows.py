@@ -1,14 +1,13 @@
-"""One frozen dataclass per table; the field names are the column names. Times are seconds since 1970, sizes bytes."""
+"""The tables, at the end: of each a frozen dataclass, whose fields are its columns. Times are seconds since 1970,
+sizes bytes. `seq` orders lists. owner: of the key or job that a row was made with; empty is the box itself. What a
+dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from appliance.store.database import json_column
+from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
@@ -18,14 +17,8 @@ UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase)
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
-    """These columns of a row, or what another object has under their names. names: two or more, separated by spaces."""
-    words, values = _getter(names)
-    return dict(zip(words, values(row), strict=True))
-
-
-@cache
-def _getter(names: str) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
-    return names.split(), attrgetter(*names.split())
+    """These columns of a row, or what another object has under their names, which are separated by spaces."""
+    return {name: getattr(row, name) for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +39,14 @@ class KeyRow:
     created_s: float
     revoked_s: float | None = None
     owner: str = ""
-    scopes: list[str] = json_column(default_factory=list)
-    models: list[str] | None = json_column(default=None)
+    scopes: list[str] = field(default_factory=list)
+    models: list[str] | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     max_priority: int = 0
-    bounds: dict[str, int] | None = json_column(default=None)
+    bounds: dict[str, int] | None = None
     subject: str = ""
     expires_s: float | None = None
 
@@ -76,7 +69,6 @@ class PageSessionRow:
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
-    owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
     report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
     waiting, done or failed, of the check of what is in it; data_check: its report.
     """
@@ -92,9 +84,9 @@ class FileRow:
     key_id: str | None = None
     expires_s: float | None = None
     owner: str = ""
-    report: dict[str, Any] | None = json_column(default=None)
+    report: dict[str, Any] | None = None
     check_status: str | None = None
-    data_check: dict[str, Any] | None = json_column(default=None)
+    data_check: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,7 @@ class ModelRow:
     active_version: str | None = None
     job_id: str | None = None
     owner: str = ""
-    info: dict[str, Any] = json_column(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +127,8 @@ class VersionRow:
     created_s: float
     disk_path: str | None = None
     shm_path: str | None = None
-    fingerprint: dict[str, Any] | None = json_column(default=None)
-    meta: dict[str, Any] = json_column(default_factory=dict)
+    fingerprint: dict[str, Any] | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
     pinned: int = 0
     held_back: int = 0
 
@@ -162,7 +154,7 @@ class ModelSettingsRow:
     created_s: float
     digest: str
     by_whom: str = ""
-    settings: dict[str, Any] = json_column(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
 
@@ -183,8 +175,8 @@ class DeploymentRow:
     pinned: int = 0
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
-    idle: dict[str, Any] = json_column(default_factory=dict)
-    served: dict[str, Any] = json_column(default_factory=dict)
+    idle: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +198,7 @@ class CanaryRow:
     state: Literal["running", "promoted", "rolled_back"] = "running"
     reason: str = ""
     ended_s: float | None = None
-    compared: dict[str, Any] | None = json_column(default=None)
+    compared: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -244,27 +236,27 @@ class JobRow:
     key_id: str | None = None
     validation_file: str | None = None
     suffix: str | None = None
-    metadata: dict[str, str] | None = json_column(default=None)
-    integrations: list[dict[str, Any]] | None = json_column(default=None)
-    hyperparameters: dict[str, Any] = json_column(default_factory=dict)
-    resolved: dict[str, Any] | None = json_column(default=None)
+    metadata: dict[str, str] | None = None
+    integrations: list[dict[str, Any]] | None = None
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] | None = None
     phase: JobPhase = "validating"
     wanted: JobWanted = "run"
     reason: str = ""
-    error: dict[str, Any] | None = json_column(default=None)
+    error: dict[str, Any] | None = None
     priority: int = 0
     min_devices: int | None = None
     max_devices: int | None = None
-    allowed_sizes: list[int] | None = json_column(default=None)
-    asked_sizes: list[int] | None = json_column(default=None)
+    allowed_sizes: list[int] | None = None
+    asked_sizes: list[int] | None = None
     owner: str = ""
     deadline_s: float | None = None
     preemptible: int = 1
     held: int = 0
     stable_name: int = 0
     activate: int = 1
-    devices: list[str] = json_column(default_factory=list)
-    snapshot: dict[str, Any] | None = json_column(default=None)
+    devices: list[str] = field(default_factory=list)
+    snapshot: dict[str, Any] | None = None
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
@@ -272,9 +264,9 @@ class JobRow:
     tokens_per_s: float | None = None
     eta_s: float | None = None
     trained_tokens: int | None = None
-    result_files: list[str] = json_column(default_factory=list)
-    verdict: dict[str, Any] | None = json_column(default=None)
-    gate: dict[str, Any] | None = json_column(default=None)
+    result_files: list[str] = field(default_factory=list)
+    verdict: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
     started_s: float | None = None
     finished_s: float | None = None
     joules: float | None = None
@@ -293,7 +285,7 @@ class JobEventRow:
     type: Literal["message", "metrics"]
     message: str
     created_s: float
-    data: dict[str, Any] | None = json_column(default=None)
+    data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,10 +305,10 @@ class JobMetricRow:
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     devices: int | None = None
-    rank_seconds: list[float] | None = json_column(default=None)
+    rank_seconds: list[float] | None = None
     communication: float | None = None
-    measured: dict[str, float] | None = json_column(default=None)
-    valid_measured: dict[str, float] | None = json_column(default=None)
+    measured: dict[str, float] | None = None
+    valid_measured: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +322,7 @@ class CheckpointRow:
     version: str
     step: int
     created_s: float
-    metrics: dict[str, float] = json_column(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +339,7 @@ class HandoverRow:
     state: str
     started_s: float
     ended_s: float | None = None
-    detail: dict[str, Any] = json_column(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +362,8 @@ class HandoverStepRow:
     state: str
     started_s: float | None = None
     ended_s: float | None = None
-    arguments: dict[str, Any] = json_column(default_factory=dict)
-    detail: dict[str, Any] = json_column(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +385,7 @@ class AuditRow:
     outcome: Literal["done", "refused", "failed"]
     request_id: str
     created_s: float
-    detail: dict[str, Any] = json_column(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,9 +398,9 @@ class OperationRow:
     state: Literal["running", "succeeded", "failed"]
     created_s: float
     ended_s: float | None = None
-    progress: dict[str, Any] = json_column(default_factory=dict)
-    error: dict[str, Any] | None = json_column(default=None)
-    result: dict[str, Any] | None = json_column(default=None)
+    progress: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +412,7 @@ class TaskRow:
     id: str
     key_id: str | None
     created_s: float
-    arguments: dict[str, Any] = json_column(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,8 +447,8 @@ class JobJudgeRow:
     something, the first one first."""
 
     job_id: str
-    judge: dict[str, Any] = json_column(default_factory=dict)
-    taught_by: list[str] = json_column(default_factory=list)
+    judge: dict[str, Any] = field(default_factory=dict)
+    taught_by: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,10 +461,10 @@ class EvalRow:
     created_s: float
     key_id: str | None = None
     owner: str = ""
-    item_schema: dict[str, Any] = json_column(default_factory=dict)
+    item_schema: dict[str, Any] = field(default_factory=dict)
     include_sample: int = 0
-    criteria: list[dict[str, Any]] = json_column(default_factory=list)
-    metadata: dict[str, str] | None = json_column(default=None)
+    criteria: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, str] | None = None
     bytes: int = 0
     updated_s: float = 0.0
 
@@ -492,15 +484,15 @@ class EvalRunRow:
     owner: str = ""
     status: EvalRunStatus = "queued"
     model: str = ""
-    data_source: dict[str, Any] = json_column(default_factory=dict)
-    metadata: dict[str, str] | None = json_column(default=None)
+    data_source: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] | None = None
     total: int = 0
-    results: dict[str, dict[str, float]] = json_column(default_factory=dict)
-    usage: dict[str, dict[str, int]] = json_column(default_factory=dict)
-    error: dict[str, str] | None = json_column(default=None)
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    usage: dict[str, dict[str, int]] = field(default_factory=dict)
+    error: dict[str, str] | None = None
     ended_s: float | None = None
     bytes: int = 0
-    counts: dict[str, int] = json_column(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -517,9 +509,9 @@ class EvalItemRow:
     place: int
     created_s: float
     status: Literal["pass", "fail", "error"]
-    item: dict[str, Any] = json_column()
-    sample: dict[str, Any] = json_column()
-    results: list[dict[str, Any]] = json_column()
+    item: dict[str, Any]
+    sample: dict[str, Any]
+    results: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,9 +544,9 @@ class BatchRow:
     expired_s: float | None = None
     cancelling_s: float | None = None
     cancelled_s: float | None = None
-    metadata: dict[str, str] | None = json_column(default=None)
-    errors: list[dict[str, Any]] | None = json_column(default=None)
-    usage: dict[str, Any] | None = json_column(default=None)
+    metadata: dict[str, str] | None = None
+    errors: list[dict[str, Any]] | None = None
+    usage: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -609,8 +601,46 @@ class ResponseRow:
     request: str | None = None
     kind: AnswerKind = "response"
     model: str | None = None
-    metadata: dict[str, str] | None = json_column(default=None)
+    metadata: dict[str, str] | None = None
 
     @property
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
+
+
+KEYS = Table("keys", KeyRow, called="name")
+PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
+FILES = Table("files", FileRow)
+MODELS = Table("models", ModelRow)
+VERSIONS = Table("versions", VersionRow, "model", "version", parents={"model": "models"})
+TIER_REMOVALS = Table("tier_removals", TierRemovalRow, "tier", "kind", "model", "version", order="created_s")
+MODEL_SETTINGS = Table(
+    "model_settings", ModelSettingsRow, "model", "number", order="number DESC", parents={"model": "models"}
+)
+DEPLOYMENTS = Table("deployments", DeploymentRow, "model", order="created_s, model", parents={"model": "models"})
+CANARIES = Table("canaries", CanaryRow, "model", order="created_s, model", parents={"model": "models"})
+JOBS = Table("jobs", JobRow)
+JOB_EVENTS = Table("job_events", JobEventRow, parents={"job_id": "jobs"})
+JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step", parents={"job_id": "jobs"})
+CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
+HANDOVERS = Table("handovers", HandoverRow)
+HANDOVER_STEPS = Table(
+    "handover_steps",
+    HandoverStepRow,
+    "handover_id",
+    "position",
+    order="position",
+    parents={"handover_id": "handovers"},
+)
+IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
+AUDIT = Table("audit", AuditRow)
+OPERATIONS = Table("operations", OperationRow)
+TASKS = Table("tasks", TaskRow, "kind", "id", order="created_s")
+WINDOWS = Table("windows", WindowRow)
+JOB_JUDGES = Table("job_judges", JobJudgeRow, "job_id", order="job_id", parents={"job_id": "jobs"})
+EVALS = Table("evals", EvalRow)
+EVAL_RUNS = Table("eval_runs", EvalRunRow, parents={"eval_id": "evals"})
+EVAL_ITEMS = Table("eval_items", EvalItemRow, parents={"run_id": "eval_runs"})
+BATCHES = Table("batches", BatchRow)
+UPLOADS = Table("uploads", UploadRow)
+RESPONSES = Table("responses", ResponseRow)

@@ -1,42 +1,73 @@
-"""One table with the dataclass of its rows: what every table does with one row. The modules of `objects` and `records`
-take their `insert`, `find` and `update` from it, and write the SQL that is their own."""
+"""One table, declared by the dataclass of its rows, and what every table does with one row. The modules of `objects`
+and `records` take their `insert`, `find` and `update` from it, and write the SQL that is their own."""
 
 from __future__ import annotations
 
-import dataclasses
 import sqlite3
+from collections.abc import Mapping
 from typing import Any, Generic, Unpack
 
-from appliance.store.database import Database, Page, Part, Row, encode, owned_by
+from appliance.store.database import TABLES, Database, Page, Part, Row, columns_of, encode, owned_by
 from appliance.store.errors import DuplicateRow, RowNotFound, UnknownColumn
 
 
 class Table(Generic[Row]):
-    def __init__(self, name: str, kind: type[Row], *key: str, called: str = "", order: str = "seq"):
-        """key: the columns that name a row; ("id",) if none is given. called: the column by which a DuplicateRow names
-        it, if that is another. order: of `list_all`."""
+    def __init__(
+        self,
+        name: str,
+        kind: type[Row],
+        *key: str,
+        called: str = "",
+        order: str = "seq",
+        parents: Mapping[str, str] | None = None,
+    ):
+        """Declares the table, which a database has from its next opening on. Changed columns are another schema.
+
+        Args:
+            key: the columns that name a row; ("id",) if none is given.
+            called: the column by which a DuplicateRow names it, if that is another.
+            order: of `list_all`; "seq", the order of insertion, is a column of its own.
+            parents: columns with the id of a row of another table, with which this one is deleted.
+        """
         self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
         self._called = (called,) if called else self._key
-        self._fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        self._columns = columns_of(kind)
         self._where = " AND ".join(f"{column} = ?" for column in self._key)
-        marks = ", ".join("?" * len(self._fields))
-        self._into = f"INTO {name} ({', '.join(self._fields)}) VALUES ({marks})"
+        self._into = f"INTO {name} ({', '.join(self._columns)}) VALUES ({', '.join('?' * len(self._columns))})"
+        lines = [column.sql for column in self._columns.values()]
+        names, is_ordered = ", ".join(self._key), order == "seq"
+        if is_ordered:  # AUTOINCREMENT: a cursor stays valid after deletions
+            lines.insert(0, "seq INTEGER PRIMARY KEY AUTOINCREMENT")
+        if names != "seq":
+            lines.append(f"{'UNIQUE' if is_ordered else 'PRIMARY KEY'} ({names})")
+        for column, parent in (parents or {}).items():
+            lines.append(f"FOREIGN KEY ({column}) REFERENCES {parent} (id) ON DELETE CASCADE")
+        sql = f"CREATE TABLE IF NOT EXISTS {name} ({', '.join(lines)});"
+        TABLES[name] = {*self._columns} | ({"seq"} if is_ordered else set()), sql
 
-    def insert(self, db: Database, row: Row) -> None:
-        """Raises DuplicateRow."""
+    def insert(self, db: Database, row: Row) -> Row:
+        """Returns the row. Raises DuplicateRow."""
         try:
             db.execute(f"INSERT {self._into}", self._values(row))
+            return row
         except sqlite3.IntegrityError as error:
             if "UNIQUE" in str(error):
                 raise DuplicateRow(self._name, "/".join(str(getattr(row, one)) for one in self._called)) from error
             raise
+
+    def insert_or_merge(self, db: Database, row: Row) -> None:
+        """Insert the row, or put what it has (not None) into the one with its key."""
+        columns = (name for name in self._columns if name not in self._key)
+        merged = ", ".join(f"{name} = coalesce(excluded.{name}, {self._name}.{name})" for name in columns)
+        conflict = f"ON CONFLICT ({', '.join(self._key)}) DO UPDATE SET {merged}"
+        db.execute(f"INSERT {self._into} {conflict}", self._values(row))
 
     def put(self, db: Database, row: Row) -> None:
         """Insert the row, in place of the one with its key if there is one."""
         db.execute(f"INSERT OR REPLACE {self._into}", self._values(row))
 
     def _values(self, row: Row) -> list[Any]:
-        return [encode(field, getattr(row, name)) for name, field in self._fields.items()]
+        return [encode(getattr(row, name), column) for name, column in self._columns.items()]
 
     def delete(self, db: Database, *key: Any) -> bool:
         """Whether there was one."""
@@ -64,13 +95,13 @@ class Table(Generic[Row]):
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
         """Change columns of one row. Raises RowNotFound, UnknownColumn."""
-        unknown = [name for name in changes if name not in self._fields]
+        unknown = [name for name in changes if name not in self._columns]
         if unknown:
             raise UnknownColumn(self._name, unknown)
         if not changes:
             return
         assignments = ", ".join(f"{name} = ?" for name in changes)
-        values = [encode(self._fields[name], value) for name, value in changes.items()]
+        values = [encode(value, self._columns[name]) for name, value in changes.items()]
         cursor = db.execute(f"UPDATE {self._name} SET {assignments} WHERE {self._where}", [*values, *key])
         if cursor.rowcount == 0:
             raise RowNotFound(self._name, "/".join(map(str, key)))

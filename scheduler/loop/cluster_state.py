@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Cause, Failures, Reloads
+from scheduler.core.failures import Cause, Failures
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import DeploymentView, ReplicaView, Workload
+from scheduler.core.workload import ReplicaView, Workload
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.moves import Box
 from scheduler.handover.ports import Clock, StateStore
@@ -29,7 +29,7 @@ class ClusterState:
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
-        self.failures, self.reloads = Failures(config), Reloads()
+        self.failures = Failures(config)
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
@@ -62,6 +62,8 @@ class ClusterState:
         groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
+            if seen is not None:
+                seen = replicas[replica.id] = replace(seen, refused=replica.refused)
             if Holder("replica", replica.id) in busy:
                 replicas[replica.id] = replica
             elif seen is not None and (replica.id in silent or seen.state == replica.state == "dead"):
@@ -172,11 +174,13 @@ class ClusterState:
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
         self._store.model_trouble(model, self.failures.trouble(model, failure))
 
-    def reload_refused(self, deployment: DeploymentView, version: str, reason: str, *, whole: bool) -> None:
-        self.reloads.refused(deployment, version, reason, whole=whole)
-        what = "each version from now on" if whole else "this version"
-        ids = {"model": deployment.model, "version": version}
-        log.warning("a new engine is started for %s, no running one is asked again: %s", what, reason, extra=ids)
+    def version_refused(self, model: str, version: str, reason: str) -> None:
+        """A running engine does not load the version: no other of the model is asked, new ones take their places."""
+        replicas = self.box.replicas.values()
+        refusing = {r.id: replace(r, refused=version) if r.model == model else r for r in replicas}
+        self.box = replace(self.box, replicas=refusing)
+        ids = {"model": model, "version": version}
+        log.warning("a new engine is started for this version: %s", reason, extra=ids)
 
     def job_failed(self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0) -> None:
         now_s = self._clock.now_s()

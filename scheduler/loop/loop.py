@@ -150,7 +150,6 @@ class SchedulerLoop:
                 {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
                 for t in self._troubles(plan_input)
             ],
-            "reloads": dict(self._state.reloads.notes(self._workload)),
             "waits": [
                 waits_for(doing, now_s)
                 for runner in self._running.values()
@@ -242,7 +241,6 @@ class SchedulerLoop:
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
         self._state.keep(self._workload)
-        self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
         plan_input = self._plan_input()
@@ -389,7 +387,7 @@ class SchedulerLoop:
         for holder, (runner, doing) in long.items():
             if not keeps.get(holder.id, set()).issuperset(doing.move.devices):
                 runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
-                self._pauses.start_gave_way(holder.id, now_s - doing.since_s)
+                self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
@@ -473,12 +471,11 @@ class SchedulerLoop:
             self._state.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
         else:
             model, version = move.plan.model, move.plan.version
-            deployment = next((d for d in self._workload.deployments if d.model == model), None)
             if move.how == "start":
                 build = Build(version, move.plan.tensor_parallel, move.plan.settings)
                 self._start_failed(model, build, failure.reason, failure.blame, of_settings=failure.of_settings)
-            elif deployment is not None and failure.blame in ("version", "reload"):
-                self._state.reload_refused(deployment, version, failure.reason, whole=failure.blame == "reload")
+            elif failure.blame == "version":
+                self._state.version_refused(model, version, failure.reason)
             else:
                 self._state.model_failed(model, version, failure.reason, blame=failure.blame)
         self._clear_in_progress(holder)
@@ -508,7 +505,6 @@ class SchedulerLoop:
             self._transitions if moving is None else moving,
             self._workload,
             self._state.failures,
-            self._state.reloads,
             self._pauses,
             policy=policy or self._in_force.policy,
             hysteresis=self._hysteresis,

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 
@@ -27,7 +27,7 @@ def served_app(folder: Path) -> Iterator[str]:
         # The database belongs to the thread that opens it.
         with Database(folder / "appliance.db") as db:
             app = create_app(simulated_context(folder, db))
-            config = uvicorn.Config(FromBox(app), log_level="warning", loop="asyncio", lifespan="on")
+            config = uvicorn.Config(Listener(app), log_level="warning", loop="asyncio", lifespan="on")
             servers.append(uvicorn.Server(config))
             ready.set()
             servers[0].run(sockets=[listener])

@@ -310,6 +310,8 @@ def test_scopes(attacked, routes, tally):
                     continue  # what the key is itself
                 if path.startswith(("/admin/v1/sessions", "/admin/v1/oidc")):
                     continue  # its owner's logins, and how one begins (tests/unit/controller/test_owners.py)
+                if (scope, method, path) == ("metrics", "GET", "/admin/v1/metrics"):
+                    continue  # a part of /metrics
                 if (scope, method, path) == ("fine_tuning", "POST", "/admin/v1/plan"):
                     continue  # who may submit a job may ask what it would take
                 if scope in ("inference", "fine_tuning") and (method, path) == ("GET", "/admin/v1/usage"):

@@ -26,7 +26,7 @@ from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.http.peers import FromGateways
+from appliance.controller.http.peers import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -202,7 +202,7 @@ def running_front(
                 app = create_app(context)
                 front._dies = asyncio.Event()
                 async with app.router.lifespan_context(app):
-                    config = uvicorn.Config(FromGateways(app, TOKEN), log_config=None, access_log=False, lifespan="off")
+                    config = uvicorn.Config(Listener(app, TOKEN), log_config=None, access_log=False, lifespan="off")
                     server = uvicorn.Server(config)
                     serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
                     if not started.done():

@@ -68,26 +68,25 @@ _SET = opt(
 )
 
 
-def _own_options() -> list[Option]:
-    """For the hyperparameters of some methods alone."""
-    found: dict[str, list[str]] = {}
-    for method in METHODS.values():
-        for one in method.options:
-            bounds = f"auto ({one.auto:g}) or a number up to {one.high:g}"
-            found.setdefault(one.name, []).append(f"Of --method {method.name}: {one.help}. {bounds}")
-    return [opt(f"--{name.replace('_', '-')} X", "; ".join(told), type=_AUTO_OR_NUMBER) for name, told in found.items()]
-
-
 def options() -> tuple[Option, ...]:
     """--method, and an option for every hyperparameter."""
     kinds = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
-    method = opt("--method METHOD", f"{kinds}.", choices=tuple(METHODS), default=DEFAULT.name)
-    return (method, *_COMMON, _SET, *_own_options())
+    own: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        for one in method.options:
+            bounds = f"auto ({one.auto:g}) or a number up to {one.high:g}"
+            own.setdefault(one.name, []).append(f"Of --method {method.name}: {one.help}. {bounds}")
+    return (
+        opt("--method METHOD", f"{kinds}.", choices=tuple(METHODS), default=DEFAULT.name),
+        _SET,
+        *_COMMON,
+        *(opt(f"--{name.replace('_', '-')} X", "; ".join(told), type=_AUTO_OR_NUMBER) for name, told in own.items()),
+    )
 
 
 def hyperparameters(args: Namespace) -> dict[str, Any]:
     """Those that were given. Raises BadUsage for a name given twice."""
-    values = picked(args, [*_COMMON, *_own_options()])
+    values = picked(args, options()[2:])
     for name, value in args.set_ or ():
         if name in values:
             raise BadUsage(f"{name} is given twice: once as an option and once with --set")

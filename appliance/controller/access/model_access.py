@@ -60,15 +60,6 @@ def stored_model(db: Database, name: str) -> ModelRow:
     return row
 
 
-def usable_models(db: Database, key_id: str | None) -> frozenset[str] | None:
-    """The names on a key's list, plus what its owner made: models of the owner's jobs and their checkpoints. None: the
-    key has no list."""
-    row = keys.find(db, key_id) if key_id is not None else None
-    if row is None or row.models is None:
-        return None
-    return frozenset({*row.models, *jobs.names_made_by(db, keys.owner_of(db, row.id))})
-
-
 def caller_of(db: Database, key_id: str | None) -> Principal:
     """The principal of work that outlives its request: this key, or the box itself. The work itself checks whether the
     key still lives."""
@@ -97,8 +88,7 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     row = keys.find(db, caller.key_id) if caller.key_id is not None else None
     if row is None or row.models is None:
         return True
-    # This does not use `usable_models`, which makes the whole list: a request checks this for each model that its
-    # graders ask.
+    # What the owner's jobs made, and their checkpoints, are on every list.
     names, owner = {name, name.partition("@")[0]}, keys.owner_of(db, row.id)
     return not names.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in names)
 

@@ -9,10 +9,29 @@ from __future__ import annotations
 from appliance.controller.access.disk import Disk
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
-from appliance.controller.interfaces.principal import ADMIN, Principal
-from appliance.store.database import Database
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.database import Database, sql_list
 from appliance.store.records import keys
-from appliance.store.upkeep import holdings
+from appliance.store.rows import UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_PHASES, UNFINISHED_RESPONSE
+
+ANSWERS_PER_INPUT = 3
+"""Answers of a batch are longer than its lines: an error is three times as long as a short one."""
+# A key that is not in the table (the box of a test) is an owner of its own.
+_OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
+_TUNED = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
+_BATCHES = f"batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}"
+_JOBS = f"jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) AND {_OF}"
+_UPLOADS = f"uploads WHERE status = 'pending' AND {_OF}"
+_RESPONSES = f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}"
+_RUNS = f"eval_runs WHERE status IN ({sql_list(UNFINISHED_EVAL_RUN)}) AND {_OF}"
+# An upload in progress counts twice what it announced (the disk holds its parts and the file), an unfinished batch with
+# its answers.
+_STORED = (
+    *((1, f"{table} WHERE {_OF}") for table in ("files", "evals", "eval_runs")),
+    (1, f"versions WHERE model IN (SELECT id FROM {_TUNED})"),
+    (2, _UPLOADS),
+    (ANSWERS_PER_INPUT, f"files JOIN (SELECT input_file_id FROM {_BATCHES}) ON input_file_id = files.id"),
+)
 
 
 class Quotas:
@@ -34,23 +53,30 @@ class Quotas:
             makes_model: it ends with a fine-tuned model.
         """
         self.disk.check(more_bytes)
-        if ADMIN in caller.scopes or caller.key_id is None:
+        if caller.is_admin or caller.key_id is None:
             return
-        key_id, bounds = caller.key_id, self.bounds(caller.key_id)
-        if begins and (number := holdings.unfinished(self._db, key_id)) >= bounds.unfinished:
-            text = (
-                f"Your keys have {number} jobs, batches, runs of evals, responses in background and uploads under way, "
-                f"of at most {bounds.unfinished}. Wait for one to end or cancel one. {_ASK.format('unfinished')}"
-            )
-            raise LimitReached(text, param="unfinished", retry=True)
-        if makes_model and (number := holdings.models(self._db, key_id)) >= bounds.models:
+        bounds, count, ask = self.bounds(caller.key_id), "count(*)", "An admin can give a key a higher bound `{}`."
+        if begins:
+            number = self._sum(caller.key_id, count, _JOBS, _BATCHES, _UPLOADS, _RESPONSES, _RUNS)
+            if number >= bounds.unfinished:
+                raise LimitReached(
+                    f"Your keys have {number} jobs, batches, runs of evals, responses in background and uploads under "
+                    f"way, of at most {bounds.unfinished}. Wait for one to end or cancel one. "
+                    + ask.format("unfinished"),
+                    param="unfinished",
+                    retry=True,
+                )
+        # With the models that unfinished jobs are going to make.
+        if makes_model and (number := self._sum(caller.key_id, count, _TUNED, _JOBS)) >= bounds.models:
             text = f"Your keys have {number} fine-tuned models of at most {bounds.models}. Delete some first."
-            raise LimitReached(f"{text} {_ASK.format('models')}", param="models")
-        if (size := holdings.size(self._db, key_id)) + max(more_bytes, 1) > bounds.bytes:
+            raise LimitReached(f"{text} {ask.format('models')}", param="models")
+        size = sum(times * self._sum(caller.key_id, "sum(bytes)", where) for times, where in _STORED)
+        if size + max(more_bytes, 1) > bounds.bytes:
             more = f"; {more_bytes} more do not fit" if more_bytes else ""
             text = f"Your files, models and evals hold {size} of at most {bounds.bytes} bytes{more}. Delete some first."
-            text = f"{text} {_ASK.format('bytes')}"
+            text = f"{text} {ask.format('bytes')}"
             raise ApiError(413, text, code="limit_reached", param="bytes", headers=dict(NEVER_RETRY))
 
-
-_ASK = "An admin can give a key a higher bound `{}`."
+    def _sum(self, key_id: str, what: str, *tables: str) -> int:
+        """what: of the rows of each of these tables, over all keys of this key's owner."""
+        return sum(int(self._db.value(f"SELECT coalesce({what}, 0) FROM {table}", [key_id])) for table in tables)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from appliance.controller.bus.bus import Bus
 from appliance.store.database import Database
@@ -32,7 +33,7 @@ class Spending:
 
     def __init__(self, db: Database, bus: Bus):
         self._db, self._bus = db, bus
-        self._unwritten: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._unwritten: dict[tuple[str, ...], Counter[str]] = {}
         bus.on_usage.append(self.take)
 
     def publish_keys(self) -> None:
@@ -43,8 +44,8 @@ class Spending:
         """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps
         "refused". Raises sqlite3.Error when they cannot be written now; the next `write` then includes them."""
         for row in rows:
-            name = tuple(row[part] for part in _NAMED_BY)
-            self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row
+            counts = {what: count for what, count in row.items() if what not in _NAMED_BY}
+            self._unwritten.setdefault(tuple(row[part] for part in _NAMED_BY), Counter()).update(counts)
         self.write()
 
     async def flush(self) -> None:
@@ -53,57 +54,34 @@ class Spending:
 
     def write(self) -> None:
         """Write everything received that is not in the store yet. Raises sqlite3.Error."""
-        rows, now_s = list(self._unwritten.values()), time.time()
-        if not rows:
-            return
-        before = {row["key"]: self._spent(row["key"], now_s) for row in rows}
+        rows = [dict(zip(_NAMED_BY, name, strict=True)) | counts for name, counts in self._unwritten.items()]
+        now_s = time.time()
+        named = [row for key in {row["key"] for row in rows} if (row := keys.find(self._db, key)) is not None]
+        before = [spent_quota(self._db, row, now_s) for row in named]
         usage.add(self._db, rows, now_s)
         self._unwritten.clear()
-        if any(self._spent(key, now_s) != was for key, was in before.items()):
+        if [spent_quota(self._db, row, now_s) for row in named] != before:
             self.publish_keys()
 
-    def _spent(self, key_id: str, now_s: float) -> float | None:
-        row = keys.find(self._db, key_id)
-        return None if row is None else spent_until_s(self._db, row, now_s)
 
-
-def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Sum of two rows of one key, model and version."""
-    return {**row, **{name: row.get(name, 0) + count for name, count in other.items() if type(count) is int}}
-
-
-class Quota(NamedTuple):
-    """left: tokens of the one that has fewest left, None: the key has none. spent_until_s: Unix time at which a used-up
-    one is renewed, None: some is left. spent: which one that is, in words."""
-
-    left: int | None
-    spent_until_s: float | None
-    spent: str
-
-
-def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
-    """Unix time at which this key's used-up quota is renewed, None: some is left."""
-    return quota_of(db, row, now_s).spent_until_s
-
-
-def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
-    """The quota of the key's day and month, which are those of UTC."""
+def spent_quota(db: Database, row: KeyRow, now_s: float) -> tuple[float | None, str]:
+    """Unix time at which the key's used-up quota is renewed, and which one that is, in words; (None, "") while some is
+    left. Days and months are those of UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
     next_month = (month + datetime.timedelta(days=32)).replace(day=1)
-    each = [
-        (limit - usage.tokens_since(db, row.id, begin.timestamp()), end.timestamp(), f"{limit:,} tokens a {span}")
+    spent = [
+        (end.timestamp(), over, f"{limit:,} tokens a {span}")
         for limit, span, begin, end in (
             (row.tokens_per_day, "day", day, day + datetime.timedelta(days=1)),
             (row.tokens_per_month, "month", month, next_month),
         )
-        if limit is not None
+        if limit is not None and (over := usage.tokens_since(db, row.id, begin.timestamp()) - limit) >= 0
     ]
-    left = min((left for left, *_ in each), default=None)
     # On the last day of a month both are renewed at once: the one that is overdrawn most is named.
-    end_s, _, spent = max(((end_s, -left, name) for left, end_s, name in each if left <= 0), default=(None, 0, ""))
-    return Quota(left, end_s, spent)
+    end_s, _, words = max(spent, default=(None, 0, ""))
+    return end_s, words
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
@@ -135,13 +113,13 @@ def _key(
     made: Callable[[str], list[str]],
 ) -> dict[str, Any]:
     """made: names of what an owner's jobs made."""
-    quota, owner = quota_of(db, row, now_s), row.owner or row.id
+    (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
     limits = {
         "models": None if row.models is None else sorted({*row.models, *made(owner)}),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
-        "spent_until_s": quota.spent_until_s,
-        "spent_quota": quota.spent or None,
+        "spent_until_s": spent_until_s,
+        "spent_quota": spent or None,
         "quota": min((one for one in (row.tokens_per_day, row.tokens_per_month) if one is not None), default=None),
         "expires_s": row.expires_s,
         "sessions": sessions,

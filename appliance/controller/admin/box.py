@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
@@ -18,9 +18,10 @@ from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
+from appliance.controller.http.routers import needs
 from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import ADMIN, Caller, needs
+from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
@@ -69,6 +70,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    @needs(READ, METRICS)
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
@@ -94,14 +96,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         data = [finding for finding in found["data"] if caller.is_admin or finding["check"] != "keys"]
         return {"object": "list", **found, "data": data}
 
-    @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/audit")
+    @needs(ADMIN)
     def list_audit(part: Annotated[Part, RECENT]) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, **part)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
 
     @router.get("/handovers")
-    def list_handovers(part: Annotated[Part, part(20, most=1000, order=None)]) -> dict[str, Any]:
+    def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
         return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
 
     @router.get("/handovers/{handover_id}")

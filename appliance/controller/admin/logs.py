@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.routers import needs
 from appliance.controller.interfaces.errors import NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, needs
+from appliance.controller.interfaces.principal import ADMIN
 from runtime.log_files import LogFile, end_of, logs_in
 
 _END_BYTES = 256 * 1024
@@ -22,14 +23,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def folder() -> Path:
         return Path(context.box["data_dir"]) / "logs"
 
-    @router.get("/logs", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/logs")
+    @needs(ADMIN)
     def list_logs() -> dict[str, Any]:
         """The logs that may be read, those written last first."""
         found = _readable(folder())[:_MOST_FILES]
         data = [{"name": one.name, "bytes": one.size, "changed_at": one.changed_s} for one in found]
         return {"object": "list", "data": data}
 
-    @router.get("/logs/{name:path}", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/logs/{name:path}")
+    @needs(ADMIN)
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
         """The last `lines` of a log, 256 KiB at most."""
         # Only names in the list are opened: what a client writes is never a path.

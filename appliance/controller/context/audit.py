@@ -1,14 +1,11 @@
 """The audit log: one row for every change, failed or not. Requests that a gateway refuses are in its access log.
 
-`appliance.controller.http.audited` ensures that every route writes one.
+`appliance.controller.http.routers` ensures that every route writes one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal
 
 from appliance.controller.context.context import ControllerContext
@@ -16,20 +13,6 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
 from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
-
-# Actions recorded while a request is handled; None outside of one.
-_RECORDED: ContextVar[list[str] | None] = ContextVar("recorded", default=None)
-
-
-@contextmanager
-def recording() -> Iterator[list[str]]:
-    """Yields a list to which `record` adds the action of each row in the meantime."""
-    recorded: list[str] = []
-    token = _RECORDED.set(recorded)
-    try:
-        yield recorded
-    finally:
-        _RECORDED.reset(token)
 
 
 def name_of(context: ControllerContext, caller: Principal) -> str:
@@ -48,8 +31,7 @@ def record(
     **detail: Any,
 ) -> None:
     """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
-    if (recorded := _RECORDED.get()) is not None:
-        recorded.append(action)
+    caller.recorded.append(action)
     audit.insert(
         context.db,
         AuditRow(

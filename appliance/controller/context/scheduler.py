@@ -84,11 +84,9 @@ class Scheduler:
                 *self._memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{model}: {text}" for model, text in now["reloads"].items()),
                 *(f"{model}: {text}" for model, text in model_settings.notes(self._db).items()),
                 *now["waits"],
             ],
-            "reloads": now["reloads"],
             "plan_s": now["plan_s"],
         }
 

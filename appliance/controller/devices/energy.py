@@ -64,7 +64,7 @@ def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
     they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
     if row.joules is None:
         return None
-    held_s = usage.device_s(db, [row.id], now_s)
+    held_s = usage.device_s(db, row.id, now_s)
     share = min(1.0, row.metered_s / held_s) if held_s else 1.0
     steps, tokens = (row.step, row.trained_tokens) if share >= WHOLE else (None, None)
     return {

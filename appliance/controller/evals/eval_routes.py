@@ -45,8 +45,6 @@ EVALS = Resource(
     "/v1/evals",
     (FINE_TUNING,),
     evals.find,
-    id_name="eval_id",
-    missing="No eval found with id {}.",
     fields=("name",),
 )
 RUNS = Resource(

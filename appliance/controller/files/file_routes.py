@@ -16,7 +16,7 @@ from appliance.controller.files.storage import FILES
 from appliance.controller.http import views
 from appliance.controller.http.idempotency import may_have_come
 from appliance.controller.http.paging import part
-from appliance.controller.http.routers import FORM_BYTES
+from appliance.controller.http.routers import FORM_BYTES, takes
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.ids import new_id
@@ -39,6 +39,7 @@ def routes(context: ControllerContext) -> APIRouter:
     router, db = FILES.serve(context, views.file_object, files.page, part(10_000), _filters), context.db
 
     @router.post("")
+    @takes(lambda config: config.upload_bytes + FORM_BYTES)
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
         return views.file_object(await _received(context, request, caller))
 

@@ -45,7 +45,6 @@ FILES = Resource(
     "/v1/files",
     (FINE_TUNING,),
     files.find,
-    id_name="file_id",
     missing="No such File object: {}",
     param="id",
     fields=("filename", "purpose", "bytes"),

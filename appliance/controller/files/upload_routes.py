@@ -25,11 +25,11 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
-from appliance.controller.http.audited import unaudited
 from appliance.controller.http.resource import Resource
+from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal, check_stands
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
@@ -42,7 +42,6 @@ UPLOADS = Resource(
     "/v1/uploads",
     (FINE_TUNING,),
     upload_rows.find,
-    id_name="upload_id",
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -95,6 +94,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, row)
 
     @router.post("/{upload_id}/parts")
+    @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
     @unaudited  # upload.create and upload.complete have it
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row, part_id = _pending(context, upload_id, caller), new_id("part_")
@@ -104,7 +104,6 @@ def routes(context: ControllerContext) -> APIRouter:
         try:
             size = (await form.receive(request, incoming, config.upload_part_bytes, "data")).size
             with db.transaction():
-                check_stands(db, caller)
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
                 if (size := row.part_bytes + size) > 2 * row.bytes:
                     raise BadRequest(
@@ -168,7 +167,6 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
         made = replace(made, key_id=row.key_id, owner=row.owner)
         with db.transaction():
             _pending(context, row.id, caller)  # still
-            check_stands(db, caller)
             files.keep(context, made, incoming)
             upload_rows.update(db, row.id, status="completed", file_id=file_id)
 

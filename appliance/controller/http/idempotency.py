@@ -17,13 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import orjson
 from fastapi import Request
 
-from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
-from appliance.store.objects import idempotency
 from appliance.store.records import keys
-from appliance.store.rows import IdempotencyRow
+from appliance.store.rows import IDEMPOTENCY, IdempotencyRow
 
 
 class Kept(Protocol):
@@ -46,8 +44,8 @@ class Attempt(Generic[Row]):
         again. known: the row of an id, None if it has gone. Raises BadRequest."""
         context = request.app.state.context
         self._db: Database = context.db
-        self._config: ControllerConfig = context.config
-        self._known, self._caller, self._route = known, caller, route
+        self._since_s = time.time() - context.config.retry_window_s
+        self._known, self._route = known, route
         self._key = request.headers.get("idempotency-key")
         if self._key is not None and not (self._key.isprintable() and 0 < len(self._key) <= _MAX_KEY_CHARACTERS):
             raise BadRequest(
@@ -67,8 +65,10 @@ class Attempt(Generic[Row]):
         return None if row is None else self._known(row.resource_id)
 
     def _found(self) -> IdempotencyRow | None:
+        made = "SELECT * FROM idempotency WHERE key_id = ? AND route = ?"
+        where = [self._key_id, self._route]
         if self._key is not None:
-            row = idempotency.by_key(self._db, self._key_id, self._route, self._key)
+            row = self._db.one(IdempotencyRow, f"{made} AND idempotency_key = ?", [*where, self._key])
             if row is not None and row.body_sha256 != self._body_sha256:
                 raise Conflict(
                     f"The Idempotency-Key {shown(self._key, 60)} was used with another body; use a new key for a new "
@@ -78,8 +78,9 @@ class Attempt(Generic[Row]):
             return row
         if not self._is_retry:
             return None
-        since_s = time.time() - self._config.retry_window_s
-        return idempotency.last_by_body(self._db, self._key_id, self._route, self._body_sha256, since_s=since_s)
+        newest = f"{made} AND body_sha256 = ? ORDER BY seq DESC LIMIT 1"
+        row = self._db.one(IdempotencyRow, newest, [*where, self._body_sha256])
+        return row if row is not None and row.created_s >= self._since_s else None
 
     def once(self, make: Callable[[], Row]) -> tuple[Row, bool]:
         """What the request makes, and whether it was made now. make: checks bounds and inserts the row.
@@ -90,20 +91,16 @@ class Attempt(Generic[Row]):
         with self._db.transaction():
             if (row := self.earlier()) is not None:
                 return row, False
-            if how := keys.how_ended(self._db, self._key_id, self._caller.secret):
+            if how := keys.how_ended(self._db, self._key_id):
                 raise KeyRevoked(how)
             row = make()
-            # In the same transaction: a crash between the two would duplicate the resource.
-            idempotency.remember(
-                self._db,
-                IdempotencyRow(
-                    key_id=self._key_id,
-                    route=self._route,
-                    idempotency_key=self._key,
-                    body_sha256=self._body_sha256,
-                    resource_id=row.id,
-                    created_s=time.time(),
-                ),
+            # In the same transaction: a crash between the two would duplicate the resource. A second use of an
+            # idempotency key replaces the first, whose resource is gone by then.
+            made = "key_id = ? AND route = ? AND idempotency_key = ?"
+            self._db.execute(f"DELETE FROM idempotency WHERE {made}", [self._key_id, self._route, self._key])
+            now_s = time.time()
+            IDEMPOTENCY.insert(
+                self._db, IdempotencyRow(self._key_id, self._route, self._key, self._body_sha256, row.id, now_s)
             )
         return row, True
 

@@ -16,25 +16,19 @@ Order = Annotated[Literal["asc", "desc"], Query()]
 MOST = 10_000
 
 
-def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] | None = "desc") -> Any:
+def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:
     """A dependency: which part of a list a request wants, for `Database.page`.
 
     Args:
         limit: number of rows if the request names none.
         most: the largest limit. 0 asks only whether there is a row: the SDK's own tests ask every list for 0.
-        order: if the request names none; None: newest first, and the request cannot say.
+        order: if the request names none; desc: newest first.
     """
-    if order is None:
 
-        def newest_first(after: After = None, limit: int = Query(limit, ge=0, le=most)) -> Part:
-            return {"after": after, "limit": limit}
-
-        return Depends(newest_first)
-
-    def ordered(after: After = None, limit: int = Query(limit, ge=0, le=most), order: Order = order) -> Part:
+    def wanted(after: After = None, limit: int = Query(limit, ge=0, le=most), order: Order = order) -> Part:
         return {"after": after, "limit": limit, "descending": order == "desc"}
 
-    return Depends(ordered)
+    return Depends(wanted)
 
 
 def metadata_of(request: Request) -> dict[str, str]:
@@ -43,7 +37,7 @@ def metadata_of(request: Request) -> dict[str, str]:
     return {name[9:-1]: value for name, value in given if name.startswith("metadata[") and name.endswith("]")}
 
 
-RECENT = part(100, most=1000, order=None)
+RECENT = part(100, most=1000)
 """Of the admin API."""
 
 

@@ -9,9 +9,9 @@ as a head was the administrator.)
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
+from hmac import compare_digest
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +21,7 @@ from appliance.controller.interfaces.principal import BOX, Identity
 from runtime.logs import REQUEST_ID
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
-SESSION, SECRET = b"x-appliance-session", b"x-appliance-secret"
+SESSION = b"x-appliance-session"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 
@@ -48,33 +48,22 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class FromBox:
-    """The app behind `controller.sock`, mode 0600: no identity means the box itself; an identity is trusted."""
+class Listener:
+    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
+    box's users, where an identity is trusted, and none means the box itself."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            named = _identity(scope)
-            if named is None and _given(scope, KEY_ID, SCOPES):
-                await _refuse(scope, receive, send)
-                return
-            scope.setdefault("state", {})["identity"] = named or BOX
-        await self._app(scope, receive, send)
-
-
-class FromGateways:
-    """The app behind `gateway.sock`. token: known only to this box's gateways."""
-
-    def __init__(self, app: ASGIApp, token: str):
-        assert token, "without a token any head would do"
-        self._app, self._token = app, token.encode()
+    def __init__(self, app: ASGIApp, token: str | None = None):
+        assert token != "", "with an empty token any head would do"
+        self._app, self._token = app, None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             named, proofs = _identity(scope), _given(scope, TOKEN)
-            if named is None or len(proofs) != 1 or not hmac.compare_digest(proofs[0], self._token):
+            if self._token is None:
+                named = named if _given(scope, KEY_ID, SCOPES) else BOX
+            elif len(proofs) != 1 or not compare_digest(proofs[0], self._token):
+                named = None
+            if named is None:
                 await _refuse(scope, receive, send)
                 return
             scope.setdefault("state", {})["identity"] = named
@@ -82,15 +71,13 @@ class FromGateways:
 
 
 def _identity(scope: Scope) -> Identity | None:
-    """The identity from exactly one header of each kind, of session and secret at most one; None for anything else."""
-    key_ids, scopes, by = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION, SECRET)
-    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(by) > 1:
+    """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
+    key_ids, scopes, sessions = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION)
+    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
         return None
-    sessions, secrets = _given(scope, SESSION), _given(scope, SECRET)
     granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
     session = sessions[0].decode("latin-1").strip() if sessions else None
-    secret = secrets[0].decode("latin-1").strip() if secrets else None
-    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name), session, secret)
+    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name), session)
 
 
 def _given(scope: Scope, *names: bytes) -> list[bytes]:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Path, Request
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Attempt, Row
-from appliance.controller.http.paging import list_object
+from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -28,20 +28,24 @@ def no_filters() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resource(Generic[Row]):
-    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes. find: (db, id,
-    viewer=owner or None) -> row or None. id_name: the id's name in URLs. missing: message of the 404, with {} for the
-    id; param and code of it, where they are not the id's name and "NOUN_not_found". fields: of an answer, kept in the
-    audit log."""
+    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes; `reads` too
+    where they only read. find: (db, id, viewer=owner or None) -> row or None. id_name: the id's name in URLs, "NOUN_id"
+    if it is empty. missing: message of the 404, with {} for the id; param and code of it, where they are not the id's
+    name and "NOUN_not_found". fields: of an answer, kept in the audit log."""
 
     noun: str
     prefix: str
     scopes: tuple[str, ...]
     find: Callable[..., Row | None]
-    id_name: str
-    missing: str
+    id_name: str = ""
+    missing: str = ""
     param: str = ""
     code: str = ""
     fields: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id_name", self.id_name or f"{self.noun}_id")
 
     def known(self, db: Database, row_id: str, caller: Principal, param: str = "") -> Row:
         """param: where the request names it. Raises NotFound, also for another owner's."""
@@ -51,7 +55,7 @@ class Resource(Generic[Row]):
         return row
 
     def absent(self, row_id: str, param: str = "") -> NotFound:
-        message = self.missing.format(shown(row_id))
+        message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
         return NotFound(message, param=param or self.param or self.id_name, code=self.code or f"{self.noun}_not_found")
 
     def attempt(self, request: Request, caller: Principal, body: Any) -> Attempt[Row]:
@@ -60,14 +64,14 @@ class Resource(Generic[Row]):
         return Attempt(request, caller, self.prefix, body, known)
 
     def router(self) -> APIRouter:
-        return make_router(self.prefix, *self.scopes, noun=self.noun, fields=self.fields)
+        return make_router(self.prefix, *self.scopes, reads=self.reads, noun=self.noun, fields=self.fields)
 
     def serve(
         self,
         context: ControllerContext,
         view: Callable[[Row], dict[str, Any]],
         page: Callable[..., Page[Row]],
-        part: Any,
+        part: Any = RECENT,
         filters: Callable[..., dict[str, Any]] = no_filters,
     ) -> APIRouter:
         """A router with the routes of the list and of one.

@@ -1,4 +1,4 @@
-"""The routers of the control plane: required scopes, bounded bodies, reads on threads, an audit row of each change.
+"""The routers of the control plane: scopes, bounded bodies, reads on threads, an audit row of each change.
 
 `json.loads` accepts NaN, 5,000-digit integers and lone surrogates, and fails with RecursionError on 100,000 brackets;
 orjson refuses all of them with a position. The hook is FastAPI's documented custom Request and APIRoute class
@@ -8,60 +8,85 @@ orjson refuses all of them with a position. The hook is FastAPI's documented cus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from appliance.controller.http.audited import READS, Audit, audited
+from appliance.controller.context import audit
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.http.reading import DATABASE, of_one_moment
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge
-from appliance.controller.interfaces.principal import needs
+from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
+from appliance.controller.interfaces.principal import Principal, allow, identity_of, read_principal
 from weights.format.foreign_json import is_deeper
 
 MAX_BYTES = 3 << 20
 """Of a JSON body: a grader has 2 MiB at most (train.graders), and more than this comes as a file."""
-MAX_COPIES_BYTES = 64 << 20
-"""Of a gateway's copies of answers."""
 FORM_BYTES = 64 << 10
 """Of a form that has a file, apart from the file."""
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _PARSED_HERE = 64 << 10
 """A body of this size takes less time than a change of threads."""
+_VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the routes of one router have in common, as `make_router` takes it."""
+
+    prefix: str
+    scopes: tuple[str, ...]
+    reads: tuple[str, ...]
+    noun: str
+    fields: tuple[str, ...]
 
 
 def make_router(
-    prefix: str,
-    *scopes: str,
-    noun: str = "",
-    fields: tuple[str, ...] = (),
-    check: Callable[..., Awaitable[Any]] | None = None,
+    prefix: str, *scopes: str, reads: tuple[str, ...] = (), noun: str = "", fields: tuple[str, ...] = ()
 ) -> APIRouter:
-    """A router whose routes require one of `scopes`, or admin; without scopes each route decides, or `check`, a
-    dependency, does. noun, fields: of the audit rows of its changes (`Audit`)."""
+    """A router whose routes require one of `scopes`, or admin; a GET admits `reads` too. `needs` declares those of a
+    single route. noun: "file" of the audit's "file.create". fields: of answers, kept in the audit log."""
 
     class Route(StrictRoute):
-        audit = Audit(noun, prefix, fields)
+        group = Group(prefix, scopes, reads, noun, fields)
 
-    check = needs(*scopes) if scopes else check
-    dependencies = [Depends(check)] if check is not None else []
-    return APIRouter(prefix=prefix, route_class=Route, responses=RESPONSES, dependencies=dependencies)
+    # After the body has arrived: the key may have ended meanwhile.
+    return APIRouter(prefix=prefix, route_class=Route, responses=RESPONSES, dependencies=[Depends(read_principal)])
 
 
-def max_bytes(path: str, config: ControllerConfig) -> int:
-    """Of a body. path: the route's, with its parameters' names."""
-    if path == "/v1/files":
-        return config.upload_bytes + FORM_BYTES
-    if path == "/v1/uploads/{upload_id}/parts":
-        return config.upload_part_bytes + FORM_BYTES
-    return MAX_COPIES_BYTES if path == "/internal/responses" else MAX_BYTES
+def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
+    """The scopes of one route, in place of its router's."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        endpoint.scopes = scopes  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
+
+
+def unaudited(endpoint: Endpoint) -> Endpoint:
+    """A route that leaves no audit row. Say why."""
+    endpoint.unaudited = True  # type: ignore[attr-defined]
+    return endpoint
+
+
+def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
+    """The most that a body of this route may have, in place of MAX_BYTES."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        endpoint.max_bytes = max_bytes  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
 
 
 class StrictRequest(Request):
@@ -103,26 +128,55 @@ def parsed(text: bytes) -> Any:
 
 
 class StrictRoute(APIRoute):
-    """A route with one method. One whose endpoint is not a coroutine only reads, and runs on a thread. A change is
-    answered once the gateways know it."""
+    """A route with one method and declared scopes. An endpoint that is not a coroutine only reads, and runs on a
+    thread. A change is answered once the gateways know it, and leaves an audit row: the handler's own, or else this
+    one's."""
 
-    audit: ClassVar[Audit] = Audit("", "")
+    group: ClassVar[Group]
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
-        """options: of APIRoute, as APIRouter gives them."""
+        """options: of APIRoute, as APIRouter gives them. Raises TypeError for a route without scopes."""
+        (self.verb,) = options["methods"]
+        declared = self.group.scopes + (self.group.reads if self.verb == "GET" else ())
+        self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", declared)
+        if not self.scopes:
+            raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
+        self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else of_one_moment(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle, (method,) = super().get_route_handler(), self.methods
+        handle = super().get_route_handler()
 
-        async def strict(request: Request) -> Response:
+        async def answered(request: Request) -> Response:
             context = request.app.state.context
+            if not allow(identity_of(request).scopes, *self.scopes):
+                raise Forbidden(" or ".join(self.scopes))
             DATABASE.set(context.db)
-            most = max_bytes(self.path, context.config)
-            response = await handle(StrictRequest(request.scope, request.receive, most))
-            if method not in READS and response.status_code < 400:
+            strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
+            response = await handle(strict)
+            if self.verb != "GET" and response.status_code < 400:
                 # The next request, for a new key or a canary, may follow at once.
                 await context.bus.caught_up()
+                caller: Principal = request.scope["state"]["principal"]
+                if not caller.recorded and not hasattr(self.endpoint, "unaudited"):
+                    self._record(request, caller, response)
             return response
 
-        return audited(strict, self.endpoint, self.audit, method, self.path)
+        return answered
+
+    def _record(self, request: Request, caller: Principal, response: Response) -> None:
+        """ "noun.verb": the verb is the last part of the path, or follows from the method."""
+        last = self.path.removeprefix(self.group.prefix).rpartition("/")[2]
+        verb = "create" if not last else _VERBS[self.verb] if last.startswith("{") else last
+        action = f"{self.group.noun}.{verb}" if self.group.noun else f"{self.verb.lower()} {self.path}"
+        is_json = response.headers.get("content-type") == "application/json"
+        given = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
+        answer = given if isinstance(given, dict) else {}
+        target = "/".join(str(value) for value in request.path_params.values())
+        audit.record(
+            request.app.state.context,
+            caller,
+            action,
+            target or str(answer.get("id") or answer.get("name") or ""),
+            **{name: answer[name] for name in self.group.fields if answer.get(name) is not None},
+        )

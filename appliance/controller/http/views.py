@@ -13,15 +13,8 @@ from appliance.store.objects import job_records
 from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, columns
 from train.methods.methods import DEFAULT, METHODS
 
-_STATUS_OF_PHASE = {
-    "validating": "validating_files",
-    "queued": "queued",
-    "running": "running",
-    "suspended": "queued",  # OpenAI has no "paused" or "suspended"; the events say which it is and why
-    "succeeded": "succeeded",
-    "failed": "failed",
-    "cancelled": "cancelled",
-}
+# OpenAI has no "paused" or "suspended"; the events say which it is and why.
+_STATUS_OF_PHASE = {"validating": "validating_files", "suspended": "queued"}
 _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
@@ -52,7 +45,7 @@ def job_status(row: JobRow) -> str:
     """An accepted cancellation is final, so it shows before the devices are free."""
     if row.wanted == "cancel" and not row.finished:
         return "cancelled"
-    return _STATUS_OF_PHASE[row.phase]
+    return _STATUS_OF_PHASE.get(row.phase, row.phase)
 
 
 def job_phase(row: JobRow) -> str:

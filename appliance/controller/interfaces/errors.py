@@ -1,8 +1,7 @@
 """Errors of the controller, and how each appears to a client: always as OpenAI's error object.
 
-ControllerError
-├── OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
-└── SwapFailed            the replicas could not take the wanted version (raised by `Scheduler`)
+OperationFailed       long work ended with a reason a person can act on (raised by `LibraryOps`)
+SwapFailed            the replicas could not take the wanted version (raised by `Scheduler`)
 
 ApiError (an HTTPException)
 ├── BadRequest        400
@@ -27,11 +26,7 @@ from starlette.exceptions import HTTPException
 NEVER_RETRY = {"x-should-retry": "false"}
 
 
-class ControllerError(Exception):
-    """Base of all exceptions inside the controller that are not an answer to a client."""
-
-
-class OperationFailed(ControllerError):
+class OperationFailed(Exception):
     """A long operation failed for a reason that a user can act on: `code` for programs, the message for people."""
 
     def __init__(self, message: str, *, code: str = "operation_failed"):
@@ -39,7 +34,7 @@ class OperationFailed(ControllerError):
         self.code = code
 
 
-class SwapFailed(ControllerError):
+class SwapFailed(Exception):
     """Replicas could not be swapped to the wanted version; they keep the previous one or go back to it."""
 
     def __init__(self, model: str, wanted: str | None, reason: str):

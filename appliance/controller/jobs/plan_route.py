@@ -16,10 +16,10 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.audited import unaudited
+from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
-from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
@@ -64,6 +64,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
+    @needs(FINE_TUNING)
     @unaudited  # nothing is changed
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
         if body.job is not None and body.serve is None:

@@ -23,7 +23,6 @@ JOBS = Resource(
     "/v1/fine_tuning/jobs",
     (FINE_TUNING,),
     jobs.find_visible,
-    id_name="job_id",
     missing="Could not find fine tune: {}",
     param="fine_tune_id",
     code="fine_tune_not_found",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
+from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.work import BATCHES as KIND
 from appliance.controller.batches.work import waiting_for
@@ -22,7 +23,6 @@ from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
-from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 WINDOW_S = 24 * 3600.0
 _MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -31,8 +31,6 @@ BATCHES = Resource(
     "/v1/batches",
     (INFERENCE,),
     batches.find,
-    id_name="batch_id",
-    missing="No batch found with id {}.",
     fields=("endpoint", "input_file_id", "status"),
 )
 
@@ -47,7 +45,7 @@ class BatchCreate(StrictBody):
 
 def routes(context: ControllerContext) -> APIRouter:
     db, view = context.db, partial(_view, context)
-    router = BATCHES.serve(context, view, batches.page, part(20, most=100, order=None))
+    router = BATCHES.serve(context, view, batches.page, part(20, most=100))
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def reading_routes(context: ControllerContext) -> APIRouter:
         return JOBS.known(db, job_id, caller.seeing_all() if caller.may(READ) else caller)
 
     @router.get("")
-    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+    def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
         objects, left = list[dict[str, Any]](), database.PAGE_BYTES
@@ -107,7 +107,7 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
         return _view(context, ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
-    def events(job_id: str, caller: Caller, part: Annotated[Part, part(20, order=None)]) -> dict[str, Any]:
+    def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
         return list_object(job_records.page_events(db, job_id, **part), views.event_object)
 
@@ -119,7 +119,7 @@ def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
-    def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10, order=None)]) -> dict[str, Any]:
+    def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
         return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
 

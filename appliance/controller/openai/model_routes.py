@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model, usable_models
+from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
 from appliance.controller.http.reading import Status
-from appliance.controller.http.routers import make_router
+from appliance.controller.http.routers import make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
@@ -28,23 +28,24 @@ from appliance.store.rows import ModelRow, columns
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = make_router("/v1/models")
+    router = make_router("/v1/models", FINE_TUNING)
     db = context.db
 
-    @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
+    @router.get("")
+    @needs(INFERENCE, FINE_TUNING, READ)
     def list_models(caller: Caller, now: Status) -> dict[str, Any]:
-        usable = usable_models(db, caller.key_id)
         states, data = ModelStates(db, now), []
         for name in models.callable_names(db, caller.viewer):
-            if (usable is None or name in usable) and (item := resolve(db, name)) is not None:
+            if caller_may_use(db, caller, name) and (item := resolve(db, name)) is not None:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
 
-    @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
+    @router.get("/{name:path}")
+    @needs(INFERENCE, FINE_TUNING, READ)
     def retrieve(name: str, caller: Caller, now: Status) -> dict[str, Any]:
         return _shown(context, usable_model(db, caller, name), caller, ModelStates(db, now))
 
-    @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
+    @router.delete("/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
@@ -57,7 +58,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return {"id": name, "object": "model", "deleted": True}
 
     # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
-    @router.post("/{name:path}/share", dependencies=[Depends(needs(FINE_TUNING))])
+    @router.post("/{name:path}/share")
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs. An operator, who sees all keys, is told under

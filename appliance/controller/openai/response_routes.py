@@ -16,13 +16,12 @@ from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.audited import unaudited
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import list_object, metadata_of, part, sliced
 from appliance.controller.http.reading import answer
-from appliance.controller.http.routers import make_router
+from appliance.controller.http.routers import make_router, needs, takes, unaudited
 from appliance.controller.http.strict_body import Metadata, StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Forbidden
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.background import RESPONSES, BackgroundResponses
@@ -32,6 +31,9 @@ from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.rows import ResponseRow
+
+MAX_COPIES_BYTES = 64 << 20
+"""Of a gateway's copies of answers."""
 
 
 class CompletionUpdate(StrictBody):
@@ -117,17 +119,17 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
     """For gateways; none of them forwards a client's request here."""
-    router = make_router("/internal/responses")
+    router = make_router("/internal/responses", GATEWAY)
 
     @router.post("", include_in_schema=False)
+    @takes(lambda _: MAX_COPIES_BYTES)
     @unaudited  # copies of answers to requests of inference
-    async def take(request: Request, caller: Caller) -> dict[str, int]:
-        if not caller.is_gateway:
-            raise Forbidden(GATEWAY)
+    async def take(request: Request) -> dict[str, int]:
         copies = await request.json()
         return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
 
     @router.get("/context", include_in_schema=False)
+    @needs(INFERENCE)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
         return _json(orjson.dumps(await stored.conversation(id, caller.viewer)))

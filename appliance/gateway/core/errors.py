@@ -66,9 +66,9 @@ def protocol_error(message: str, status: int = 400) -> HttpError:
     return HttpError(status, message, kind="invalid_request_error", code="bad_http_request", close=True)
 
 
-def body_too_large(limit: int, *, close: bool = True) -> HttpError:
+def body_too_large(limit: int) -> HttpError:
     message = f"The request body is over the limit of {limit} bytes."
-    return HttpError(413, message, code="request_too_large", close=close)
+    return HttpError(413, message, code="request_too_large", close=True)
 
 
 def unknown_url(method: str, path: str) -> HttpError:

@@ -1,4 +1,6 @@
-"""Defines which URLs exist, who may call them and where they go. Pure; an allowlist, so engines stay private."""
+"""Defines which URLs exist, who may call them and where they go. Pure; an allowlist, so engines stay private.
+
+The controller's own routes are below a few prefixes: it knows them by itself, with the scopes of each."""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist. scopes: any one of them (or admin) suffices. task: required task of the model.
-    converses: it needs the model's chat template. upload: bodies may be as large as a file."""
+    """One row of the allowlist. scopes: any one of them (or admin) suffices; the controller's own routes may ask for
+    others. task: required task of the model. converses: it needs the model's chat template. upload: bodies may be as
+    large as a file."""
 
     name: str
     kind: Kind
@@ -63,9 +66,6 @@ class Route:
 
 
 _INF = frozenset({INFERENCE})
-_TUNE = frozenset({FINE_TUNING})
-_ADMIN = frozenset({ADMIN})
-_READ_MODELS = frozenset({INFERENCE, FINE_TUNING, READ})
 _ANY = frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING})
 _NOBODY = frozenset[str]()
 
@@ -82,21 +82,20 @@ def _inference(url: str, name: str, task: str = "generate", engine_path: str = "
     return _route(Kind.INFERENCE, "POST", url, _INF, name, converses=converses, task=task, engine_path=path)
 
 
-def _control(methods: str, url: str, scopes: frozenset[str], name: str = "", **more: Any) -> Route:
-    return _route(Kind.CONTROL, methods, url, scopes, name or url.partition("/*")[0].rpartition("/")[2], **more)
+def _control(url: str, name: str, upload: bool = False) -> Route:
+    return _route(Kind.CONTROL, "GET POST PUT PATCH DELETE", url, _ANY, name, upload=upload)
 
 
 # The route of a request until its own is known.
 UNKNOWN = _route(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
 # Browsers are sent to the page from here; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
-ROTATION = _control("POST", "/admin/v1/*/rotate", _ADMIN, "admin")
-SESSIONS = _control("GET POST DELETE", "/admin/v1/sessions/**", _ANY)
-_KEPT = "stored completions"
+ROTATION = _control("/admin/v1/keys/*/rotate", "admin")
+SESSIONS = _control("/admin/v1/sessions/**", "admin")
 
-# The first row whose URLs and methods match.
 ROUTES: tuple[Route, ...] = (
     _inference("/v1/chat/completions", "chat.completions"),
+    _route(Kind.CONTROL, "GET", "/v1/chat/completions", _INF, "control"),
     _inference("/v1/completions", "completions"),
     _inference("/v1/responses", RESPONSES),
     _inference("/v1/responses/input_tokens", INPUT_TOKENS, engine_path="/v1/responses/render"),
@@ -111,27 +110,15 @@ ROUTES: tuple[Route, ...] = (
     # The page's way to a login provider and back, before anybody has a key or a login.
     _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login"),
     _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login"),
-    _control("GET", "/v1/chat/completions/**", _INF, _KEPT),
-    _control("POST DELETE", "/v1/chat/completions/*", _INF, _KEPT),
-    _control("GET DELETE", "/v1/responses/*", _INF, "stored responses"),
-    _control("POST", "/v1/responses/*/cancel", _INF, "stored responses"),
-    _control("GET POST DELETE", "/v1/files/**", _TUNE, upload=True),
-    _control("GET POST DELETE", "/v1/uploads/**", _TUNE, upload=True),
-    _control("GET", "/v1/fine_tuning/jobs/**", frozenset({FINE_TUNING, READ}), "fine_tuning"),
-    _control("GET POST DELETE", "/v1/fine_tuning/**", _TUNE),
-    _control("GET POST", "/v1/batches/**", _INF),
-    _control("GET POST DELETE", "/v1/evals/**", _TUNE),
-    _control("GET", "/v1/models/**", _READ_MODELS),
-    _control("DELETE", "/v1/models/*", _TUNE),
-    _control("POST", "/v1/models/*/share", _TUNE),
-    # The controller shows each key only the usage and events that it may see.
-    _control("GET", "/admin/v1/(?:usage|events)", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}), "admin"),
-    _control("GET", "/admin/v1/me", _ANY),
-    _control("POST", "/admin/v1/plan", frozenset({ADMIN, FINE_TUNING}), "admin"),
+)
+# Of the URLs that none above has, the first row: the controller decides on the rest of the URL, method and scopes.
+CONTROL: tuple[Route, ...] = (
+    _control("/v1/files/**", "files", upload=True),
+    _control("/v1/uploads/**", "uploads", upload=True),
     SESSIONS,
     ROTATION,
-    _control("GET", "/admin/v1/**", frozenset({ADMIN, READ}), "admin"),
-    _control("POST PUT PATCH DELETE", "/admin/v1/**", _ADMIN, "admin"),
+    _control("/v1/*", "control"),
+    _control("/admin/v1/*", "admin"),
 )
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
@@ -160,7 +147,9 @@ def resolve(method: bytes, path: bytes) -> Route:
     """The route of `method` on `path` (raw bytes, without the query).
 
     Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take."""
-    rows = [] if _UNSAFE_PATH.search(path) else [route for route in ROUTES if route.urls.fullmatch(path)]
+    rows = list[Route]()
+    for table in () if _UNSAFE_PATH.search(path) else (ROUTES, CONTROL):
+        rows = rows or [row for row in table if row.urls.fullmatch(path)]
     if (route := next((route for route in rows if method in route.methods), None)) is not None:
         return route
     shown, url = method[:200].decode("ascii", "replace"), path[:200].decode("ascii", "replace")

@@ -26,7 +26,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
-from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
+from appliance.gateway.requests.request_check import check_length, check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
@@ -188,50 +188,38 @@ class App:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
         model = state.callable_model(name, caller, private)
         exchange.model = (model.host if in_training else name).partition("@")[0]
+        message = ""  # before an engine is started
+        if model.task != route.task:
+            message = f"The model `{name}` does not support {route.name}."
+        elif route.converses and not model.chats:
+            message = (
+                f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, "
+                "or give it one with `appliance model deploy MODEL --chat-template FILE`."
+            )
+        if message:
+            raise HttpError(400, message, param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
-        checked.model = name
-        self._check_model(exchange, checked)
         transcript = checked.transcript
+        background = transcript is not None and transcript.background
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
             if transcript.stores and not self._controller.has_room():
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
-            if transcript.background:
-                self._open(exchange, checked)
-                await self._controller.relay(exchange, body)
-                return None
-            if transcript.previous_id:
+            if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
-                self._check_model(exchange, checked)
-        self._open(exchange, checked)
-        exchange.routed_model = checked.model
+        checked.model, exchange.ignored = name, checked.ignored
+        if model.max_model_len is not None:
+            check_length(checked, model.max_model_len)
+        state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
+        exchange.checked, exchange.routed_model = checked, name
+        if background:
+            await self._controller.relay(exchange, body)
+            return None
         if state.tracing is not None:
             state.tracing.begin(exchange)
         return Inference(state, self._controller, exchange, checked)
-
-    def _open(self, exchange: Exchange, checked: Checked) -> None:
-        """Raises HttpError 429."""
-        self._state.spending.opened(exchange.caller, exchange.use, checked.tokens, self._state.limits.owner_requests)
-        exchange.checked = checked
-
-    def _check_model(self, exchange: Exchange, checked: Checked) -> None:
-        """Raises HttpError unless the model does what is asked."""
-        route = exchange.route
-        exchange.ignored = checked.ignored
-        model, message = self._state.callable_model(checked.model, exchange.caller, exchange.connection.private), ""
-        if model.task != route.task:
-            message = f"The model `{checked.model}` does not support {route.name}."
-        elif route.converses and not model.chats:
-            message = (
-                f"The model `{checked.model}` has no chat template, so it knows no conversations: ask it with "
-                "/v1/completions, or give it one with `appliance model deploy MODEL --chat-template FILE`."
-            )
-        if message:  # before an engine is started
-            raise HttpError(400, message, param="model", code="model_not_supported")
-        if model.max_model_len is not None:
-            check_length(checked, model.max_model_len)
 
 
 # -- what a head brings

@@ -73,6 +73,8 @@ class Controller:
         async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:
             if response.status >= 400:
                 error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
+                error.allow = response.headers.get("allow")
+                error.should_retry = False if response.headers.get("x-should-retry") == "false" else None
                 if after := response.headers.get("retry-after"):
                     error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
                 raise error
@@ -153,7 +155,7 @@ class Controller:
                 raise errors.from_upstream(response.status, earlier)
         nbytes = exchange.body_bytes + len(earlier)
         if nbytes > limit:
-            raise errors.body_too_large(limit, close=False)  # the client's own body was not
+            raise errors.body_too_large(limit)
         state.take_body(exchange, len(earlier))
         again = check_object(exchange.route, joined(data, earlier), nbytes, state.limits)
         again.transcript = transcript
@@ -210,8 +212,8 @@ def identity(exchange: Exchange, token: bytes) -> list[tuple[str, str]]:
     if caller is NOBODY:
         assert exchange.route.kind is Kind.LOGIN, "all others name a key"
         return own_identity(exchange.request_id, token)
-    by = ("x-appliance-session", exchange.session) if exchange.session else ("x-appliance-secret", caller.secret)
-    return [by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
+    by = [("x-appliance-session", exchange.session)] if exchange.session else []
+    return [*by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
 
 
 def own_identity(

@@ -6,12 +6,10 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
-from appliance.store.rows import UNFINISHED_BATCH, BatchRow
-from appliance.store.table import Table
+from appliance.store.rows import BATCHES, UNFINISHED_BATCH, BatchRow
 
 _UNFINISHED = sql_list(UNFINISHED_BATCH)
-_TABLE = Table("batches", BatchRow)
-insert, find, update, page = _TABLE.insert, _TABLE.find_visible, _TABLE.update, _TABLE.page_visible
+insert, find, update, page = BATCHES.insert, BATCHES.find_visible, BATCHES.update, BATCHES.page_visible
 
 
 def using_file(db: Database, file_id: str) -> BatchRow | None:

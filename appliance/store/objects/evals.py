@@ -9,13 +9,11 @@ from collections.abc import Iterable
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
-from appliance.store.table import Table
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
-_TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
-insert, update, find = _TABLE.insert, _TABLE.update, _TABLE.find_visible
-insert_run, update_run = _RUNS.insert, _RUNS.update
+insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
+insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
 
 
 def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
@@ -23,7 +21,7 @@ def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
-    return _RUNS.find_visible(db, run_id, viewer=viewer)
+    return EVAL_RUNS.find_visible(db, run_id, viewer=viewer)
 
 
 def page_runs(
@@ -59,7 +57,7 @@ def delete(db: Database, deleted: str) -> None:
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
     with db.transaction():
         for row in rows:
-            _ITEMS.insert(db, row)
+            EVAL_ITEMS.insert(db, row)
 
 
 def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:

@@ -9,18 +9,16 @@ import time
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import UNFINISHED_BATCH, FileRow
-from appliance.store.table import Table
+from appliance.store.rows import FILES, UNFINISHED_BATCH, FileRow
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
-_TABLE = Table("files", FileRow)
-insert, update, delete = _TABLE.insert, _TABLE.update, _TABLE.delete
+insert, update, delete = FILES.insert, FILES.update, FILES.delete
 
 
 def find(db: Database, file_id: str, *, viewer: str | None, now_s: float | None = None) -> FileRow | None:
     """None also for a file whose time has passed but that was not swept yet. now_s: Unix time, None: now."""
-    row, now_s = _TABLE.find_visible(db, file_id, viewer=viewer), time.time() if now_s is None else now_s
+    row, now_s = FILES.find_visible(db, file_id, viewer=viewer), time.time() if now_s is None else now_s
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import fields
 from typing import Unpack
 
-from appliance.store.database import Database, Page, Part, encode
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import (
+    CHECKPOINTS,
+    JOB_EVENTS,
+    JOB_JUDGES,
+    JOB_METRICS,
     CheckpointNameRow,
     CheckpointRow,
     JobEventRow,
-    JobJudgeRow,
     JobMetricRow,
 )
-from appliance.store.table import Table
 
-_JUDGES, _EVENTS = Table("job_judges", JobJudgeRow, "job_id"), Table("job_events", JobEventRow)
-insert_judge, find_judge, insert_event = _JUDGES.insert, _JUDGES.find, _EVENTS.insert
-_CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
-insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
+insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
+insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
+upsert_metric = JOB_METRICS.insert_or_merge
+"""A step that ran again replaces its row, but keeps a validation loss already measured at it."""
 MOST_TEACHERS = 100
 """Versions of one job's teacher."""
 
@@ -30,7 +31,7 @@ def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
         row = find_judge(db, job_id)
         new = sorted(set(versions).difference(row.taught_by)) if row is not None else []
         if row is not None and new:
-            _JUDGES.update(db, job_id, taught_by=[*row.taught_by, *new][:MOST_TEACHERS])
+            JOB_JUDGES.update(db, job_id, taught_by=[*row.taught_by, *new][:MOST_TEACHERS])
 
 
 def teachers_of_running(db: Database) -> list[str]:
@@ -45,19 +46,6 @@ def teachers_of_running(db: Database) -> list[str]:
 def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
     """Newest first."""
     return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
-
-
-def upsert_metric(db: Database, row: JobMetricRow) -> None:
-    """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
-    values = {field.name: encode(field, getattr(row, field.name)) for field in fields(JobMetricRow)}
-    assignments = ", ".join(
-        f"{name} = coalesce(excluded.{name}, job_metrics.{name})" for name in values if name not in ("job_id", "step")
-    )
-    db.execute(
-        f"INSERT INTO job_metrics ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
-        f"ON CONFLICT (job_id, step) DO UPDATE SET {assignments}",
-        list(values.values()),
-    )
 
 
 def set_communication(db: Database, job_id: str, step: int, share: float) -> None:

@@ -9,12 +9,10 @@ from typing import Any, Unpack
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
-from appliance.store.table import Table
+from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
 
 _LIVE = sql_list(UNFINISHED_PHASES)
-_TABLE = Table("jobs", JobRow)
-insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
+insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
 
 
 def get(db: Database, job_id: str) -> JobRow:
@@ -50,7 +48,7 @@ def page(
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
-    return _TABLE.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
+    return JOBS.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
@@ -110,7 +108,7 @@ def has_made(db: Database, owner: str, name: str) -> bool:
 
 
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
-    return _TABLE.list_all(db, "phase = ?", phase)
+    return JOBS.list_all(db, "phase = ?", phase)
 
 
 def failed_by_code(db: Database) -> dict[str, int]:
@@ -130,13 +128,13 @@ def models_sampled(db: Database) -> list[str]:
 def list_left_snapshots(db: Database) -> list[JobRow]:
     """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
     # "+": not by the index of phases, which has all that have ended.
-    return _TABLE.list_all(db, f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL")
+    return JOBS.list_all(db, f"+phase IN ({sql_list(FINISHED_PHASES)}) AND snapshot IS NOT NULL")
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"
-    _TABLE.update(db, job_id, **changes)
+    JOBS.update(db, job_id, **changes)
 
 
 def add_energy(db: Database, job_id: str, joules: float, metered_s: float) -> None:
@@ -185,7 +183,7 @@ def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> Non
             implied |= {"devices": [], "eta_s": None, "tokens_per_s": None}
         if phase in FINISHED_PHASES and row.finished_s is None:
             implied["finished_s"] = now_s
-        _TABLE.update(db, job_id, **implied | changes)
+        JOBS.update(db, job_id, **implied | changes)
 
 
 def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
@@ -197,5 +195,5 @@ def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
         if row.wanted == "cancel" and wanted != "cancel":
             raise IllegalTransition("jobs", job_id, "cancelled", wanted)
         if not row.finished:
-            _TABLE.update(db, job_id, wanted=wanted)
+            JOBS.update(db, job_id, wanted=wanted)
         return get(db, job_id)

@@ -6,8 +6,7 @@ import time
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import ModelRow, VersionRow
-from appliance.store.table import Table
+from appliance.store.rows import MODELS, VERSIONS, ModelRow, VersionRow
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -17,15 +16,14 @@ _VISIBLE = (
 EVERYBODY = "*"
 VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
-_TABLE, _VERSIONS = Table("models", ModelRow), Table("versions", VersionRow, "model", "version")
-find, update, list_all, page = _TABLE.find, _TABLE.update, _TABLE.list_all, _TABLE.page
-insert_version, find_version, update_version = _VERSIONS.insert, _VERSIONS.find, _VERSIONS.update
+find, update, list_all, page = MODELS.find, MODELS.update, MODELS.list_all, MODELS.page
+insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
 
 
 def insert(db: Database, row: ModelRow) -> None:
     """An imported model is for everybody, and one that a job made is its owner's alone, until that is changed."""
     with db.transaction():
-        _TABLE.insert(db, row)
+        MODELS.insert(db, row)
         if row.kind == "base":
             share(db, row.id, EVERYBODY)
 
@@ -107,7 +105,7 @@ def active(db: Database, row: ModelRow) -> VersionRow | None:
 
 def list_versions(db: Database, model: str) -> list[VersionRow]:
     """Oldest first."""
-    return _VERSIONS.list_all(db, "model = ?", model)
+    return VERSIONS.list_all(db, "model = ?", model)
 
 
 def names_of_versions(db: Database, model: str, most: int) -> list[str]:
@@ -117,7 +115,7 @@ def names_of_versions(db: Database, model: str, most: int) -> list[str]:
 
 def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
-    return _VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)
+    return VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)
 
 
 def delete_version(db: Database, model: str, version: str) -> None:

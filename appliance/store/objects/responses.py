@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Unpack, cast, get_args
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
-from appliance.store.table import Table
+from appliance.store.rows import RESPONSES, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 COMPLETION = "chat.completion"
 _UNFINISHED = sql_list(UNFINISHED_RESPONSE)
 _ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
-_TABLE = Table("responses", ResponseRow)
-find, find_visible, update, delete = _TABLE.find, _TABLE.find_visible, _TABLE.update, _TABLE.delete
+find, find_visible, update, delete = RESPONSES.find, RESPONSES.find_visible, RESPONSES.update, RESPONSES.delete
 
 
 def bytes_of(*texts: str | None) -> int:
@@ -31,7 +29,7 @@ def insert(db: Database, row: ResponseRow) -> bool:
     """Does nothing and returns False if there is one with this id, because a copy may arrive twice."""
     if status(db, row.id) is not None:
         return False
-    _TABLE.insert(db, row)
+    RESPONSES.insert(db, row)
     return True
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.store.rows import TaskRow
-from appliance.store.table import Table
+from appliance.store.rows import TASKS, TaskRow
 
-_TABLE = Table("tasks", TaskRow, "kind", "id")
-find = _TABLE.find
+find = TASKS.find
 
 
 def insert(db: Database, row: TaskRow) -> None:
     """Does nothing if the task is there."""
     with db.transaction():
         if find(db, row.kind, row.id) is None:
-            _TABLE.insert(db, row)
+            TASKS.insert(db, row)
 
 
 def list_all(db: Database, *, key_id: str | None = None) -> list[TaskRow]:

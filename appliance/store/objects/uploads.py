@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.store.rows import UploadRow
-from appliance.store.table import Table
+from appliance.store.rows import UPLOADS, UploadRow
 
-_TABLE = Table("uploads", UploadRow)
-insert, find, update = _TABLE.insert, _TABLE.find_visible, _TABLE.update
+insert, find, update = UPLOADS.insert, UPLOADS.find_visible, UPLOADS.update
 
 
 def overdue(db: Database, *, now_s: float) -> list[UploadRow]:

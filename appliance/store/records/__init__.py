@@ -4,15 +4,10 @@ Never: Holds a rule of the API; the tables here need no SQL of their own, each f
 Begin with keys.py.
 """
 
-from appliance.store.rows import AuditRow, DeploymentRow, OperationRow, TierRemovalRow, WindowRow
-from appliance.store.table import Table
+from appliance.store.rows import AUDIT as audit
+from appliance.store.rows import DEPLOYMENTS as deployments
+from appliance.store.rows import OPERATIONS as operations
+from appliance.store.rows import TIER_REMOVALS as tier_removals
+from appliance.store.rows import WINDOWS as windows
 
-audit = Table("audit", AuditRow)
-# A model without a row here is not served.
-deployments = Table("deployments", DeploymentRow, "model", order="created_s, model")
-# Imports and verifications.
-operations = Table("operations", OperationRow)
-# Versions that were deleted and are still to be taken out of a tier.
-tier_removals = Table("tier_removals", TierRemovalRow, "tier", "kind", "model", "version", order="created_s")
-# Modes that come and go by the clock.
-windows = Table("windows", WindowRow)
+__all__ = ["audit", "deployments", "operations", "tier_removals", "windows"]

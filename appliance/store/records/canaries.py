@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.store.rows import CanaryRow
-from appliance.store.table import Table
+from appliance.store.rows import CANARIES, CanaryRow
 
-_TABLE = Table("canaries", CanaryRow, "model", order="created_s, model")
-put, find, update, list_all = _TABLE.put, _TABLE.find, _TABLE.update, _TABLE.list_all
+put, find, update, list_all = CANARIES.put, CANARIES.find, CANARIES.update, CANARIES.list_all
 """`find`: the model's last one, running or ended."""
 
 
@@ -17,4 +15,4 @@ def find_running(db: Database, model: str) -> CanaryRow | None:
 
 
 def list_running(db: Database) -> list[CanaryRow]:
-    return _TABLE.list_all(db, "state = 'running'")
+    return CANARIES.list_all(db, "state = 'running'")

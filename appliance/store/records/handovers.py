@@ -4,21 +4,18 @@ crash."""
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
-from appliance.store.table import Table
+from appliance.store.rows import HANDOVER_STEPS, HANDOVERS, HandoverRow, HandoverStepRow, HandoverTotal
 
-_TABLE = Table("handovers", HandoverRow)
-_STEPS = Table("handover_steps", HandoverStepRow, "handover_id", "position", order="position")
-find, update, page = _TABLE.find, _TABLE.update, _TABLE.page
-put_step = _STEPS.put  # those of an undo are not in the plan
+find, update, page = HANDOVERS.find, HANDOVERS.update, HANDOVERS.page
+put_step = HANDOVER_STEPS.put  # those of an undo are not in the plan
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
     """Writes the whole plan at once: half a plan could be neither finished nor undone."""
     with db.transaction():
-        _TABLE.insert(db, row)
+        HANDOVERS.insert(db, row)
         for step in steps:
-            _STEPS.insert(db, step)
+            HANDOVER_STEPS.insert(db, step)
 
 
 def totals(db: Database) -> list[HandoverTotal]:
@@ -34,8 +31,8 @@ def totals(db: Database) -> list[HandoverTotal]:
 
 def list_open(db: Database) -> list[HandoverRow]:
     """Those without an end, oldest first, which a restart has to finish or undo."""
-    return _TABLE.list_all(db, "ended_s IS NULL")
+    return HANDOVERS.list_all(db, "ended_s IS NULL")
 
 
 def steps(db: Database, handover_id: str) -> list[HandoverStepRow]:
-    return _STEPS.list_all(db, "handover_id = ?", handover_id)
+    return HANDOVER_STEPS.list_all(db, "handover_id = ?", handover_id)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any
 
-from appliance.store.database import Database, Page, Part
+from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
-from appliance.store.rows import KeyRow
-from appliance.store.table import Table
+from appliance.store.rows import KEYS, KeyRow
 from runtime.moments import minute
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
-_OF_ENDS = "revoked_s, expires_s, sha256"
-_TABLE = Table("keys", KeyRow, called="name")
-insert, update, list_all = _TABLE.insert, _TABLE.update, _TABLE.list_all
+insert, update, list_all, page = KEYS.insert, KEYS.update, KEYS.list_all, KEYS.page
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -29,7 +27,7 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
-    key = _new_secret()
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
     row = KeyRow(
         id=new_id("key_"),
         name=name,
@@ -47,17 +45,13 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
     """Give a live key a new secret: the old one, and the logins of the page that were made by it, end. Returns as
     `create` does. Raises RowNotFound."""
-    key = _new_secret()
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
     with db.transaction():
         update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
         page_sessions.end_of_key(db, key_id)
-    row = _TABLE.find(db, key_id)
+    row = KEYS.find(db, key_id)
     assert row is not None
     return row, key
-
-
-def _new_secret() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def fingerprint(key: str) -> str:
@@ -69,7 +63,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     """The key with this id, else the live key of this name, else the last revoked one."""
     # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
-    return _TABLE.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
+    return KEYS.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
 def of_subject(db: Database, subject: str) -> KeyRow | None:
@@ -79,7 +73,7 @@ def of_subject(db: Database, subject: str) -> KeyRow | None:
 
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
-    return db.value("SELECT owner FROM keys WHERE id = ?", [key_id]) or key_id
+    return standing(db, key_id)[0]
 
 
 def without_key(db: Database, owners: list[str]) -> list[str]:
@@ -88,30 +82,26 @@ def without_key(db: Database, owners: list[str]) -> list[str]:
     return [owner for owner in owners if db.value(live, [owner]) is None]
 
 
-def standing(db: Database, key_id: str, secret: str | None) -> tuple[str, str]:
-    """(owner as of `owner_of`, `how_ended` of the key, or of this secret of it as a SHA-256)."""
-    row = db.execute(f"SELECT owner, {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
-    return (key_id, "") if row is None else (row["owner"] or key_id, _how_ended(row, secret))
+def standing(db: Database, key_id: str | None) -> tuple[str, str]:
+    """(owner as of `owner_of`, how the key has ended, for "The API key of this job …"; empty: it has not)."""
+    row = db.execute("SELECT id, owner, revoked_s, expires_s FROM keys WHERE id = ?", [key_id]).fetchone()
+    if row is None:
+        return key_id or "", ""
+    ended, expires_s = "", row["expires_s"]
+    if row["revoked_s"] is not None:
+        expired = expires_s is not None and row["revoked_s"] >= expires_s
+        ended = f"expired at {minute(expires_s)}" if expired else "was revoked"
+    return row["owner"] or row["id"], ended
 
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
     """None: the box itself, and what was made before there were keys."""
-    return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
+    return bool(how_ended(db, key_id))
 
 
-def how_ended(db: Database, key_id: str | None, secret: str | None = None) -> str:
-    """How a key has ended, or this secret of it as a SHA-256, for "The API key of this job …"; empty: it has not."""
-    row = db.execute(f"SELECT {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
-    return "" if row is None else _how_ended(row, secret)
-
-
-def _how_ended(row: Any, secret: str | None) -> str:
-    revoked_s, expires_s = row["revoked_s"], row["expires_s"]
-    if revoked_s is None:
-        return "" if secret in (None, row["sha256"]) else "was revoked"
-    if expires_s is None or revoked_s < expires_s:
-        return "was revoked"
-    return f"expired at {minute(expires_s)}"
+def how_ended(db: Database, key_id: str | None) -> str:
+    """As of `standing`."""
+    return standing(db, key_id)[1]
 
 
 def owner_has_left(db: Database, key_id: str) -> bool:
@@ -123,27 +113,18 @@ def owner_has_left(db: Database, key_id: str) -> bool:
     return db.value(left, [key_id]) is not None
 
 
-def page(db: Database, **part: Unpack[Part]) -> Page[KeyRow]:
-    """Raises UnknownCursor."""
-    return db.page(KeyRow, "keys", **part)
-
-
 def list_live(db: Database) -> list[KeyRow]:
     return list_all(db, "revoked_s IS NULL")
 
 
 def list_ended(db: Database, since_s: float) -> list[KeyRow]:
-    """The last thousand that ended by themselves, and not before `since_s`."""
-    sql = (
-        "SELECT * FROM keys WHERE expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s "
-        "ORDER BY expires_s DESC LIMIT 1000"
-    )
-    return db.all(KeyRow, sql, [since_s])
+    """Those that ended by themselves, and not before `since_s`."""
+    return list_all(db, "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s", since_s)
 
 
 def list_ending(db: Database, until_s: float) -> list[KeyRow]:
-    """Live ones that end by themselves until then, the next one first."""
-    return db.all(KeyRow, "SELECT * FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s", [until_s])
+    """Live ones that end by themselves until then."""
+    return list_all(db, "expires_s <= ? AND revoked_s IS NULL", until_s)
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
@@ -152,9 +133,8 @@ def revoke(db: Database, id_or_name: str) -> KeyRow:
     if row is None:
         raise RowNotFound("keys", id_or_name)
     if row.revoked_s is None:
+        row = replace(row, revoked_s=time.time())
         with db.transaction():
-            db.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", [time.time(), row.id])
+            update(db, row.id, revoked_s=row.revoked_s)
             page_sessions.end_of_key(db, row.id)
-    found = find(db, row.id)
-    assert found is not None
-    return found
+    return row

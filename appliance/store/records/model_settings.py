@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.rows import ModelSettingsRow
-from appliance.store.table import Table
+from appliance.store.rows import MODEL_SETTINGS, ModelSettingsRow
 
 MOST_KEPT = 50
 _NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
-_TABLE = Table("model_settings", ModelSettingsRow, "model", "number", order="number DESC")
-find = _TABLE.find
+find = MODEL_SETTINGS.find
 
 
 def add(
@@ -21,7 +19,7 @@ def add(
     with db.transaction():
         last = current(db, model)
         row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings, note)
-        _TABLE.insert(db, row)
+        MODEL_SETTINGS.insert(db, row)
         db.execute("DELETE FROM model_settings WHERE model = ? AND number <= ?", [model, row.number - MOST_KEPT])
     return row
 
@@ -52,4 +50,4 @@ def with_chat_template(db: Database) -> set[str]:
 
 def history(db: Database, model: str) -> list[ModelSettingsRow]:
     """Newest first."""
-    return _TABLE.list_all(db, "model = ?", model)
+    return MODEL_SETTINGS.list_all(db, "model = ?", model)

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.rows import PageSessionRow
-from appliance.store.table import Table
+from appliance.store.rows import PAGE_SESSIONS, PageSessionRow
 
-_TABLE = Table("page_sessions", PageSessionRow)
-find, end = _TABLE.find, _TABLE.delete
+find, update, end = PAGE_SESSIONS.find, PAGE_SESSIONS.update, PAGE_SESSIONS.delete
 
 
 class Halves(NamedTuple):
@@ -30,7 +28,7 @@ def create(
     halves = Halves(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
     row = PageSessionRow(new_id("session_", 16), fingerprint(halves), key_id, now_s, now_s, until_s, agent)
     with db.transaction():
-        _TABLE.insert(db, row)
+        PAGE_SESSIONS.insert(db, row)
         db.execute(
             "DELETE FROM page_sessions WHERE key_id = ?1 AND seq NOT IN"
             " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
@@ -57,11 +55,6 @@ def list_live(db: Database, now_s: float, owner: str | None = None) -> list[Page
         " WHERE until_s > ?1 AND revoked_s IS NULL AND (?2 IS NULL OR owner = ?2) ORDER BY page_sessions.seq",
         [now_s, owner],
     )
-
-
-def seen(db: Database, session_id: str, now_s: float, until_s: float) -> None:
-    """Raises RowNotFound."""
-    _TABLE.update(db, session_id, seen_s=now_s, until_s=until_s)
 
 
 def end_of_key(db: Database, key_id: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from appliance.store.database import Database
 
 HOUR_S, DAY_S = 3600, 86400
 By = Literal["key", "owner", "model", "version", "hour"]
+_COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,12 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
     """Add what the gateways report. A row has key, model, version, requests, errors, prompt_tokens, completion_tokens
     and maybe refused. A refused request may have an empty model: it named none that exists."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
-    with db.transaction():
-        for row in rows:
-            db.execute(
-                "INSERT INTO usage (hour_s, key_id, model, version, requests, errors, prompt_tokens,"
-                " completion_tokens, refused) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
-                " requests = requests + excluded.requests, errors = errors + excluded.errors,"
-                " refused = refused + excluded.refused,"
-                " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
-                " completion_tokens = completion_tokens + excluded.completion_tokens",
-                [
-                    hour_s,
-                    row["key"],
-                    row["model"],
-                    row["version"],
-                    row["requests"],
-                    row["errors"],
-                    row["prompt_tokens"],
-                    row["completion_tokens"],
-                    row.get("refused", 0),
-                ],
-            )
+    sums = ", ".join(f"{count} = {count} + excluded.{count}" for count in _COUNTS)
+    db.many(
+        f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        f" ON CONFLICT DO UPDATE SET {sums}",
+        [[hour_s, row["key"], row["model"], row["version"], *(row.get(name, 0) for name in _COUNTS)] for row in rows],
+    )
 
 
 def last_used(db: Database) -> dict[str, float]:
@@ -75,18 +60,17 @@ def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
         if row is not None:
             db.execute("UPDATE device_time SET to_s = ? WHERE seq = ?", [now_s, row["seq"]])
         if devices:
-            db.execute("INSERT INTO device_time (job_id, devices, from_s) VALUES (?, ?, ?)", [job_id, devices, now_s])
+            db.execute(
+                "INSERT INTO device_time (job_id, devices, from_s, key_id, owner, model)"
+                " SELECT ?1, ?2, ?3, key_id, owner, model FROM (SELECT 1) LEFT JOIN jobs ON jobs.id = ?1",
+                [job_id, devices, now_s],
+            )
 
 
-def device_s(db: Database, job_ids: list[str], now_s: float) -> float:
-    """Seconds of devices that these jobs have held, together."""
-    found = 0.0
-    for job_id in job_ids:
-        found += db.value(
-            "SELECT coalesce(sum(devices * max(0, coalesce(to_s, ?2) - from_s)), 0) FROM device_time WHERE job_id = ?1",
-            [job_id, now_s],
-        )
-    return found
+def device_s(db: Database, job_id: str, now_s: float) -> float:
+    """Seconds of devices that this job has held, together."""
+    held = "SELECT coalesce(sum(devices * max(0, coalesce(to_s, ?2) - from_s)), 0) FROM device_time WHERE job_id = ?1"
+    return float(db.value(held, [job_id, now_s]))
 
 
 def close_left_open(db: Database, running: set[str]) -> None:
@@ -100,67 +84,38 @@ def close_left_open(db: Database, running: set[str]) -> None:
 
 
 BOX_ITSELF, _NO_MODEL = "the box itself", "(no model)"
-_COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
-_GROUPED: dict[By, str] = {
-    "key": "key_id",
-    "owner": "key_id",
-    "model": "model",
-    "version": "model, version",
-    "hour": "hour_s",
-}
-# A job's devices count for the key and the owner that made it, and for the model that it tunes; once the job is deleted
-# the record itself says which.
-_HELD = "SELECT device_time.devices, from_s, to_s, " + ", ".join(
-    f"iif(jobs.id IS NULL, device_time.{name}, jobs.{name}) AS {name}" for name in ("key_id", "owner", "model")
-)
-_JOB_NAME_OF: dict[By, str] = {
-    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = held.key_id), held.key_id, '{BOX_ITSELF}')",
-    "owner": f"CASE held.owner WHEN '' THEN '{BOX_ITSELF}' ELSE held.owner END",
-    "model": "held.model",
-}
 _MOST_HOURS = 2400
+_KEY = f"coalesce((SELECT name FROM keys WHERE keys.id = key_id), nullif(key_id, ''), '{BOX_ITSELF}')"
+_MODEL = f"coalesce(nullif(model, ''), '{_NO_MODEL}')"
+# How people call what requests are grouped by. What is asked on the box itself needs no key.
+_NAMES: dict[By, str] = {
+    "key": _KEY,
+    "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = key_id), nullif(key_id, ''), '{BOX_ITSELF}')",
+    "model": _MODEL,
+    "version": f"iif(version = '', {_MODEL}, model || '@' || version)",
+    "hour": "strftime('%Y-%m-%dT%H:00Z', hour_s, 'unixepoch')",
+}
+# A job's devices count for the key and the owner that made it, and for the model that it tunes.
+_JOB_NAMES: dict[By, str] = {"key": _KEY, "owner": f"coalesce(nullif(owner, ''), '{BOX_ITSELF}')", "model": "model"}
 
 
 def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[Spent]:
     """Sums since the hour of `since_s`, the largest first; by hour the newest `_MOST_HOURS`. owner: of this one's keys
     and jobs alone. A year of twenty keys takes seconds: call it on a thread."""
-    names, found = _names(db, by), dict[str, dict[str, Any]]()
-    counts = ", ".join(f"sum({name}) AS {name}" for name in _COUNTS)
-    newest = f" ORDER BY hour_s DESC LIMIT {_MOST_HOURS}" if by == "hour" else ""
-    for row in db.execute(
-        f"SELECT {_GROUPED[by]}, {counts} FROM usage WHERE hour_s >= ?1"
-        " AND (?2 IS NULL OR key_id IN (SELECT id FROM keys WHERE owner = ?2))"
-        f" GROUP BY {_GROUPED[by]}{newest}",
-        [int(since_s // HOUR_S) * HOUR_S, owner],
-    ).fetchall():
-        name = names(tuple(row)[: -len(_COUNTS)])
-        sums = found.setdefault(name, {"name": name, **dict.fromkeys(_COUNTS, 0)})
-        for count in _COUNTS:
-            sums[count] += row[count]
-    if by in _JOB_NAME_OF:
-        for job in db.execute(
-            f"SELECT {_JOB_NAME_OF[by]} AS name, sum(devices"
-            " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-            f" FROM ({_HELD} FROM device_time LEFT JOIN jobs ON jobs.id = device_time.job_id) AS held"
-            " WHERE coalesce(to_s, ?1) > ?2 AND held.owner IS NOT NULL AND (?3 IS NULL OR held.owner = ?3)"
-            " GROUP BY 1",
-            [now_s, since_s, owner],
-        ):
-            found.setdefault(job["name"], {"name": job["name"]})["device_hours"] = job["device_hours"]
-    rows = [Spent(**row) for row in found.values()]
+    asked = (
+        f"SELECT {_NAMES[by]} AS name, {', '.join(_COUNTS)}, 0.0 AS device_hours FROM usage"
+        " WHERE hour_s >= ?1 AND (?2 IS NULL OR key_id IN (SELECT id FROM keys WHERE owner = ?2))"
+    )
+    held = (
+        f"SELECT {_JOB_NAMES.get(by, 'NULL')}, 0, 0, 0, 0, 0,"
+        " devices * max(0, min(coalesce(to_s, ?3), ?3) - max(from_s, ?4)) / 3600.0 FROM device_time"
+        f" WHERE {by in _JOB_NAMES} AND coalesce(to_s, ?3) > ?4 AND owner IS NOT NULL AND (?2 IS NULL OR owner = ?2)"
+    )
+    sums = ", ".join(f"sum({count}) AS {count}" for count in (*_COUNTS, "device_hours"))
+    newest = f" ORDER BY name DESC LIMIT {_MOST_HOURS}" if by == "hour" else ""
+    rows = db.all(
+        Spent,
+        f"SELECT name, {sums} FROM ({asked} UNION ALL {held}) GROUP BY name{newest}",
+        [int(since_s // HOUR_S) * HOUR_S, owner, now_s, since_s],
+    )
     return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
-
-
-def _names(db: Database, by: By) -> Callable[[tuple[Any, ...]], str]:
-    """How people call what was grouped by."""
-    if by == "hour":
-        return lambda key: time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(key[0]))
-    if by == "model":
-        return lambda key: key[0] or _NO_MODEL
-    if by == "version":
-        return lambda key: f"{key[0]}@{key[1]}" if key[1] else key[0] or _NO_MODEL
-    # What is asked on the box itself needs no key.
-    told = {"": BOX_ITSELF}
-    for row in db.execute("SELECT id, name, owner FROM keys"):
-        told[row["id"]] = row["owner"] if by == "owner" else row["name"]
-    return lambda key: told.get(key[0], key[0])

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from appliance.cli.main import main
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
@@ -136,7 +136,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
                 insert_model(db, "starter", versions=("v1", "v2"))
                 context = simulated_context(data_dir, db, progress_every_s=0.01)
                 made = create_app(context)
-                server = uvicorn.Server(uvicorn.Config(FromBox(made), log_config=None, access_log=False))
+                server = uvicorn.Server(uvicorn.Config(Listener(made), log_config=None, access_log=False))
                 server.capture_signals = contextlib.nullcontext
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(str(socket_path))

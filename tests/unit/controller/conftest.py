@@ -19,7 +19,7 @@ from appliance.controller import app as app_module
 from appliance.controller import data_checks
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import node_sizes
 from appliance.store.database import Database
@@ -152,7 +152,7 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     )
     context.box["public_url"] = "https://box.example.org"
     app = create_app(context)
-    transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(Listener(app), raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://box", headers=SCOPES) as http,

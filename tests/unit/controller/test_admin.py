@@ -95,7 +95,7 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
         ({"name": "=cmd()"}, "name"),
         ({"name": "all"}, "name"),
         ({}, "name"),
-        ({"name": "a", "scopes": ["root"]}, "scopes"),
+        ({"name": "a", "scopes": ["root"]}, "scopes.0"),
         ({"name": "a", "scopes": []}, "scopes"),
         ({"name": "a", "owner": ""}, "owner"),
         ({"name": "a", "owner": "a\r\nx: y"}, "owner"),

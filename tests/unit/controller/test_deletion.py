@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
+from appliance.controller import retention
 from appliance.store.database import DELETED_AT_ONCE, Database
 from appliance.store.objects import evals, job_records, jobs
 from appliance.store.rows import (
@@ -17,7 +18,6 @@ from appliance.store.rows import (
     JobMetricRow,
     JobRow,
 )
-from appliance.store.upkeep import retention
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, given, made
 

@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller import retention
 from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
-from appliance.store.upkeep import retention
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from appliance.controller import retention
 from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
-from appliance.store.upkeep import retention
 from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
 

@@ -17,15 +17,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from appliance.controller.admin.owners import forget, oidc
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.config import OidcSettings
-from appliance.controller.oidc import routes as oidc_routes
-from appliance.controller.oidc.provider import Provider
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
-from appliance.store.upkeep import forgotten
 from tests.simulator.control_plane import simulated_context
 
 ISSUER, BOX = "https://login.example.org", "https://box.example.org"
@@ -103,13 +101,13 @@ class Way:
 
 
 @pytest.fixture
-async def way(tmp_path: Path) -> AsyncIterator[Way]:
+async def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Way]:
     provider = FakeProvider()
     with Database(tmp_path / "appliance.db") as db:
         context = simulated_context(tmp_path, db, oidc=SETTINGS)
-        real = Provider(context.config.oidc, httpx2.MockTransport(provider.answer))
-        app = create_app(context, oidc=real)
-        transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
+        monkeypatch.setattr(oidc, "TRANSPORT", httpx2.MockTransport(provider.answer))
+        app = create_app(context)
+        transport = httpx.ASGITransport(Listener(app), raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as http,
@@ -165,7 +163,7 @@ async def test_who_was_forgotten_is_somebody_new(way: Way) -> None:
     await way.back()
     (row,) = keys.list_all(way.db)
     keys.revoke(way.db, row.id)
-    forgotten.rename(way.db, row.owner, "gone-1")
+    forget.rename(way.db, row.owner, "gone-1")
     assert keys.of_subject(way.db, row.subject) is None
     assert "ann" not in repr([tuple(one) for one in way.db.execute("SELECT * FROM keys")])
     assert (await way.back()).status_code == 201
@@ -225,7 +223,7 @@ async def test_a_way_back_is_gone_once_and_not_for_ever(way: Way, monkeypatch: p
     body = {**way.provider.visited(begun["url"]), "binder": begun["binder"]}
     assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 201
     assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 403
-    monkeypatch.setattr(oidc_routes, "WAITS_S", -1.0)
+    monkeypatch.setattr(oidc, "WAITS_S", -1.0)
     assert (await way.back()).status_code == 403
 
 
@@ -256,8 +254,8 @@ async def test_who_is_in_no_group_any_more_is_logged_out(way: Way) -> None:
 
 
 async def test_without_a_provider_there_is_none(control: Any) -> None:
-    assert (await control.http.get(OIDC)).json()["name"] is None
-    assert (await control.http.post(f"{OIDC}/begin")).status_code == 404
+    assert (await control.http.get(OIDC, headers=GATEWAY)).json()["name"] is None
+    assert (await control.http.post(f"{OIDC}/begin", headers=GATEWAY)).status_code == 404
 
 
 @pytest.mark.parametrize(

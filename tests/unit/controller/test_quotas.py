@@ -14,7 +14,7 @@ import pytest
 
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import FromBox
+from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.retention import keep_house
@@ -36,7 +36,7 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     app = create_app(context)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(FromBox(app)), base_url="http://box") as http,
+        httpx.AsyncClient(transport=httpx.ASGITransport(Listener(app)), base_url="http://box") as http,
     ):
         yield Control(app, context, http, None)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import FromGateways
+from appliance.controller.http.peers import Listener
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -66,7 +66,7 @@ def copy(
 
 async def send(control: Control, *copies: Any) -> int:
     """As a gateway does, which has no key."""
-    transport = httpx.ASGITransport(FromGateways(control.app, TOKEN))
+    transport = httpx.ASGITransport(Listener(control.app, TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
         sent = await gateway.post("/internal/responses", json=list(copies))
     return sent.raise_for_status().json()["stored"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.access.spending import quota_of, spent_until_s
+from appliance.controller.access.spending import spent_quota
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -55,10 +55,10 @@ def test_days_and_months_are_those_of_utc(control: Control):
     made, _ = keys.create(control.db, "k", ["inference"], tokens_per_day=10, tokens_per_month=100)
     yesterday = NOON - 86400
     usage.add(control.db, [row(made.id, prompt=50, completion=0)], yesterday)
-    assert spent_until_s(control.db, made, NOON) is None
-    assert spent_until_s(control.db, made, yesterday) == calendar.timegm((2026, 11, 21, 0, 0, 0))
+    assert spent_quota(control.db, made, NOON) == (None, "")
+    assert spent_quota(control.db, made, yesterday)[0] == calendar.timegm((2026, 11, 21, 0, 0, 0))
     usage.add(control.db, [row(made.id, prompt=50, completion=0)], NOON)
-    assert quota_of(control.db, made, NOON) == (-40, calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
+    assert spent_quota(control.db, made, NOON) == (calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
 
 
 async def test_the_list_of_keys_says_when_each_last_asked_a_model(control: Control):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from appliance.controller import retention
 from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.store.database import Database
-from appliance.store.upkeep import retention
 from scheduler.handover.journal import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(

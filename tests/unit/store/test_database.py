@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from appliance.store.database import SCHEMA, Database
+from appliance.store.database import TABLES, Database
 from appliance.store.errors import (
     DatabaseUnusable,
     DuplicateRow,
@@ -20,6 +22,7 @@ from appliance.store.errors import (
 )
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
+from appliance.store.table import Table
 
 
 def job(number: int, **fields) -> JobRow:
@@ -36,26 +39,49 @@ def test_new_database_is_private_durable_and_has_the_schema(db: Database, tmp_pa
     assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
     assert db.execute("PRAGMA foreign_keys").fetchone()[0] == 1
-    assert db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA
 
 
 def test_opening_again_keeps_rows(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         jobs.insert(db, job(1, metadata={"k": "v"}, devices=["n0/0"]))
-        version = db.execute("PRAGMA user_version").fetchone()[0]
     with Database(tmp_path / "a.db") as db:
         assert jobs.get(db, "ftjob-1") == job(1, metadata={"k": "v"}, devices=["n0/0"])
-        assert db.execute("PRAGMA user_version").fetchone()[0] == version
 
 
-@pytest.mark.parametrize("version", [1, SCHEMA - 1, SCHEMA + 1])
-def test_database_of_another_version_is_refused_and_left_alone(tmp_path: Path, version: int):
+@pytest.mark.parametrize("change", ["ADD COLUMN colour TEXT", "DROP COLUMN loss"])
+def test_database_with_other_columns_is_refused(tmp_path: Path, change: str):
     with Database(tmp_path / "a.db") as db:
-        db.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(OtherSchema):
+        db.execute(f"ALTER TABLE jobs {change}")
+    with pytest.raises(OtherSchema, match="jobs"):
         Database(tmp_path / "a.db")
+
+
+def test_database_of_another_program_is_refused_and_left_alone(tmp_path: Path):
     with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone()[0] == version
+        connection.execute("CREATE TABLE songs (name TEXT)")
+        with pytest.raises(DatabaseUnusable, match="another program"):
+            Database(tmp_path / "a.db")
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("songs",)]
+
+
+def test_declared_table_is_in_a_database_that_was_there_before(tmp_path: Path):
+    @dataclass(frozen=True)
+    class Gadget:
+        id: str
+        size: Literal["small", "large"]
+        parts: list[int]
+        owner: str | None = None
+
+    Database(tmp_path / "a.db").close()
+    gadgets = Table("gadgets", Gadget)
+    try:
+        with Database(tmp_path / "a.db") as db:
+            gadgets.insert(db, Gadget("t1", "small", [1, 2]))
+            assert gadgets.find(db, "t1") == Gadget("t1", "small", [1, 2], None)
+            with pytest.raises(sqlite3.IntegrityError):
+                gadgets.insert(db, Gadget("t2", "tiny", []))  # type: ignore[arg-type]
+    finally:
+        del TABLES["gadgets"]
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path):

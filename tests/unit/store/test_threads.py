@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from appliance.store.database import Database
-from appliance.store.errors import OpenedByParent
 from appliance.store.objects import jobs
 from appliance.store.records import box
 from tests.unit.store.test_database import job
@@ -79,14 +77,3 @@ def test_closed_database_refuses_all_threads(tmp_path: Path):
         box.get(db, "mode")
     with pytest.raises(sqlite3.ProgrammingError):
         on_a_thread(box.get, db, "mode")
-
-
-def test_forked_child_is_refused(db: Database):
-    child = os.fork()
-    if not child:
-        try:
-            box.get(db, "mode")
-        except OpenedByParent:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -1,40 +1,55 @@
 """/admin/v1/forget: deletes the data of a person who leaves.
 
-Deleted: files, uploads, stored responses, batches, job folders and events. Kept without the name: usage, the audit log,
-jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request. Repeating the
-request continues where the last one stopped.
+Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept without the name: usage, the
+audit log, jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request.
+Repeating the request continues where the last one stopped. A row belongs to its own owner, or to the owner of the key
+it was made with.
 """
 
 from __future__ import annotations
 
 import asyncio
 import glob
+import json
 import secrets
 import shutil
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from appliance.controller.admin.owners.key_ends import end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import storage as files
+from appliance.controller.files import storage
+from appliance.controller.http.routers import needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict
-from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
+from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
-from appliance.store.database import Database
-from appliance.store.objects import files as file_rows
-from appliance.store.objects import jobs
-from appliance.store.upkeep import forgotten, retention
+from appliance.store.database import TABLES, Database, sql_list
+from appliance.store.objects import evals, files, jobs
+from appliance.store.records import keys
+from appliance.store.rows import (
+    UNFINISHED_BATCH,
+    UNFINISHED_EVAL_RUN,
+    UNFINISHED_PHASES,
+    UNFINISHED_RESPONSE,
+    KeyRow,
+)
 
 ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
+_COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
+_UNFINISHED = {
+    "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
+    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
+    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
+    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
+}
 
 
 class Forget(StrictBody):
@@ -46,10 +61,11 @@ class Forget(StrictBody):
     models: bool = False
 
 
-def routes(context: ControllerContext, router: APIRouter, evaluations: EvalRunner) -> None:
+def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
 
-    @router.get("/forget", dependencies=[Depends(needs(ADMIN))])  # it names an owner's keys
+    @router.get("/forget")
+    @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
         return {"owner": owner, "done": False, "waits_for": [], **_found(context.db, owner)}
@@ -57,12 +73,10 @@ def routes(context: ControllerContext, router: APIRouter, evaluations: EvalRunne
     @router.post("/forget")
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
-        return await _forget(context, evaluations, body, caller)
+        return await _forget(context, body, caller)
 
 
-async def _forget(
-    context: ControllerContext, evaluations: EvalRunner, body: Forget, caller: Principal
-) -> dict[str, Any]:
+async def _forget(context: ControllerContext, body: Forget, caller: Principal) -> dict[str, Any]:
     """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays. Raises Conflict if the
     owner's work goes on and may not be cancelled, or somebody uses one of its models."""
     db, owner = context.db, body.owner
@@ -79,57 +93,115 @@ async def _forget(
     # Before the first change: a model that somebody else uses would stop the request halfway.
     for name in doomed:
         models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
-    for row in forgotten.keys_of(db, owner):
+    for row in _keys_of(db, owner):
         end_key(context, row.id)
     context.spending.publish_keys()
-    for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
+    for job_id in _ids(db, "jobs", owner, _UNFINISHED["jobs"]):
         ask(context, job_id, "cancel", caller)
     deadline_s = time.monotonic() + ENDS_WITHIN_S
-    while (left := await asyncio.to_thread(forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
+    while (left := await asyncio.to_thread(_unfinished, db, owner)) and time.monotonic() < deadline_s:
         await asyncio.sleep(_LOOK_EVERY_S)
     if left:
         record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
         return {"owner": owner, "done": False, "waits_for": left, **there}
     for name in doomed:
         await models.remove(context, models.doomed(context, name), caller)
-    for kind in ("eval_runs", "evals"):
-        for one in forgotten.ids(db, kind, owner):
-            await evaluations.delete(one)
     pseudonym = f"forgotten-{secrets.token_hex(4)}"
-    await asyncio.to_thread(_delete, context, owner, pseudonym)
+    await asyncio.to_thread(_delete, context, owner)
+    await asyncio.to_thread(rename, db, owner, pseudonym)
     context.spending.publish_keys()
-    counted = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
+    counted = {kind: there[kind] for kind in _COUNTED}
     record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
     await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
     done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
     return {"owner": owner, **done, **there}
 
 
-def _delete(context: ControllerContext, owner: str, pseudonym: str) -> None:
-    """Delete the owner's bytes and rows, and rename what stays."""
+def _found(db: Database, owner: str) -> dict[str, Any]:
+    # One of several versions is enough.
+    models_of_files = db.column(
+        f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
+        f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
+        " SELECT id FROM models WHERE job_id IN known"
+        " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
+        [owner],
+    )
+    return {
+        "keys": [row.name for row in _keys_of(db, owner)],
+        "models": models_of_files,
+        "unfinished": _unfinished(db, owner),
+        **{kind: len(_ids(db, kind, owner)) for kind in _COUNTED},
+    }
+
+
+def _unfinished(db: Database, owner: str) -> list[str]:
+    return [one for table, where in _UNFINISHED.items() for one in _ids(db, table, owner, where)]
+
+
+def _keys_of(db: Database, owner: str) -> list[KeyRow]:
+    return keys.list_all(db, "owner = ?", owner)
+
+
+def _ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
+    return db.column(f"SELECT id FROM {table} WHERE {_mine(table)} AND {where} ORDER BY seq", [owner])
+
+
+def _mine(table: str) -> str:
+    """A condition that the row's owner, or the owner of the key it was made with, is ?1."""
+    columns, of_key = TABLES[table][0], "key_id IN (SELECT id FROM keys WHERE owner = ?1)"
+    return f"(owner = ?1 OR {of_key})" if "owner" in columns else of_key
+
+
+def _delete(context: ControllerContext, owner: str) -> None:
+    """Delete the owner's bytes and rows, but for those that `rename` keeps."""
     db = context.db
-    job_ids, file_ids = forgotten.ids(db, "jobs", owner), forgotten.ids(db, "files", owner)
-    for job_id in job_ids:
+    for kind in ("eval_runs", "evals"):
+        for one in _ids(db, kind, owner):
+            evals.delete(db, one)
+    file_ids = _ids(db, "files", owner)
+    for job_id in _ids(db, "jobs", owner):
         file_ids += jobs.get(db, job_id).result_files
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
         # W&B's files on the box have the job's name, its tags and its project.
         for run in (context.files_dir.parent / "tracking" / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
             shutil.rmtree(run, ignore_errors=True)
-        retention.delete_texts_of_job(db, job_id)
+        for table in ("job_events", "job_judges"):
+            db.delete(table, "job_id = ?", [job_id])
     for file_id in file_ids:
-        if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-            files.remove(context, row)
-    for upload_id in forgotten.ids(db, "uploads", owner):
+        if (row := files.find(db, file_id, viewer=None, now_s=0)) is not None:
+            storage.remove(context, row)
+    for upload_id in _ids(db, "uploads", owner):
         shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
-    forgotten.delete(db, owner)
-    forgotten.rename(db, owner, pseudonym)
+    for table in ("uploads", "batches", "responses", "idempotency"):
+        db.delete(table, _mine(table), [owner])
 
 
-def _found(db: Database, owner: str) -> dict[str, Any]:
-    counted = ("files", "uploads", "batches", "jobs", "evals", "responses")
-    return {
-        "keys": [row.name for row in forgotten.keys_of(db, owner)],
-        "models": forgotten.models_made(db, owner),
-        "unfinished": forgotten.unfinished(db, owner),
-        **{kind: len(forgotten.ids(db, kind, owner)) for kind in counted},
-    }
+def rename(db: Database, owner: str, pseudonym: str) -> None:
+    """Give the owner's keys, jobs and what else stays a pseudonym, also where the audit log, hand-overs, settings and
+    the box's mode say who asked. What the owner wrote goes: a job's suffix and metadata, details of what was done. Call
+    it on a thread: it reads whole tables."""
+    known = _keys_of(db, owner)
+    with db.transaction():
+        db.execute(
+            "UPDATE jobs SET metadata = NULL, integrations = NULL, suffix = NULL, reason = '',"
+            f" error = json_set(error, '$.message', '(forgotten)') WHERE {_mine('jobs')}",
+            [owner],
+        )
+        db.execute("UPDATE audit SET detail = '{}' WHERE key_id IN (SELECT id FROM keys WHERE owner = ?)", [owner])
+        for name in {owner, *(row.name for row in known)}:
+            db.execute("UPDATE audit SET target = ? WHERE target = ?", [pseudonym, name])
+            db.execute("UPDATE model_settings SET by_whom = ? WHERE by_whom = ?", [pseudonym, name])
+            was, now = json.dumps(name), json.dumps(pseudonym)
+            for table, column, before in (
+                ("audit", "detail", ""),
+                ("handovers", "detail", '"asked_by":'),
+                ("box", "value", '"by":'),
+            ):
+                text = [before + was, before + now]
+                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", text)
+        for number, key in enumerate(known, 1):
+            keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
+        # Every table with an owner, so that one that is added later is not left out.
+        tables = "SELECT m.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE c.name = 'owner'"
+        for table in db.column(f"{tables} AND m.type = 'table'"):
+            db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])

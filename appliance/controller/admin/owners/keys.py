@@ -4,11 +4,11 @@ shown once; revoking reaches the gateways at once. One that expires is revoked b
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import Field, create_model
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
@@ -17,18 +17,17 @@ from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import list_object, part
+from appliance.controller.http.routers import needs
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.config import OwnerBounds
+from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import (
     ADMIN,
+    ANY,
     FINE_TUNING,
     INFERENCE,
     READ,
     Caller,
-    Principal,
-    check_stands,
-    needs,
 )
 from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_without_model
@@ -39,7 +38,7 @@ from appliance.store.records import keys, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
 
-DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
+DEFAULT_SCOPES = (INFERENCE, FINE_TUNING)
 
 
 # `model share --with all` means everyone, and usage has what commands on the box itself spent.
@@ -90,7 +89,7 @@ class KeyCreate(KeyLimits):
     creates, and its share of the devices counts the key's jobs; default: the key's own name."""
 
     name: OwnerName
-    scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] | None = None
     owner: OwnerName | None = None
 
 
@@ -99,6 +98,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.get("/me")
+    @needs(*ANY)
     def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
@@ -106,7 +106,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
         return views.key(row)
 
-    @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
+    @router.get("/keys")
+    @needs(ADMIN)
     def list_keys(part: Annotated[Part, part(1000, most=1000, order="asc")]) -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
@@ -119,24 +120,52 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        row, key = _make(context, caller, body)
+        # A key for certain models is for using them; who may also train says so.
+        scopes: Sequence[str] = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
+        if (owner := body.owner or body.name) in RESERVED_OWNERS:
+            raise InvalidValue(
+                f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
+            )
+        _check(context, body)
+        limits = body.columns()
+        try:
+            with db.transaction():
+                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
+                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=owner, **limits)
+        except DuplicateRow as error:
+            raise Conflict(
+                f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
+                param="name",
+                code="key_exists",
+            ) from error
         context.spending.publish_keys()
         return views.key(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row, paused = _limit(context, caller, id_or_name, body)
+        row = _live(context, id_or_name)
+        _check(context, body, known=row.models or ())
+        if row.subject and body.expires_s is not None:
+            raise InvalidValue(
+                f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
+                "expires_s",
+            )
+        limits = body.columns()
+        with db.transaction():
+            keys.update(db, row.id, **limits)
+            # Jobs that have a model which it may not use any more; the row tells what was asked if there are none.
+            paused = {"jobs": ids} if (ids := pause_jobs_without_model(db)) else {}
+            record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.spending.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
-        return views.key(row)
+        return views.key(keys.find(db, row.id) or row)
 
     @router.post("/keys/{id_or_name}/rotate")
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        check_stands(db, caller)
         row = _live(context, id_or_name)
         if row.subject:
             raise BadRequest(
@@ -168,6 +197,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         )
 
     @router.get("/usage")
+    @needs(READ, INFERENCE, FINE_TUNING)
     def report(
         caller: Caller,
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
@@ -184,53 +214,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
 
 
-def _make(context: ControllerContext, caller: Principal, body: KeyCreate) -> tuple[KeyRow, str]:
-    """The new key and its secret. Raises BadRequest, Conflict."""
-    # A key for certain models is for using them; who may also train says so.
-    scopes = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
-    unknown = [scope for scope in scopes if scope not in keys.SCOPES]
-    if unknown:
-        raise InvalidValue(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.", "scopes")
-    if (owner := body.owner or body.name) in RESERVED_OWNERS:
-        raise InvalidValue(
-            f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
-        )
-    _refuse_unknown(context, body.models)
-    _refuse_past(body.expires_s)
-    limits = body.columns()
-    try:
-        with context.db.transaction():
-            row, key = keys.create(context.db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
-            record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner, **limits)
-    except DuplicateRow as error:
-        raise Conflict(
-            f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
-            param="name",
-            code="key_exists",
-        ) from error
-    return row, key
-
-
-def _limit(context: ControllerContext, caller: Principal, id_or_name: str, body: KeyLimits) -> tuple[KeyRow, bool]:
-    """The key as it is now, and whether jobs were paused, which have a model that it may not use. Raises NotFound,
-    BadRequest."""
-    row = _live(context, id_or_name)
-    _refuse_unknown(context, body.models, known=row.models or ())
-    _refuse_past(body.expires_s)
-    if row.subject and body.expires_s is not None:
-        raise InvalidValue(
-            f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
-            "expires_s",
-        )
-    limits = body.columns()
-    with context.db.transaction():
-        keys.update(context.db, row.id, **limits)
-        # Only where there are some: the row tells what was asked.
-        paused = {"jobs": ids} if (ids := pause_jobs_without_model(context.db)) else {}
-        record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
-    return keys.find(context.db, row.id) or row, bool(paused)
-
-
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
     """Raises NotFound."""
     row = keys.find(context.db, id_or_name)
@@ -239,22 +222,18 @@ def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
     return row
 
 
-def _refuse_past(expires_s: float | None) -> None:
-    """Raises InvalidValue."""
-    if expires_s is not None and expires_s <= time.time():
-        raise InvalidValue(
-            f"expires_s is {expires_s:.0f}, {minute(expires_s)}, which is past; "
-            "a key that shall end now is revoked instead.",
-            "expires_s",
-        )
-
-
-def _refuse_unknown(context: ControllerContext, names: list[str] | None, known: Collection[str] = ()) -> None:
-    """known: on the key already; such a model may have gone since. Raises BadRequest."""
-    for name in names or ():
+def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] = ()) -> None:
+    """known: models on the key already, which may have gone since. Raises BadRequest."""
+    for name in body.models or ():
         if name not in known and models.find(context.db, model_of(context.db, name)) is None:
             raise BadRequest(
                 f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
                 param="models",
                 code="model_not_found",
             )
+    if body.expires_s is not None and body.expires_s <= time.time():
+        raise InvalidValue(
+            f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past; "
+            "a key that shall end now is revoked instead.",
+            "expires_s",
+        )

@@ -4,7 +4,9 @@ provider."""
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
+
+from fastapi import Request, Response
 
 from appliance.controller.context.context import ControllerContext
 from appliance.store.records import keys, page_sessions
@@ -20,31 +22,21 @@ COOKIE = "x-appliance-cookie"
 _AGENT_CHARACTERS = 200
 
 
-class Begun(NamedTuple):
-    """shown: as the API shows it, with the page's half of the token. cookie: what COOKIE has, with the other half."""
-
-    shown: dict[str, Any]
-    cookie: str
-
-
-def begin(context: ControllerContext, key_id: str, *, agent: str, secure: bool) -> Begun:
-    """A new login of this key. secure: the cookie travels by TLS alone."""
-    now_s = time.time()
+def begin(
+    context: ControllerContext, key_id: str, request: Request, response: Response, *, secure: bool
+) -> dict[str, Any]:
+    """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
+    the response. secure: the cookie travels by TLS alone."""
+    now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
     row, halves = page_sessions.create(
-        context.db,
-        key_id,
-        agent=agent[:_AGENT_CHARACTERS],
-        now_s=now_s,
-        until_s=now_s + IDLE_S,
-        most=MOST_OF_A_KEY,
+        context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
     )
     context.spending.publish_keys()
-    more = "; Secure" if secure else ""
-    cookie = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{more}"
-    return Begun(shown(context, row) | {"page": halves.page}, cookie)
+    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    return view(context, row) | {"page": halves.page}
 
 
-def shown(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
+def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
     key = keys.find(context.db, row.key_id)
     return {
         "id": row.id,

@@ -8,14 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from appliance.controller.admin.owners import logins
-from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S
+from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S, begin, view
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.audited import unaudited
+from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
-from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.principal import ANY, Caller
 from appliance.store.records import keys, page_sessions
 
 MOVED_BY_S = 300.0
@@ -29,10 +28,10 @@ class SessionBegin(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.post("/sessions", status_code=201)
+    @needs(*ANY)
     async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
         in a cookie. Neither is shown again."""
@@ -40,18 +39,18 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise ApiError(
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
-        agent = request.headers.get("user-agent", "")
-        made = logins.begin(context, caller.key_id, agent=agent, secure=body.secure)
-        record(context, caller, "session.create", made.shown["id"], key=made.shown["key"], agent=made.shown["agent"])
-        response.headers[COOKIE] = made.cookie
-        return made.shown
+        made = begin(context, caller.key_id, request, response, secure=body.secure)
+        record(context, caller, "session.create", made["id"], key=made["key"], agent=made["agent"])
+        return made
 
     @router.get("/sessions")
+    @needs(*ANY)
     def list_sessions(caller: Caller) -> dict[str, Any]:
         rows = page_sessions.list_live(db, time.time(), caller.viewer)
-        return {"object": "list", "data": [logins.shown(context, row) for row in rows]}
+        return {"object": "list", "data": [view(context, row) for row in rows]}
 
     @router.post("/sessions/{session_id}/touch")
+    @needs(*ANY)
     @unaudited  # its person is still at the page
     async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
         """Its person is there: its end moves on, at most to seven days after its beginning."""
@@ -61,11 +60,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         now_s = time.time()
         until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
         if until_s - row.until_s >= MOVED_BY_S:
-            page_sessions.seen(db, row.id, now_s, until_s)
+            page_sessions.update(db, row.id, seen_s=now_s, until_s=until_s)
             context.spending.publish_keys()
-        return logins.shown(context, page_sessions.find(db, row.id) or row)
+        return view(context, page_sessions.find(db, row.id) or row)
 
     @router.delete("/sessions/{session_id}")
+    @needs(*ANY)
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
         row = page_sessions.find(db, session_id)
         if row is None or (caller.viewer is not None and keys.owner_of(db, row.key_id) != caller.viewer):

@@ -1,0 +1,275 @@
+"""/admin/v1/oidc: logins of the page by an OpenID provider, by the code flow with PKCE. Authlib speaks the protocol.
+
+Asked without a key, so each request costs little and leaves nothing behind but what is bounded here. A person has a
+key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key itself; it is what
+limits, usage, jobs, the audit log and revocation know a person by. Its owner has a part of the subject's hash in the
+name: a name that a provider gives to somebody else later is another owner here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import httpx2
+from authlib.integrations.base_client.errors import OAuthError
+from authlib.integrations.starlette_client import StarletteOAuth2App
+from fastapi import APIRouter, Request, Response
+from joserfc.errors import JoseError
+from pydantic import Field
+
+from appliance.controller.access.naming import OWNER_PATTERN
+from appliance.controller.admin.owners import logins
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.routers import make_router, unaudited
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.config import OidcSettings
+from appliance.controller.interfaces.errors import ApiError, NotFound
+from appliance.controller.interfaces.principal import GATEWAY, Caller
+from appliance.store.records import keys, page_sessions
+from appliance.store.rows import KeyRow
+
+# Public keys alone: with the secret's own family, whoever knows the secret could sign.
+ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+ANSWER_S: Final = 10.0
+_LEEWAY_S: Final = 60
+WAITS_S = 600.0
+"""How long a person who went to the provider has to come back."""
+MOST_WAITING = 20_000
+"""Logins that wait at most; past it the one that left first has to begin again. More than a gateway lets begin in
+WAITS_S, so a few addresses push nobody else's out (appliance.gateway.core.spending)."""
+TRANSPORT: httpx2.AsyncBaseTransport | None = None
+"""In place of the network, in tests."""
+SHOWN_CHARACTERS = 12
+"""Characters of a subject's hash that are shown."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
+_NAME_CHARACTERS = 48
+Word = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class OidcFinish(StrictBody):
+    """code, state: as the provider gave them. binder: as `begin` gave it to this browser. secure: as for a login with a
+    key."""
+
+    code: Word
+    state: Word
+    binder: Word
+    secure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    binder_sha256: str
+    nonce: str
+    verifier: str
+    until_s: float
+
+
+def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
+    router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
+    provider, waiting = Provider(settings), dict[str, _Waiting]()
+
+    def check_there_is_one() -> None:
+        if not settings.issuer:
+            raise NotFound("This box has no login provider.", code="no_login_provider")
+
+    @router.get("")
+    async def about() -> dict[str, Any]:
+        """`name`: of the provider, null where there is none."""
+        return {"object": "oidc", "name": settings.name if settings.issuer else None}
+
+    @router.post("/begin")
+    @unaudited  # who comes back is known by `finish`
+    async def begin() -> dict[str, Any]:
+        """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
+        check_there_is_one()
+        now_s = time.monotonic()
+        while waiting:  # in the order in which they began
+            first = next(iter(waiting))
+            if waiting[first].until_s >= now_s and len(waiting) < MOST_WAITING:
+                break
+            del waiting[first]
+        begun, binder = await provider.begin(), secrets.token_urlsafe(32)
+        waiting[begun["state"]] = _Waiting(_sha256(binder), begun["nonce"], begun["code_verifier"], now_s + WAITS_S)
+        return {"url": begun["url"], "binder": binder}
+
+    @router.post("/finish", status_code=201)
+    async def finish(body: OidcFinish, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+        """A login of the page, as `/admin/v1/sessions` begins one."""
+        check_there_is_one()
+        known = waiting.pop(body.state, None)  # once, whatever comes of it
+        if known is None or known.until_s < time.monotonic():
+            raise refused("it was not begun here, or too long ago; begin again")
+        if not hmac.compare_digest(known.binder_sha256, _sha256(body.binder)):
+            raise refused("it was begun in another browser")
+        claims = await provider.claims(body.code, known.nonce, known.verifier)
+
+        def tell(key_id: str, outcome: Any, **detail: Any) -> None:
+            who = replace(caller, key_id=key_id or GATEWAY)
+            record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
+
+        try:
+            key = key_of(context, settings, claims)
+        except ApiError as error:
+            tell("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
+            raise
+        shown = logins.begin(context, key.id, request, response, secure=body.secure)
+        tell(key.id, "done", key=key.name, scopes=key.scopes)
+        return shown
+
+    return router
+
+
+# --- the provider: a code for a token, and who the token says came
+
+
+def refused(why: str) -> ApiError:
+    """What a provider, or somebody in its place, said is not what it has to be."""
+    return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
+
+
+def away(why: str) -> ApiError:
+    return ApiError(
+        502, f"The login provider cannot be asked now: {why}. Please retry.", kind="server_error", code="provider_away"
+    )
+
+
+class _Client(StarletteOAuth2App):  # type: ignore[misc]
+    """Authlib's, with checks that the provider's own document cannot loosen. Endpoints and keys are fetched when they
+    are first needed, keys again when a token names one that is not known."""
+
+    async def load_server_metadata(self) -> dict[str, Any]:
+        found: dict[str, Any] = await super().load_server_metadata()
+        issuer = self.name
+        if found.get("issuer") != issuer:
+            self.server_metadata = {}
+            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+        found["id_token_signing_alg_values_supported"] = ALGORITHMS
+        if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
+            found["token_endpoint_auth_method"] = "client_secret_post"
+        return found
+
+
+class Provider:
+    def __init__(self, settings: OidcSettings) -> None:
+        self._settings = settings
+        self._redirect_uri = f"{settings.box_url}/ui"  # where a browser is sent back to: the page itself
+        self._made: _Client | None = None
+
+    def _client(self) -> _Client:
+        if self._made is None:
+            settings, path = self._settings, self._settings.client_secret_path
+            self._made = _Client(
+                None,
+                settings.issuer,
+                client_id=settings.client_id,
+                client_secret=Path(path).read_text().strip() if path is not None else None,
+                server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
+                client_kwargs={
+                    "scope": " ".join(settings.scopes),
+                    "code_challenge_method": "S256",
+                    "timeout": ANSWER_S,
+                    "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
+                    "transport": TRANSPORT,
+                },
+            )
+        return self._made
+
+    async def begin(self) -> dict[str, str]:
+        """{"url": where the browser goes, "state", "nonce", "code_verifier"}. Raises ApiError."""
+        with _refusals():
+            found: dict[str, str] = await self._client().create_authorization_url(self._redirect_uri)
+        return found
+
+    async def claims(self, code: str, nonce: str, verifier: str) -> dict[str, Any]:
+        """What the provider says of who came with this code: its identity token's claims, and those of userinfo where
+        the token has no groups. Raises ApiError."""
+        with _refusals():
+            client, settings = self._client(), self._settings
+            token = await client.fetch_access_token(self._redirect_uri, code=code, code_verifier=verifier)
+            options = {
+                "iss": {"essential": True, "value": settings.issuer},
+                "aud": {"essential": True, "value": settings.client_id},
+                "nonce": {"essential": True},
+            }
+            parsed = await client.parse_id_token(token, nonce, claims_options=options, leeway=_LEEWAY_S)
+            if parsed is None:
+                raise refused("the provider gave no identity token for this code")
+            claims = dict(parsed)
+            if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
+                userinfo = await client.userinfo(token=token)
+                if userinfo.get("sub") != claims["sub"]:
+                    raise refused("the provider answered about somebody else")
+                claims = {**userinfo, **claims}
+        return claims
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What Authlib raises, as an ApiError."""
+    try:
+        yield
+    except OAuthError as error:
+        raise refused(f"the provider does not take this code ({error.error})") from error
+    except httpx2.HTTPStatusError as error:
+        raise away(f"{error.request.url.path} answered {error.response.status_code}") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        raise away(type(error).__name__) from error
+    except (JoseError, ValueError, TypeError, KeyError) as error:
+        raise refused(f"its token is not good ({type(error).__name__})") from error
+
+
+# --- the person's key
+
+
+def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
+    """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
+    revoked, and for a person in no group that may do anything, or in none any more: their earlier logins end, and what
+    they have asked for goes on without a scope."""
+    db, subject, claim = context.db, _subject_of(settings, claims), claims.get(settings.groups_claim)
+    groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+    given = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
+    scopes = [scope for scope in keys.SCOPES if scope in given]
+    if not scopes:
+        left = keys.of_subject(db, subject)
+        if left is not None and page_sessions.end_of_key(db, left.id) + len(left.scopes):
+            keys.update(db, left.id, scopes=[])
+            context.spending.publish_keys()
+        raise refused("none of your groups may do anything on this box")
+    with db.transaction():
+        row = keys.of_subject(db, subject)
+        if row is None:
+            name = _name(settings, claims, subject)
+            row, _ = keys.create(db, name, scopes, name, subject=subject)
+        elif row.revoked_s is not None:
+            raise refused("your access to this box was revoked")
+        elif row.scopes != scopes:
+            keys.update(db, row.id, scopes=scopes)
+    return keys.find(db, row.id) or row
+
+
+def _subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
+    """SHA-256 of who it is there, in hex."""
+    return _sha256(f"{settings.issuer}\n{claims['sub']}")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
+    claim = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
+    name = _NOT_IN_NAMES.sub("-", str(claim))[:_NAME_CHARACTERS].strip("-._@") or "person"
+    found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
+    assert re.match(OWNER_PATTERN, found), "made of what names may have"
+    return found
