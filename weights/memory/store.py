@@ -211,7 +211,7 @@ class WeightStore(Space):
             self._trim(0)
             return True
 
-    def sweep(self) -> list[IntegrityError]:
+    def sweep(self) -> tuple[IntegrityError, ...]:
         """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files. Returns
         what is wrong with damaged versions.
 
@@ -229,7 +229,7 @@ class WeightStore(Space):
             except IntegrityError as error:
                 if path.exists():
                     damaged.append(error)
-        return damaged
+        return tuple(damaged)
 
 
 def _check_kind(kind: str) -> str:
