@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-Blame = Literal["own", "input", "outside", "memory", "version", "reload"]
+Blame = Literal["own", "input", "outside", "memory", "version"]
 """Whose fault a failure is. own: the job's or the model's engine. input: bad input, so a retry cannot help. outside: a
 supervisor, a node, a fence, a tier. memory: the host ran out of it. version: the running engine does not take this
-version, and a new one may. reload: no running engine of the model takes any. The last four are not counted against the
-job or model."""
+version, and a new one may. The last three are not counted against the job or model."""
 
 
 class SchedulerError(Exception):

@@ -60,7 +60,6 @@ class JobView:
     the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
-    `gave_way`: that its last start gave way to others, as a sentence; "" if not.
     `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
     `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
     """
@@ -86,7 +85,6 @@ class JobView:
     failed: str = ""
     busy: Busy = None
     pause_s: float | None = None
-    gave_way: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_devices <= self.max_devices:
@@ -197,10 +195,8 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
-    False if its engines cannot wake either, and so are stopped instead of put to sleep. `beside`: the model of which it
-    is a version beside the one that answers; "" if it is a model of its own. `served`: with what the engine
-    that opened last was started, a Build() if none has; None: nobody keeps it.
+    `beside`: the model of which it is a version beside the one that answers; "" if it is a model of its own. `served`:
+    with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
     """
 
     model: str
@@ -220,8 +216,6 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
-    anew: str = ""
-    wakes: bool = True
     beside: str = ""
     served: Build | None = None
 
@@ -252,7 +246,8 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed, and the state is the last that it reported.
+    it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
+    engines of the model do not load while they run, so that a new one takes its place.
     """
 
     id: str
@@ -264,6 +259,7 @@ class ReplicaView:
     busy: Busy = None
     settings: str = ""
     answered: bool = True
+    refused: str = ""
 
     @property
     def awake(self) -> bool:

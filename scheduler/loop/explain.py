@@ -81,9 +81,9 @@ def _why_replica(move: Move, devices: set[str], allocation: Allocation, plan_inp
     deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
-    old = next((r.version for r in plan_input.replicas if r.id == move.holder.id), deployment.version)
-    if move.side == "free" and deployment.anew and old != deployment.version:
-        return f"{deployment.version} is the active version of {model}, and needs a new engine: {deployment.anew}"
+    now = next((r for r in plan_input.replicas if r.id == move.holder.id), None)
+    if move.side == "free" and now is not None and now.refused == deployment.version != now.version:
+        return f"{deployment.version} is the active version of {model}, and needs a new engine"
     if move.side == "swap":
         return f"{deployment.version} is the active version of {model}"
     requests = deployment.demand.requests

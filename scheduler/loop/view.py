@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core.failures import Failures, Reloads, first_line
+from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.workload import (
     Allocation,
@@ -38,7 +38,6 @@ def plan_input(
     moving: Mapping[Holder, Transition],
     workload: Workload,
     failures: Failures,
-    reloads: Reloads,
     pauses: JobPauses,
     *,
     policy: Policy,
@@ -53,7 +52,7 @@ def plan_input(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
         jobs=tuple(_job(j, box, moving, failures, pauses) for j in workload.jobs),
-        deployments=tuple(reloads.shown(_deployment(d, failures)) for d in workload.deployments),
+        deployments=tuple(_deployment(d, failures) for d in workload.deployments),
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
         hysteresis=hysteresis,
@@ -92,7 +91,6 @@ def _job(
         failed=first_line(failure.reason) if failure else "",
         busy=busy,
         pause_s=pauses.pause_s(job.id),
-        gave_way=pauses.gave_way(job.id),
     )
 
 

@@ -42,8 +42,7 @@ class DeviceAssignment:
             r.id: r
             for r in plan_input.replicas
             if (d := self.deployments.get(r.model)) is not None
-            and d.anew
-            and r.version != d.version
+            and r.refused == d.version != r.version
             and _set_up_for(d, r)
             and demand_.usable(d, now_s)
         }
@@ -147,9 +146,7 @@ class DeviceAssignment:
 
     def fits(self, replica: ReplicaView) -> bool:
         """Whether it is, or can become, an engine of what its deployment asks for now."""
-        deployment = self.deployments[replica.model]
-        wakes = deployment.wakes or replica.state != "asleep"
-        return wakes and replica.id not in self.outdated and _set_up_for(deployment, replica)
+        return replica.id not in self.outdated and _set_up_for(self.deployments[replica.model], replica)
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
         """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
@@ -162,7 +159,7 @@ class DeviceAssignment:
         falling = 0
         for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if deployment.wakes and falling < count and recent and self.free.has(replica.devices):
+            if falling < count and recent and self.free.has(replica.devices):
                 falling += 1
                 self.take(replica.devices)
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
@@ -261,7 +258,6 @@ class DeviceAssignment:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
-        rest = [r for r in rest if self.deployments[r.model].wakes]
         # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
         rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}

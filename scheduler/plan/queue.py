@@ -189,20 +189,14 @@ def allot(
             rooms.give(job, size)
             ahead = ahead or job
         elif found and job.id in found:
-            waiting[job.id] = _waits(job, f"Needs {_at_least(job)} of one node; those left are not side by side.")
+            waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
             largest = rooms.most(job, works_on or {}, total)
-            waiting[job.id] = _waits(
-                job,
-                _too_few(job, total, largest, budget, why)
-                or f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
-                f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}.",
+            waiting[job.id] = _too_few(job, total, largest, budget, why) or (
+                f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
+                f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."
             )
     return Queue(sizes, waiting, min(reviews, default=None))
-
-
-def _waits(job: JobView, why: str) -> str:
-    return f"{why} {job.gave_way}" if job.gave_way else why
 
 
 def _at_least(job: JobView) -> str:

@@ -169,12 +169,6 @@ def _failed(verb: str, target: str, error: BaseException) -> EffectFailed:
     return EffectFailed(verb, target, first_line(error), blame_of(error), of_settings=of_settings)
 
 
-def cause_of(failed: EffectFailed) -> BaseException | None:
-    """The error that `ask` made this of."""
-    told = failed.__cause__
-    return getattr(told, "cause", None) or told
-
-
 def blame_of(error: BaseException) -> Blame:
     """What an error of a supervisor, rank or engine is attributed to."""
     if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
@@ -183,9 +177,7 @@ def blame_of(error: BaseException) -> Blame:
         return error.blame if error.retryable else "input"
     if isinstance(error, VersionBroken | WithoutNumbers):
         return "input"
-    if isinstance(error, ReloadFailed):
-        return "reload"
-    if isinstance(error, VersionMismatch):
+    if isinstance(error, ReloadFailed | VersionMismatch):
         return "version"
     if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
         return "outside"

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,6 @@ from scheduler.ray.actors import (
     Supervisor,
     actor_names,
     ask,
-    cause_of,
     find_actor,
     first_line,
     until_unnamed,
@@ -33,7 +33,6 @@ from scheduler.ray.actors import (
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed
 from serve.core.sizing import NotServable
 from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
@@ -112,7 +111,6 @@ class Replicas:
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._engines: dict[str, _Engine] = {}
-        self._died_loading: set[str] = set()  # models of which the last load while an engine ran ended it
 
     async def start_replica(self, plan: ReplicaPlan) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
@@ -188,11 +186,6 @@ class Replicas:
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
-    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        detail = await self._load("wake_replica", replica_id, model, version)
-        self._watch(replica_id, self._engines[replica_id])
-        return detail
-
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap_replica", replica_id, model, version)
@@ -206,13 +199,11 @@ class Replicas:
         return detail
 
     async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
-        """Have an engine that runs load a version. One that dies of it, or runs out of memory, may have done so by
-        chance: once. Loads of several engines at the same time count as one."""
+        """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed(verb, replica_id, "there is no such engine")
         path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
-        again = model in self._died_loading
         try:
             if verb == "swap_replica":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
@@ -220,16 +211,12 @@ class Replicas:
                 await self._while_alive(verb, replica_id, withheld, "before it loaded the new weights")
             load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
             detail = await ask(verb, replica_id, load)
-        except EffectFailed as error:
-            if error.blame == "own" and isinstance(cause_of(error), EngineFailed):
-                self._died_loading.add(model)
-                if again:
-                    raise EffectFailed(verb, replica_id, f"{error.reason} (twice in a row)", "reload") from error
-            raise
         finally:
             self._versions.taken(model, version)
-        self._died_loading.discard(model)
+        self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
+
+    wake_replica = partialmethod(_load, "wake_replica")
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises

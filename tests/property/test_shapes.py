@@ -165,7 +165,8 @@ def test_any_row_is_converted_or_refused_in_words(place, data, method):
             record[key] = [{**record[key][0], **changed}, *record[key][1:]]
     try:
         record = parse(json.dumps(record).encode())
-        method.convert(record, shape_of(record))
+        if method.refuses(shape_of(record)) is None:
+            method.convert(record, shape_of(record))
         left_out(record, shape_of(record))
     except BadRecord as bad:
         assert str(bad)

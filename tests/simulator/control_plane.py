@@ -107,7 +107,6 @@ class SimulatedScheduler:
             "troubles": self.troubles,
             "queue": self.queue,
             "memory": {"budget_bytes": 2**30, "used_bytes": 0},
-            "reloads": {},
             "plan_s": 0.001,
         }
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from train.data_checks import process
-from train.methods import check_process
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     file, for 1 to 2 s of processor time (test_data_checks.py of the controller tries it)."""
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setattr("appliance.controller.files.storage.check_apart", check_process.checked)
+    monkeypatch.setattr("appliance.controller.files.storage.check_apart", process.checked)
     monkeypatch.setattr("appliance.controller.data_checks.DataWork._process", _carried_out)
 
 

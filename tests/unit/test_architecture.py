@@ -128,7 +128,7 @@ WITHOUT_TORCH = (
     "train/plan/errors.py",
     "train/plan/spec.py",
     "train/data/check.py",
-    "train/methods/check_process.py",
+    "train/data_checks/process.py",
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
@@ -147,7 +147,7 @@ WITHOUT_TORCH = (
     "serve/engine/replica.py",
 )
 # Here a heavy library inside a function costs nobody who does not call it.
-LATE = ("runtime/devices/", "train/methods/")
+LATE = ("runtime/devices/", "train/methods/", "train/data_checks/")
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
 
@@ -628,7 +628,7 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
 OPENERS = {
     "train/model/model.py": "`train.trainer.prepare.refuse_unsafe`, before a rank reads anything",
     "train/model/adapter.py": "the same",
-    "train/methods/check_process.py": "`check_settings` of weights.checkpoint.folder",
+    "train/data_checks/process.py": "`check_settings` of weights.checkpoint.folder",
     "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",
     "train/convert/checkpoint_trial.py": "the same",
     "train/convert/gguf.py": "the file is alone in a folder of its own",

@@ -33,7 +33,7 @@ _SHAPE_EXAMPLES = 100  # the first ones, by which the shape of a file is known
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
-Convert = Callable[[Record, str], Record | None]
+Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
@@ -74,8 +74,8 @@ class DataReport:
 
 @dataclass(slots=True)
 class Read:
-    """One example of a file: its line, its record, and what the method makes of it, None if there is nothing to write;
-    or why it cannot be used. shape: of the file."""
+    """One example of a file: its line, its record, and what the method makes of it; or why it cannot be used. shape: of
+    the file."""
 
     line: int
     raw: bytes = b""
@@ -89,7 +89,8 @@ def read_examples(
     path: str | Path, convert: Convert, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
 ) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
-    `refuses` says which; a record of another shape is unusable. Raises OSError."""
+    `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
+    OSError."""
     with open(path, "rb") as file:
         first = islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES)
         shape = _usual_shape(first, refuses)
@@ -101,6 +102,8 @@ def read_examples(
                 read.raw, read.record = raw, parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
+                if refuses and (refusal := refuses(shape)):
+                    raise BadFile(refusal)
                 if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
                     why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
                     raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
@@ -135,10 +138,10 @@ def check_training_file(
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
     records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
-    called after each example. The chat file exists afterwards only if the report is `ok` and its records were
-    converted. Raises OSError if the file is unreadable.
+    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is
+    unreadable.
     """
-    report, tokens, converted, read_bytes = DataReport(), _Tokens(count, counted), False, 0
+    report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
     partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
     with ExitStack() as stack:
         output = None
@@ -151,18 +154,19 @@ def check_training_file(
             try:
                 if read.bad is not None:
                     raise read.bad
+                assert read.made is not None
                 _add(report, read, tokens.of(read.made))
+                if output:
+                    output.write(orjson.dumps(read.made) + b"\n")
             except BadRecord as bad:
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-            if output and read.made is not None:
-                output.write(orjson.dumps(read.made) + b"\n")
-            converted, read_bytes = read.made is not None, read_bytes + len(read.raw)
+            read_bytes += len(read.raw)
             if heard is not None:
                 heard(seen, min(1.0, read_bytes / size))
         _summarise(report)
-        if output and chat_path and report.ok and converted:
+        if output and chat_path and report.ok:
             output.flush()
             partial.rename(chat_path)
     return report
@@ -175,10 +179,8 @@ class _Tokens:
         self._count, self._most = count, most
         self._counted = self._rows = self._tokens = self._estimated = 0
 
-    def of(self, made: Record | None) -> list[list[int]]:
+    def of(self, made: Record) -> list[list[int]]:
         """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        if made is None:
-            return [[0]]
         estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
         if self._count is None:
             return [estimates]

@@ -24,7 +24,7 @@ import orjson
 from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
 from train.data.formats import BadRecord, Record
-from train.data.packing import Row, plan_packs
+from train.data.packing import Row, build_row, plan_packs
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 
@@ -41,7 +41,6 @@ class Rows(Protocol):
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None: ...
-    def row(self, packs: list[list[Tokens]], capacity: int, pad_id: int, *, packing: bool) -> Row: ...
 
 
 def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
@@ -64,7 +63,7 @@ class TokenSet:
         self._offsets = np.load(directory / "offsets.npy")
         self.sequences, self.capacity = method.sequences, method.sequences * max_length
         labels = np.load(directory / "labels.npy").reshape(-1, self.sequences).sum(axis=1)
-        self._method, self._packing = method, packing
+        self._packing = packing
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
@@ -103,7 +102,7 @@ class TokenSet:
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
         examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]
-        row = self._method.row(examples, self.capacity, self._pad_id, packing=self._packing)
+        row = build_row(examples, self.capacity, self._pad_id, packing=self._packing)
         if self.reference is None:
             return row
         members = np.concatenate([self.packs[pack] for pack in packs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from train.data.check import Count, count_left_out, estimate_tokens, read_examples
+from train.data.check import Convert, Count, Refuses, count_left_out, estimate_tokens, read_examples
 from train.data.formats import BadRecord, NoAnswer, Record
 from train.data_checks.personal_data import masked
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
-Convert = Callable[[Record, str], Record]
 _MOST_SHOWN = 20
 _MOST_REASON = 300
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -51,13 +50,14 @@ class Check:
         self,
         names: Sequence[str],
         convert: Convert,
+        refuses: Refuses | None = None,
         count: Count | None = None,
         max_tokens: int | None = None,
         against: Path | None = None,
     ):
         """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
         estimated. against: the validation file."""
-        self._convert, self._count, self._max_tokens = convert, count, max_tokens
+        self._convert, self._refuses, self._count, self._max_tokens = convert, refuses, count, max_tokens
         self.rows: list[Row] = []
         self.bytes, self.sha256, self.shape = 0, "", None
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
@@ -67,7 +67,7 @@ class Check:
         self._near = NearDuplicates()
         self._validation = None
         if against is not None:
-            other = Check(names, convert)
+            other = Check(names, convert, refuses)
             self._validation = ValidationIndex(dict(other.texts(against)))
 
     def read(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Check:
         with open(path, "rb") as file:
             self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self.bytes = file.tell()
-        for read in read_examples(path, self._convert):
+        for read in read_examples(path, self._convert, self._refuses):
             row = Row(read.line)
             self.rows.append(row)
             self.shape = read.shape or self.shape
@@ -87,7 +87,7 @@ class Check:
 
     def texts(self, path: Path) -> Iterable[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
-        for read in read_examples(path, self._convert):
+        for read in read_examples(path, self._convert, self._refuses):
             if read.made is not None:
                 yield read.line, _texts_of(read.made)[0]
 

@@ -1,24 +1,38 @@
-"""Runs a check or a preparation in a process of its own: `python -m train.data_checks.process '{"file": …}'`.
+"""Reads training data in a process of its own: `python -m train.data_checks.process REQUEST`.
 
-It prints the report, or the lineage, as JSON on stdout; what is wrong with the request as {"error": text} and exit code
-2. It runs at low priority, ends with its parent, and is killed beyond its limits of CPU and memory: the file may be
-hostile, and parsing it blocks all other threads of a process.
+A request is JSON: {"job": arguments of `checked`} for the check that decides whether a job can train on a file, else
+what `command_of` takes. The last line that is printed is the result, or {"error": text} with exit code 2. The process
+ends with its parent, and is killed beyond its limits of CPU and memory: the file may be hostile, and parsing JSON
+blocks all other threads of a process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
-from train.data.formats import BadRecord, Record
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
+from train.data.formats import Record
+from train.methods import methods
+from train.methods.method import Method
+from train.plan.errors import InvalidSpec, UnsupportedModel
 
+if TYPE_CHECKING:
+    from train.data.chat import ChatEncoder
+
+# An 8 GiB file of chats takes some minutes of CPU.
 BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
-_NICENESS = 10
-
+# A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
+# priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
+NICE_AFTER_S, _NICENESS = 5.0, 10
+TELL_EVERY_S = 2.0
 
 CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
@@ -57,26 +71,93 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
+def check_apart(path: Path, heard: Heard | None = None, **how: Any) -> DataReport:
+    """`checked`, in a process. `heard` is called now and then, in this thread. A file that takes more than the limits
+    is a bad one. Raises OSError."""
+    job = {"path": path, **how}
+    request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
+    output = ""
+    with subprocess.Popen(
+        command_of(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as done:
+        for output in done.stdout or ():
+            if heard is not None and output.startswith("["):
+                heard(*json.loads(output))
+    try:
+        found = json.loads(output)
+        return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
+    except (ValueError, TypeError, KeyError):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} was deleted while it was checked") from None
+        report = DataReport()
+        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(done.returncode)}")
+        return report
+
+
 def main() -> None:
     BOUNDS.hold()
     request = json.loads(sys.argv[1])
-    os.nice(request.get("niceness", _NICENESS))
     try:
-        answer = carried_out(request)
+        if "job" in request:
+            answer = asdict(checked(**request["job"], heard=_Heard()))
+        else:
+            os.nice(request.get("niceness", _NICENESS))
+            answer = carried_out(request)
     except (BadOption, CheckFailed, OSError, ValueError) as error:
         print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
 
+class _Heard:
+    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
+
+    next_s, nice = 0.0, False
+
+    def __call__(self, examples: int, share: float) -> None:
+        if not self.nice and time.process_time() >= NICE_AFTER_S:
+            self.nice = True
+            os.nice(_NICENESS)
+        if time.monotonic() >= self.next_s:
+            self.next_s = time.monotonic() + TELL_EVERY_S
+            print(json.dumps([examples, share]), flush=True)
+
+
+def checked(
+    path: str | Path,
+    chat_path: str | Path | None = None,
+    method: str | None = None,
+    tokenizer: str | Path | None = None,
+    cut_at: int | None = None,
+    heard: Heard | None = None,
+) -> DataReport:
+    """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
+    if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
+    has nothing left within so many tokens are errors too. Raises OSError."""
+    how = methods.method_of(method) if method else methods.DEFAULT
+    encoder = encoder_of(Path(tokenizer)) if tokenizer else None
+    report = check_training_file(
+        path,
+        chat_path=chat_path,
+        convert=how.convert if method else methods.convert,
+        count=_counter(how, encoder, cut_at) if encoder else None,
+        counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
+        heard=heard,
+        refuses=how.refuses if method else None,
+    )
+    if encoder and encoder.n_without_tools:
+        report.warnings.append(
+            f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
+            "nor an engine shows them to the model"
+        )
+    return report
+
+
 def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs the request in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
+    """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
     # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
     from train.data_checks.check import Check
     from train.data_checks.prepare import Unusable, prepare
-    from train.methods import methods
-    from train.methods.check_process import counter, encoder_of
-    from train.plan.errors import InvalidSpec
 
     options, path = request["check"], Path(request["file"])
     try:
@@ -84,19 +165,14 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     except InvalidSpec as error:
         raise BadOption(str(error)) from error
 
-    def convert(record: Record, shape: str) -> Record:
-        made = method.convert(record, shape) if method else methods.convert(record, shape)
-        if made is None:
-            raise BadRecord((method.refuses(shape) if method else None) or f"has the shape {shape!r}")
-        return made
-
     count, max_tokens = None, options.get("max_tokens")
     if model := options.get("model"):
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
-        count, max_tokens = counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
+        count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    check = Check(CHECKS, convert, count, max_tokens, against)
+    convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
+    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
     check.read(path)
     if "prepare" not in request:
         return check.report(request.get("name", str(path)))
@@ -108,6 +184,39 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         with os.fdopen(os.open(request["lineage"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(lineage, out)
     return lineage
+
+
+def encoder_of(tokenizer: Path) -> ChatEncoder | None:
+    """The encoder of the model in this directory; None if its tokenizer or chat template cannot be used: the ranks will
+    say so in their own words."""
+    # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from transformers import AutoTokenizer
+
+    from train.data.chat import ChatEncoder, vocabulary_of
+    from weights.checkpoint.errors import CheckpointRefused
+    from weights.checkpoint.folder import check_settings
+
+    try:
+        check_settings(tokenizer)
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+        return ChatEncoder(loaded, vocabulary_of(tokenizer))
+    except (OSError, ValueError, UnsupportedModel, CheckpointRefused):
+        return None
+
+
+def _counter(method: Method, encoder: ChatEncoder, cut_at: int | None) -> Count:
+    """Counts the tokens of each sequence of each row of a converted record; with a length, after the method's cut."""
+
+    def count(record: Record) -> list[list[int]]:
+        rows = method.encode(encoder, record)
+        if cut_at is not None:
+            for row in rows:
+                method.cut(row, cut_at)
+        return [[len(tokens) for tokens, _ in row] for row in rows]
+
+    return count
 
 
 def _context_of(model: Path) -> int | None:

@@ -58,8 +58,8 @@ class Pairs(Method, ABC):
             return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred{hint}"
         return None
 
-    def convert(self, record: Record, shape: str) -> Record | None:
-        return {"sequences": to_pair(record)} if self.refuses(shape) is None else None
+    def convert(self, record: Record, shape: str) -> Record:
+        return {"sequences": to_pair(record)}
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""

@@ -41,9 +41,7 @@ class Kto(Compared):
             )
         return None
 
-    def convert(self, record: Record, shape: str) -> Record | None:
-        if self.refuses(shape) is not None:
-            return None
+    def convert(self, record: Record, shape: str) -> Record:
         chat, good = to_marked(record)
         return {"sequences": [chat], "label": good}
 

@@ -1,16 +1,5 @@
-"""Defines the interface of a training method. A new one is a subclass in its own file and a row in `methods`.
-
-Methods in the order of use, from the request to the loss:
-
-    options          hyperparameters of this method alone; commands and requests have them from here
-    resolve          hyperparameters into fields of a TrainSpec
-    refuses, convert records of the data file, as they are checked and written for the run
-    rank_memory      what a rank takes
-    encode, cut, row a record into rows of sequences of tokens, and those of many examples into one micro-batch
-    samples          of a method that learns from its own answers: how many it makes of each prompt
-    objective, batch the module whose forward is the loss, and what it takes
-    denominator      what the loss of a step is divided by
-"""
+"""Defines the interface of a training method, in the order of use from the request to the loss. A new one is a subclass
+in its own file and a row in `methods`."""
 
 from __future__ import annotations
 
@@ -131,9 +120,9 @@ class Method(ABC):
         """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
 
     @abstractmethod
-    def convert(self, record: Record, shape: str) -> Record | None:
-        """A record as `encode` takes it: a chat record, or {"sequences": [chat record, …]}. None for a shape that
-        `refuses` refuses. Raises BadRecord."""
+    def convert(self, record: Record, shape: str) -> Record:
+        """A record of a shape that it takes, as `encode` takes it: a chat record, or {"sequences": [chat record, …]}.
+        Raises BadRecord."""
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
@@ -161,14 +150,6 @@ class Method(ABC):
         from train.data.token_set import cut
 
         return cut(sequences, max_length)
-
-    def row(
-        self, packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool
-    ) -> Row:
-        """One micro-batch of packs of sequences, those of an example one after the other."""
-        from train.data.packing import build_row
-
-        return build_row(packs, capacity, pad_id, packing=packing)
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""

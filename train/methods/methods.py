@@ -26,7 +26,7 @@ def method_of(name: str) -> Method:
         raise InvalidSpec(f"method {name!r} is not known; expected one of {', '.join(METHODS)}") from None
 
 
-def convert(record: Record, shape: str) -> Record | None:
+def convert(record: Record, shape: str) -> Record:
     """Converts a record as the first method does that takes its shape: the check of a file of which no job is known
     yet. Raises BadRecord."""
     method = next((method for method in METHODS.values() if method.refuses(shape) is None), DEFAULT)

@@ -29,8 +29,8 @@ class Supervised(Method):
             return f"ends with a message from the user; the method {self.name!r} wants the answer that is to be learnt"
         return None
 
-    def convert(self, record: Record, shape: str) -> Record | None:
-        return to_chat(record, shape) if self.refuses(shape) is None else None
+    def convert(self, record: Record, shape: str) -> Record:
+        return to_chat(record, shape)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

@@ -1,25 +1,14 @@
 """The learning rate and the epochs that "auto" chooses, by model and data size, and the rate of each step. Pure.
 
-What others publish, for AdamW and supervised fine-tuning (read in November 2026):
-
-    all weights     torchtune 2e-5 (7 B to 70 B), TRL's SFTTrainer 2e-5, Stanford Alpaca 2e-5 (7 B), Tulu 3 5e-6 (8 B),
-                    SmolLM2's own instruct models 3e-4 (1.7 B) and 1e-3 (135 M), on some hundred million tokens
-    adapters        torchtune 3e-4, axolotl and unsloth 2e-4, TRL 2e-4 ("about ten times as much"); Tinker's sweep over
-                    Tulu 3 (128 conversations a step, 780 steps): 1e-3 at 1 B, 3e-4 at 8 B and 70 B
-                    (tinker_cookbook/hyperparam_utils.py)
-    one to other    Schulman et al., "LoRA Without Regret" (2025): adapters want ten times the rate of all weights,
-                    whatever the rank, and bear large batches worse; Biderman et al., "LoRA Learns Less and Forgets
-                    Less" (TMLR 2024): the same order, and that full tuning forgets more at the rate that it needs
-    model size      Tinker's: all weights by one over the root of the number of parameters
-    batch           Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (NeurIPS 2022):
-                    with Adam the rate goes by the root of the batch
-    OpenAI          says no rates, only a multiplier of its own choice ("auto"; larger for larger batches)
+Published for AdamW and supervised fine-tuning, all weights: torchtune and TRL 2e-5, Tulu 3 5e-6 (8 B), SmolLM2 3e-4
+(1.7 B) to 1e-3 (135 M). Adapters: TRL, axolotl, unsloth and torchtune 2e-4 to 3e-4; Tinker 1e-3 (1 B) to 3e-4 (8 B);
+ten times the rate of all weights, whatever the rank (Schulman et al., "LoRA Without Regret", 2025). By model size: one
+over the root of the number of parameters (Tinker). By batch, with Adam: its root (Malladi et al., NeurIPS 2022).
 
 What is chosen: at 7 B and a step of up to 8,192 tokens, 1e-5 for all weights and 1e-4 for adapters, the lower end of
-what is published, because most jobs here are small and a small job that learns too fast forgets: SmolLM2-135M learnt 64
-examples at 7.2e-4, 4.3e-4 and 2.9e-4 alike, and of twelve general questions, of which it had answered eleven before,
-answered ten, eleven and twelve after (docs/first-model.md). More data makes larger steps (train.plan.auto), and those
-bear more: up to three times as much from 74,000 tokens a step on, which is where the published sweeps were made.
+what is published, because most jobs here are small and a small job that learns too fast forgets (docs/first-model.md).
+More data makes larger steps (train.plan.auto), and those bear more: up to three times as much from 74,000 tokens a step
+on, which is where the published sweeps were made.
 
 Few rows have to be seen several times to be learned at all: until `FEWEST_SEEN` have passed, `MOST_EPOCHS` times at
 most. Adapters of few rows get half as much again of the rate, and take more passes than all weights do.

@@ -8,17 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.recipe import Schedule
 
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
-_LEAST = {
-    **dict.fromkeys("n_epochs micro_batch batch_size lora_rank tensor_parallel keep_snapshots".split(), 1),
-    **dict.fromkeys("eval_interval early_stopping_patience warmup_ratio weight_decay max_grad_norm".split(), 0),
-    **{"lora_dropout": 0, "zero_stage": 0, "step_patience_s": 0, "max_length": 8},
-}
 
 
 @dataclass(frozen=True)
@@ -27,7 +21,7 @@ class TrainSpec:
 
     `batch_size` counts packed sequences per optimizer step over all devices. Together with `micro_batch` and
     `seed` it fixes which tokens a step sees, so the run may move between world sizes (see `auto.allowed_sizes`)
-    without changing its loss curve.
+    without changing its loss curve. What values fit each other is `auto.resolve`'s.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -86,44 +80,6 @@ class TrainSpec:
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 
-    def __post_init__(self) -> None:
-        """Raises InvalidSpec."""
-        whole = self.full and self.zero_stage <= 2 and self.offload == "none"
-        for name, expected, ok in (
-            ("device_kind", f"one of {', '.join(KINDS)}", self.device_kind in KINDS),
-            ("batch_size", "a positive multiple of micro_batch", self.batch_size % max(1, self.micro_batch) == 0),
-            ("publish", "another without a validation file", self.publish != "best" or self.valid_path),
-            (
-                "early_stopping_patience",
-                "0 without a validation file",
-                not self.early_stopping_patience or self.valid_path,
-            ),
-            (
-                "base_adapter",
-                "None where an adapter is published: publish it merged, since no stored base has the "
-                "weights that one trained on a merged adapter belongs to",
-                not self.base_adapter or self.is_whole,
-            ),
-            (
-                "offload",
-                "another than parameters below zero_stage 3",
-                self.offload != "parameters" or self.zero_stage == 3,
-            ),
-            (
-                "tensor_parallel",
-                "1 but with full tuning, zero_stage 0 to 2, no offloading",
-                self.tensor_parallel == 1 or whole,
-            ),
-            *((name, f"at least {least}", getattr(self, name) >= least) for name, least in _LEAST.items()),
-            ("learning_rate", "above 0", self.learning_rate > 0),
-            ("zero_stage", "0 to 3", self.zero_stage <= 3),
-            ("warmup_ratio", "below 1", self.warmup_ratio < 1),
-            ("lora_dropout", "below 1", self.lora_dropout < 1),
-            ("snapshot_every_s", "at least 0", (self.snapshot_every_s or 0) >= 0),
-        ):
-            if not ok:
-                raise InvalidSpec(f"TrainSpec.{name} is {getattr(self, name)!r}; expected {expected}")
-
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
@@ -152,18 +108,13 @@ class TrainSpec:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> TrainSpec:
-        """Raises InvalidSpec as `from_dict`."""
+    def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
+        """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
         try:
-            return _SPEC.validate_json(text)
+            return _SPEC.validate_json(json.dumps(given))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidSpec(f"TrainSpec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> TrainSpec:
-        """Raises InvalidSpec for an unknown field, a missing one, or a value of another type."""
-        return cls.from_json(json.dumps(given))
 
 
 _SPEC = TypeAdapter(TrainSpec)

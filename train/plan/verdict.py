@@ -12,26 +12,50 @@ Codes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 FEWEST_STEPS = 4
-MOVED_SHARE, MOVED_LEAST = 0.05, 0.05
-"""A loss moved if it changed by this share and by so many nats; a smaller change is noise."""
 FALLING_SHARE = 0.1
-"""A loss still falls if its last epoch is lower than the one before by this share."""
-KNOWN_LOSS = 0.1
-"""Nats for a token, below which the rows are known and more epochs teach nothing."""
-MOVED_MARGIN, SURE_OF_PAIRS = 0.1, 0.95
-"""Of `rewards/margins`, and the share of pairs in the right order, above which more epochs add nothing."""
-MOVED_REWARD, SURE = 0.02, 2.0
-"""Of a mean reward, and in standard errors of the difference."""
+"""A curve still moves if its last epoch is better than the one before by this share."""
+KNOWN_LOSS, SURE_OF_PAIRS = 0.1, 0.95
+"""Nats for a token below which, and the share of pairs in the right order from which, more epochs teach nothing."""
+SURE = 2.0
+"""Standard errors of a difference beyond which it is none of noise."""
 MOST_EPOCHS = 50
 HIGHER_RATE = 3.0
 WARNINGS = ("by_heart", "did_not_move", "got_worse", "no_signal")
+
+
+class _Measure(NamedTuple):
+    """What a method is judged by. better: 1 if a larger value is better, -1 if a smaller one is. A change of at most
+    `least`, or `share` of the values, is noise. sampled: it is measured on the model's own answers, so that only means
+    of many steps tell anything. things: of what the training file has rows."""
+
+    name: str
+    called: str
+    better: int
+    least: float
+    share: float = 0.0
+    sampled: bool = False
+    things: str = "rows"
+
+    def change(self, before: float, after: float, error: float = 0.0) -> int:
+        """1 better, 0 within noise, -1 worse. error: standard error of the difference."""
+        gain = self.better * (after - before)
+        noise = max(self.least, self.share * max(abs(before), abs(after)), SURE * error)
+        return 0 if abs(gain) < noise else 1 if gain > 0 else -1
+
+
+_LOSS = _Measure("loss", "loss", -1, 0.05, 0.05)
+_MARGIN = _Measure("rewards/margins", "margin of the preferred answers", 1, 0.1, things="pairs")
+_MEASURES = {
+    "dpo": _MARGIN,
+    "reinforcement": _Measure("mean_reward", "mean reward", 1, 0.02, sampled=True, things="prompts"),
+    "distillation": _Measure("reverse_kl", "distance to the teacher", -1, 0.02, sampled=True, things="prompts"),
+}
 
 
 class Verdict(NamedTuple):
@@ -54,6 +78,12 @@ class Step:
     measured: Mapping[str, float] = field(default_factory=dict)
     valid_measured: Mapping[str, float] = field(default_factory=dict)
 
+    def trained(self, name: str) -> float | None:
+        return self.loss if name == "loss" else self.measured.get(name)
+
+    def validated(self, name: str) -> float | None:
+        return self.valid_loss if name == "loss" else self.valid_measured.get(name)
+
 
 def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
     """The verdict on a run.
@@ -63,11 +93,68 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
         steps: by ascending number, up to the one whose weights are the result.
         settings: fields of the TrainSpec, of which `n_epochs` and `learning_rate` are read.
     """
-    done = sum(one.step > 0 for one in steps)
-    found = _no_signal(steps)
-    if found is None and done < FEWEST_STEPS:
-        return Verdict("too_short", f"{_count(done, 'step')} cannot show whether the model learned: raise n_epochs.")
-    return found or _RULES.get(method, _supervised)(steps, settings)
+    done = [one for one in steps if one.step > 0]
+    if done and all(map(equal_rewards, done)):
+        return _no_signal(done)
+    measure = _MEASURES.get(method, _LOSS)
+    train = [value for one in done if (value := one.trained(measure.name)) is not None]
+    if len(train) < FEWEST_STEPS:
+        return Verdict(
+            "too_short", f"{_count(len(train), 'step')} cannot show whether the model learned: raise n_epochs."
+        )
+    n_epochs, error = settings["n_epochs"], 0.0
+    each = _epochs(train, n_epochs)
+    start, end = fmean(train[: max(1, len(train) // 20)]), each[-1]  # the first steps have hardly moved
+    order = [value for one in done if (value := one.trained("rewards/accuracies")) is not None]
+    if measure.sampled:
+        first, last = train[: max(2, len(train) // 4)], train[-max(2, len(train) // 4) :]
+        start, end = fmean(first), fmean(last)
+        error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / len(first))
+        known = True  # a step's mean says little of the next one's
+    elif measure is _MARGIN:
+        start, known = 0.0, bool(order) and _epochs(order, n_epochs)[-1] >= SURE_OF_PAIRS
+    else:
+        known = end < KNOWN_LOSS
+    change, moved = measure.change(start, end, error), f"{measure.called} {start:.2f} → {end:.2f}"
+    growing = not known and len(each) > 1 and measure.better * (each[-1] - each[-2]) > FALLING_SHARE * max(each[-2:])
+
+    valid = [(value, one.step) for one in steps if (value := one.validated(measure.name)) is not None]
+    if measure is _MARGIN and valid:
+        valid.insert(0, (0.0, 0))
+    generalised = None
+    if len(valid) > 1:
+        (before, _), (after, last_step) = valid[0], valid[-1]
+        best, best_step = max(valid, key=lambda one: measure.better * one[0])
+        moved += f", in the validation file {before:.2f} → {after:.2f}"
+        generalised, growing = measure.change(before, after), growing and best_step == last_step
+        if change > 0 and not measure.sampled and measure.change(best, after) < 0:
+            generalised, moved = -1, f"{moved}, best ({best:.2f}) at step {best_step}"
+    elif measure is _LOSS and change == 0 and start < KNOWN_LOSS:
+        return Verdict("learned", f"The model knew the training rows before the job: {moved}.")
+    return _conclude(change, generalised, growing, moved, measure.things, settings)
+
+
+def _conclude(
+    change: int, generalised: int | None, growing: bool, moved: str, things: str, settings: Mapping[str, Any]
+) -> Verdict:
+    """change, generalised: of training and validation, as `_Measure.change` has it; generalised is None without two
+    validations. growing: still better at the end. moved: the change in words."""
+    rate, epochs = settings["learning_rate"], min(MOST_EPOCHS, 2 * settings["n_epochs"])
+    if change < 0 or (change == 0 and generalised == -1):
+        return Verdict("got_worse", f"The model got worse: {moved}. Lower learning_rate to {rate / 10:.1e}.")
+    if change == 0 and not generalised:
+        text = f"The model did not learn: {moved}. Raise learning_rate to {HIGHER_RATE * rate:.1e}."
+        return Verdict("did_not_move", text)
+    if generalised is not None and generalised < 1:
+        text = f"The model learned the training {things} by heart: {moved}. Fewer n_epochs"
+        return Verdict("by_heart", f"{text}, publish 'best' or more varied {things} help.")
+    if growing:
+        more = f"Raise n_epochs to {epochs}." if epochs > settings["n_epochs"] else "Raise learning_rate."
+        return Verdict("still_falling", f"The model is still learning: {moved}. {more}")
+    if generalised:
+        return Verdict("generalises", f"The model learned and generalises: {moved}.")
+    text = f"The model learned the training {things}: {moved}. Only a validation_file shows how it does elsewhere."
+    return Verdict("learned", text)
 
 
 def equal_rewards(one: Step) -> bool:
@@ -75,10 +162,7 @@ def equal_rewards(one: Step) -> bool:
     return one.measured.get("equal_rewards") == 1.0
 
 
-def _no_signal(steps: Sequence[Step]) -> Verdict | None:
-    done = [one for one in steps if one.step > 0]
-    if not done or not all(map(equal_rewards, done)):
-        return None
+def _no_signal(done: Sequence[Step]) -> Verdict:
     rewards = sorted({one.measured["mean_reward"] for one in done if "mean_reward" in one.measured})
     which = f" (all rewards are {rewards[0]:.3g})" if len(rewards) == 1 else ""
     return Verdict(
@@ -89,122 +173,12 @@ def _no_signal(steps: Sequence[Step]) -> Verdict | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a rule read off the curves. change, valid: 1 better, 0 within noise, -1 worse; valid is None if there were
-    no two validations, growing: still better at the end. things: of what the training file has rows."""
-
-    moved: str
-    change: int
-    valid: int | None = None
-    growing: bool = False
-    things: str = "rows"
-
-
-def _conclude(seen: _Seen, settings: Mapping[str, Any]) -> Verdict:
-    moved, things = seen.moved, seen.things
-    rate, epochs = settings["learning_rate"], min(MOST_EPOCHS, 2 * settings["n_epochs"])
-    more = f"Raise n_epochs to {epochs}." if epochs > settings["n_epochs"] else "Raise learning_rate."
-    if seen.change < 0 or (seen.change == 0 and seen.valid == -1):
-        return Verdict("got_worse", f"The model got worse: {moved}. Lower learning_rate to {rate / 10:.1e}.")
-    if seen.change == 0 and not seen.valid:
-        text = f"The model did not learn: {moved}. Raise learning_rate to {HIGHER_RATE * rate:.1e}."
-        return Verdict("did_not_move", text)
-    if seen.valid is not None and seen.valid < 1:
-        text = f"The model learned the training {things} by heart: {moved}. Fewer n_epochs"
-        return Verdict("by_heart", f"{text}, publish 'best' or more varied {things} help.")
-    if seen.growing:
-        return Verdict("still_falling", f"The model is still learning: {moved}. {more}")
-    if seen.valid:
-        return Verdict("generalises", f"The model learned and generalises: {moved}.")
-    text = f"The model learned the training {things}: {moved}. Only a validation_file shows how it does elsewhere."
-    return Verdict("learned", text)
-
-
-def _supervised(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    train = [one.loss for one in steps if one.step > 0 and one.loss is not None]
-    if not train:
-        return Verdict("too_short", "No loss was reported, so nothing is known of what the model learned.")
-    each = _epochs(train, settings)
-    start, end = fmean(train[: max(1, len(train) // 20)]), each[-1]  # the first steps have hardly moved
-    change = _change(start, end)
-    moved = f"training loss {start:.2f} → {end:.2f}"
-    growing = len(each) > 1 and each[-1] >= KNOWN_LOSS and each[-2] - each[-1] > FALLING_SHARE * each[-2]
-    valid = [(one.valid_loss, one.step) for one in steps if one.valid_loss is not None]
-    if len(valid) < 2:
-        if change == 0 and start < KNOWN_LOSS:
-            return Verdict("learned", f"The model knew the training rows before the job: {moved}.")
-        return _conclude(_Seen(moved, change, growing=growing), settings)
-    (before, _), (after, last), (best, best_step) = valid[0], valid[-1], min(valid)
-    moved += f", validation loss {before:.2f} → {after:.2f}"
-    found = _change(before, after)
-    if change > 0 and _change(best, after) < 0:
-        found, moved = -1, f"{moved}, lowest ({best:.2f}) at step {best_step}"
-    return _conclude(_Seen(moved, change, found, growing and best_step == last), settings)
-
-
-def _pairs(steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
-    margins, order = _measured(steps, "rewards/margins"), _measured(steps, "rewards/accuracies")
-    if not margins or not order:
-        return _supervised(steps, settings)
-    each = _epochs(margins, settings)
-    end, share = each[-1], _epochs(order, settings)[-1]
-    moved = f"margin of the preferred answers {end:.2f}, {share:.0%} of the pairs in the right order"
-    valid = [one.valid_measured["rewards/margins"] for one in steps if "rewards/margins" in one.valid_measured]
-    found = None
-    if valid:
-        moved += f"; margin {valid[-1]:.2f} in the validation file"
-        found = 1 if valid[-1] >= MOVED_MARGIN * min(1.0, end) else 0
-    change = 1 if end >= MOVED_MARGIN else -1 if end < -MOVED_MARGIN else 0
-    growing = len(each) > 1 and share < SURE_OF_PAIRS and end - each[-2] > FALLING_SHARE * end
-    return _conclude(_Seen(moved, change, found if change > 0 else None, growing, "pairs"), settings)
-
-
-def _noisy(steps: Sequence[Step], settings: Mapping[str, Any], name: str, called: str, better: int) -> Verdict:
-    """For what is measured on the model's own answers: the first and the last quarter of the steps are compared, with
-    their spread. better: 1 if a larger value is better, -1 if a smaller one is."""
-    train = _measured(steps, name)
-    quarter = max(2, len(train) // 4)
-    if len(train) < 2 * quarter:
-        return Verdict("too_short", f"{_count(len(train), 'step')} cannot show whether the model learned.")
-    first, last = train[:quarter], train[-quarter:]
-    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / quarter)
-    gain, least = better * (fmean(last) - fmean(first)), max(MOVED_REWARD, SURE * error)
-    change = 1 if gain >= least else -1 if gain < -least else 0
-    moved = f"{called} {fmean(first):.2f} → {fmean(last):.2f}"
-    valid = [one.valid_measured[name] for one in steps if name in one.valid_measured]
-    found = None
-    if len(valid) > 1:
-        moved += f", in the validation file {valid[0]:.2f} → {valid[-1]:.2f}"
-        found = 1 if better * (valid[-1] - valid[0]) >= MOVED_REWARD else 0
-    return _conclude(_Seen(moved, change, found if change > 0 else None, things="prompts"), settings)
-
-
-_RULES: dict[str, Callable[[Sequence[Step], Mapping[str, Any]], Verdict]] = {
-    "dpo": _pairs,
-    "reinforcement": partial(_noisy, name="mean_reward", called="mean reward", better=1),
-    "distillation": partial(_noisy, name="reverse_kl", called="distance to the teacher", better=-1),
-}
-
-
-def _measured(steps: Sequence[Step], name: str) -> list[float]:
-    return [one.measured[name] for one in steps if one.step > 0 and name in one.measured]
-
-
-def _epochs(train: Sequence[float], settings: Mapping[str, Any]) -> list[float]:
+def _epochs(train: Sequence[float], epochs: int) -> list[float]:
     """Mean of each epoch: rows differ in loss, and each epoch has all of them. A single epoch has no second value."""
-    epochs = settings["n_epochs"]
     if epochs < 2 or len(train) < epochs:
         return [fmean(train[-max(1, len(train) // 10) :])]
     bounds = [round(number * len(train) / epochs) for number in range(epochs + 1)]
     return [fmean(train[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def _change(before: float, after: float) -> int:
-    """Of a loss: 1 lower, -1 higher, 0 within noise."""
-    if abs(after - before) <= max(MOVED_LEAST, MOVED_SHARE * max(abs(before), abs(after))):
-        return 0
-    return 1 if after < before else -1
 
 
 def _count(number: int, what: str) -> str:

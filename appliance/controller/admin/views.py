@@ -25,9 +25,8 @@ def model(
     db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: Tiers, sizes: EngineSizes
 ) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
-    `context_note`: why that is less than the model's own, else "". `reload_note`: why its engines are started anew
-    instead of loading a version while they run, else None. `settings_note`: why the box itself put these settings in
-    force, else "".
+    `context_note`: why that is less than the model's own, else "". `settings_note`: why the box itself put these
+    settings in force, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     found, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
@@ -46,7 +45,6 @@ def model(
         "adapter": _adapter(db, row),
         "state": states.word(row.id),
         "message": states.message(row.id),
-        "reload_note": status["reloads"].get(row.id),
         "deployment": deployment(found, status) if found else None,
         "settings": set_up.settings if set_up else {},
         "settings_number": set_up.number if set_up else 0,

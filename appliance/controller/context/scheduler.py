@@ -18,7 +18,7 @@ from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.journal import Journal, StepRecord
+from scheduler.handover.ports import Journal, StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -84,11 +84,9 @@ class Scheduler:
                 *self._memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{model}: {text}" for model, text in now["reloads"].items()),
                 *(f"{model}: {text}" for model, text in model_settings.notes(self._db).items()),
                 *now["waits"],
             ],
-            "reloads": now["reloads"],
             "plan_s": now["plan_s"],
         }
 

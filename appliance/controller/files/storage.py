@@ -27,8 +27,8 @@ from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
 from train.data.check import DataReport, Heard
-from train.methods.check_process import ANY, check_apart
-from train.methods.check_process import checked as check_here
+from train.data_checks.process import check_apart
+from train.data_checks.process import checked as check_here
 from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
@@ -57,11 +57,16 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    gone = context.files_dir / f"{INCOMING_PREFIX}{row.id}"
-    with context.db.transaction():
-        files.delete(context.db, row.id)
+    there, gone = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
+    try:
+        with context.db.transaction():
+            files.delete(context.db, row.id)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(there, gone)  # after a crash here, `sweep` does as the row says
+    except BaseException:  # the row stays, as on a full disk
         with contextlib.suppress(FileNotFoundError):
-            os.rename(context.files_dir / row.id, gone)  # after a crash here, `sweep` does as the row says
+            os.rename(gone, there)
+        raise
     gone.unlink(missing_ok=True)
 
 
@@ -160,12 +165,10 @@ async def checked(
         heard: called on a thread with the progress.
     """
     check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
-    name = method.name if method else ANY
-    work = partial(check, path, chat_path, name, tokenizer, cut_at, heard)
-    report = await to_thread.run_sync(work, limiter=context.file_threads)
-    if method is not None and report.ok and (reason := method.refuses(report.shape)) is not None:
-        report.add_error(1, reason)
-    return report
+    name = method.name if method else None
+    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
+    work = partial(check, path, heard=heard, **how)
+    return await to_thread.run_sync(work, limiter=context.file_threads)
 
 
 async def described(

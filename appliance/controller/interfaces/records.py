@@ -41,8 +41,7 @@ class SchedulerStatus(TypedDict):
     or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `queue` jobs in order, each
     {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s`
     duration of the last plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message"
-    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}; `reloads` model to why its engines are started
-    anew instead of loading a version while they run."""
+    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
@@ -52,7 +51,6 @@ class SchedulerStatus(TypedDict):
     queue: list[dict[str, Any]]
     troubles: list[dict[str, Any]]
     notes: list[str]
-    reloads: dict[str, str]
     plan_s: float
 
 

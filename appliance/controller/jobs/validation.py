@@ -29,7 +29,7 @@ from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files, job_records, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import COUNTED_EXAMPLES, DataReport
-from train.data.same_tokens import differ_apart
+from train.data.same_tokens import differ
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -170,7 +170,7 @@ class JobValidation:
         elif ours is None or theirs is None:
             why = f"the files of {name} or {student.name} are neither on disk nor in shared memory any more"
         else:
-            compare = partial(differ_apart, ours / settings.TOKENIZER, theirs / settings.TOKENIZER)
+            compare = partial(differ, ours / settings.TOKENIZER, theirs / settings.TOKENIZER)
             why = await to_thread.run_sync(compare, limiter=context.file_threads)
             why = why and f"{name} cannot teach {student.name}: {why}"
         if why:

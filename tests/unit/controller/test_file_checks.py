@@ -11,15 +11,15 @@ from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import chat_lines
 from tests.unit.controller.test_jobs import PAIR
 from train.data.check import check_training_file
-from train.methods import check_process
-from train.methods.check_process import check_apart
+from train.data_checks import process
+from train.data_checks.process import check_apart
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
 def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
     source, chat = tmp_path / "in", tmp_path / "chat"
     source.write_bytes(data)
-    apart = check_apart(source, chat)
+    apart = check_apart(source, chat_path=chat)
     assert (apart, chat.exists()) == (check_training_file(source), apart.ok)
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
@@ -29,7 +29,7 @@ def test_the_same_tokens_are_counted_in_a_process_of_its_own(tmp_path: Path, che
     long = PAIR | {"input": {"messages": [{"role": "user", "content": "hi " * 200}]}}
     source.write_text("".join(json.dumps(row) + "\n" for row in (*[PAIR] * 11, long)))
     tokenizer().save_pretrained(model)
-    here = check_process.checked(source, method="dpo", tokenizer=model, cut_at=64)
+    here = process.checked(source, method="dpo", tokenizer=model, cut_at=64)
     assert here.n_errors == 1 and here.n_tokens_estimate > 0
     assert check_apart(source, method="dpo", tokenizer=model, cut_at=64) == here
 
@@ -39,7 +39,7 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
     killed.chmod(0o700)
-    monkeypatch.setattr(check_process.sys, "executable", str(killed))
+    monkeypatch.setattr(process.sys, "executable", str(killed))
     report = check_apart(source)
     assert not report.ok and "ended with signal 9" in report.errors[0][1]
     source.unlink()

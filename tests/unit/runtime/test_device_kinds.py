@@ -11,15 +11,11 @@ import pytest
 from runtime.devices import kinds
 from runtime.devices.kinds import UnknownDeviceKind, kind_of
 from tests.devices_support.nvml import eight_h100
-from train.plan.errors import InvalidSpec
-from train.plan.spec import TrainSpec
 
 
 def test_a_kind_that_is_no_row_is_refused_by_name():
     with pytest.raises(UnknownDeviceKind, match="'abacus' is not known; expected one of cuda, cpu"):
         kind_of("abacus")
-    with pytest.raises(InvalidSpec, match="abacus"):
-        TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="abacus")
 
 
 def test_processes_see_their_devices_as_the_driver_numbers_them():

@@ -127,7 +127,7 @@ async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
         (EngineRefused("no such quantisation"), "own"),
         (EngineOutOfMemory("no room"), "memory"),
         (EngineFailed("it died"), "own"),
-        (ReloadFailed("no parameter has an output_dim"), "reload"),
+        (ReloadFailed("no parameter has an output_dim"), "version"),
         (VersionMismatch("another chat template"), "version"),
         (VersionBroken("no numbers"), "input"),
         (WithoutNumbers("no numbers"), "input"),

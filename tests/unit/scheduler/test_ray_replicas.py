@@ -13,7 +13,6 @@ from scheduler.core.errors import EffectFailed
 from scheduler.ray import replicas
 from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, VersionUnreadable
 from serve.core.sizing import NotServable
 
 
@@ -116,34 +115,3 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
     assert failed.value.blame == blame
-
-
-async def loadable(found: Replicas) -> None:
-    """Engines on a node that has every version."""
-    await found.observe()
-    for engine in found._engines.values():
-        engine.node_config = SimpleNamespace(name="n0")
-    found._nodes = SimpleNamespace(bring=lambda *_: asyncio.sleep(0, (Path("/v"), 0)))
-    found._versions = SimpleNamespace(in_memory=lambda *_: asyncio.sleep(0, Path("/v")), taken=lambda *_: None)
-
-
-async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):
-    found, _ = two
-    died, cannot = EngineFailed("wake: the engine died"), VersionUnreadable("no file")
-    answers = [died, None, died, cannot, died, None, died]
-
-    async def call(method: str, *_: Any) -> dict:
-        if (error := answers.pop(0)) is not None:
-            raise error
-        return {}
-
-    await loadable(found)
-    monkeypatch.setattr(found._engines["r0"].supervisor, "call", call)
-    blames = []
-    while answers:
-        try:
-            await found.wake_replica("r0", "m", "v1")
-            blames.append("")
-        except EffectFailed as failed:
-            blames.append(failed.blame)
-    assert blames == ["own", "", "own", "own", "reload", "", "own"]

@@ -15,7 +15,7 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model import adapter
 from train.model.model import load_model
-from train.plan.errors import InvalidSpec, UnsupportedModel
+from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
 
@@ -78,5 +78,3 @@ def test_what_is_published_follows_from_the_spec():
     assert TrainSpec(**common, lora_publish="adapter", device_kind="cpu").published_kind == "version"  # not LoRA at all
     assert TrainSpec(**common, full=False, device_kind="cpu").published_kind == "version"
     assert TrainSpec(**common, full=False, lora_publish="adapter", device_kind="cpu").published_kind == "adapter"
-    with pytest.raises(InvalidSpec, match="merged"):
-        TrainSpec(**common, full=False, lora_publish="adapter", base_adapter="/x", device_kind="cpu")

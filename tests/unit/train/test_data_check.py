@@ -6,8 +6,7 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
-from train.data.formats import BadRecord
-from train.data.prompts import prompt
+from train.data.formats import BadRecord, to_prompt
 from train.methods.methods import METHODS
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -129,7 +128,7 @@ def test_tools_survive_and_are_checked(tmp_path):
         ("[{}]".encode("utf-16-le"), "iconv -f utf-16le"),
         (b"a\tb\n1\t2\n", "sep='\\t'"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
-        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "100001 brackets"),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not valid JSON"),
         (b'{"messages": "' + b"a" * 5000 + b'"}', "5016 bytes long"),
         (b'[{"a": 1}] x', "is not valid JSON"),
         (b'{"messages": "\x81"}', "iconv -f ENCODING -t utf-8"),
@@ -209,22 +208,18 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
     mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
     if mine is odd:
         assert [line for line, _ in report.errors] == list(range(3, 13))
-    elif (method, odd) == ("dpo", PROMPT):
-        assert report.ok and report.shape == "chat" and METHODS["dpo"].refuses("chat"), "of the whole file"
-        return
+    elif (method, odd) in (("dpo", PROMPT), ("reinforcement", PAIR)):
+        assert [line for line, _ in report.errors] == [1] and report.shape == "chat", "of the whole file"
     else:
         assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
     assert not (tmp_path / "out").exists() and not report.ok
 
 
-@pytest.mark.parametrize(
-    ("given", "says"), [({"answer": "x" * (1 << 20)}, "bytes long"), ({"answer": [[]] * 10_000}, "brackets and commas")]
-)
-def test_what_a_grader_sees_of_a_prompt_is_bounded(given: dict, says: str):
+def test_what_a_grader_sees_of_a_prompt_is_bounded():
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
-    with pytest.raises(BadRecord, match=says):
-        prompt({**asked, **given})
-    assert prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
+    with pytest.raises(BadRecord, match="bytes long"):
+        to_prompt({**asked, "answer": "x" * (1 << 20)})
+    assert to_prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
 
 
 def test_check_of_examples_that_become_several_rows_counts_rows(tmp_path):

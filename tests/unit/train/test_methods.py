@@ -25,7 +25,7 @@ class Echoing(Method):
     options = (Option("strength", 0, 10, 2.0, "of the second time"),)
 
     def convert(self, record, shape):
-        return to_chat(record, shape) if self.refuses(shape) is None else None
+        return to_chat(record, shape)
 
     def refuses(self, shape):
         return None if shape == "chat" else "has no conversations of OpenAI's form"

@@ -50,7 +50,6 @@ function About({ one }) {
   return html`<${Card} title=${one.name} aside=${html`<${Badge} state=${one.state} />`}>
     ${one.message ? html`<p class="alert bad">${one.message}</p>` : null}
     ${one.context_note ? html`<p class="alert quiet">${one.context_note}</p>` : null}
-    ${one.reload_note ? html`<p class="alert quiet">${one.reload_note}</p>` : null}
     <${Facts} pairs=${[
       [t("models.active"), one.active_version],
       [t("models.canary"), one.canary_version],

@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "an empty range": ({**SCORE, "range": [1, 1]}, "range"),
     "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels"),
-    "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * 262_144}, "source"),
+    "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * (2 << 20)}, ""),
 }
 
 
