@@ -258,7 +258,7 @@ def engine_size(
                 f"{weights} bytes of weights per device, {others} for adapters, activations and the engine itself, and "
                 f"{device_memory_bytes - room} for other engines that sleep there leave {left} bytes of "
                 f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: raise the deployment's "
-                "tensor_parallel, or lower [serve] max_asleep_per_device"
+                "tensor_parallel, or lower [scheduler] max_asleep_per_device"
             )
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
     length, shortened = context, ""

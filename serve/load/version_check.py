@@ -23,8 +23,8 @@ from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE, TOKENIZER_FILES
 
 META_KEY = "fingerprint"
-# Keys of config.json that describe how the file was written, not what the model computes.
-IGNORED_CONFIG_KEYS = frozenset(
+# Keys that describe how config.json or generation_config.json was written, not what the model computes.
+IGNORED_KEYS = frozenset(
     (
         "_name_or_path transformers_version torch_dtype dtype use_cache auto_map _attn_implementation "
         "_from_model_config"
@@ -53,9 +53,8 @@ def identity(path: str | Path) -> dict[str, dict[str, Any]]:
     evict the directory while the engine sleeps. Raises VersionUnreadable."""
     directory = Path(path)
     tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
-    config = read_config(directory)
     return {
-        "config.json": {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS},
+        "config.json": read_config(directory),
         "generation_config.json": _read_json(directory / "generation_config.json", required=False),
         "tokenizer_config.json": {key: tokenizer.get(key) for key in TOKENIZER_KEYS},
         "tokenizer": {name: _digest(directory / name) for name in TOKENIZER_FILES},
@@ -70,7 +69,7 @@ def check_same_model(serving: dict[str, dict[str, Any]], offered: str | Path) ->
         f"{file}: {key} is {_show(new[file].get(key))}, the running engine has {_show(old.get(key))}"
         for file, old in serving.items()
         for key in sorted({*old, *new[file]})
-        if old.get(key) != new[file].get(key)
+        if key not in IGNORED_KEYS and old.get(key) != new[file].get(key)
     ]
     if differences:
         raise VersionMismatch(

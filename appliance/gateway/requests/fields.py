@@ -185,6 +185,11 @@ REFUSED: Final = {
     "conversation": "it keeps no conversations: go on from a response with `previous_response_id`",
 }
 """Field -> why it is refused on every route, unless it is false or 0, which ask for nothing."""
+_NO_VARIABLES: Final = frozenset(
+    "chat_template max_length padding return_dict return_tensors tokenize tokenizer_kwargs truncation".split()
+)
+"""Arguments of the function that renders, which an engine takes from `chat_template_kwargs`: with `tokenize`, `padding`
+and `max_length` 200 bytes become a whole context of work."""
 _STRUCTS: Final = {
     route: defstruct("Request", [(name, kind, None) for name, kind in fields.items()], forbid_unknown_fields=True)
     for route, fields in FIELDS.items()
@@ -203,8 +208,8 @@ def check_fields(route: str, data: dict[str, Any]) -> None:
         convert({name: value for name, value in data.items() if name not in REFUSED}, _STRUCTS[route])
     except ValidationError as error:
         raise _refusal(str(error), data) from None
-    if "chat_template" in data.get("chat_template_kwargs", ()):
-        raise refused("chat_template_kwargs.chat_template", REFUSED["chat_template"])
+    for name in _NO_VARIABLES.intersection(data.get("chat_template_kwargs", ())):
+        raise refused(f"chat_template_kwargs.{name}", "only variables of the model's own template are")
 
 
 def prompts_in(name: str, value: Any) -> int:

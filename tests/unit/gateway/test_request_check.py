@@ -185,10 +185,11 @@ def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> No
                     pytest.fail(f"{place} = {odd!r}: {error!r}")
 
 
-def test_a_template_does_not_come_as_its_own_variable() -> None:
+@pytest.mark.parametrize("name", ["chat_template", "max_length", "padding", "return_tensors", "tokenize", "truncation"])
+def test_arguments_of_rendering_do_not_come_as_variables_of_a_template(name: str) -> None:
     with pytest.raises(HttpError) as caught:
-        check_body(CHAT, (HEAD + '"chat_template_kwargs": {"chat_template": "{{ x }}"}}').encode(), LIMITS)
-    assert caught.value.param == "chat_template_kwargs.chat_template"
+        check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"{name}": true}}}}').encode(), LIMITS)
+    assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 @pytest.mark.parametrize("value", ['{"a": 1}', "[1]", "131073", "-131073"])

@@ -23,6 +23,7 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
     (pair[1] / "config.json").write_text(
         json.dumps({"model_type": "llama", "rope_theta": 1e4, "transformers_version": "9"})
     )
+    (pair[1] / "generation_config.json").write_text('{"transformers_version": "9", "_from_model_config": true}')
     check_same_model(identity(pair[0]), pair[1])
 
 
