@@ -135,8 +135,9 @@ def job_path(job_id: str) -> str:
     flag("--wait", "Follow it to its end, as `job logs -f` does."),
 )
 def submit(session: Session, args: Namespace) -> None:
-    """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
-    checked before any device is taken.
+    """Fine-tune a model on a file of conversations, or of what else the method learns from.
+
+    Files are uploaded and checked before any device is taken.
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
