@@ -146,15 +146,15 @@ def submit(session: Session, args: Namespace) -> None:
     answers also rollouts (engine, ranks), staleness (0 to 4).
 
     Examples:
-      appliance job submit --model starter --file train.jsonl --wait
+      appliance job submit --model smollm2-135m --file train.jsonl --wait
       appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05
       appliance job submit --model llama-8b --file train.jsonl --full --tensor-parallel 2 --zero-stage 2
-      appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --validation-file held-out.jsonl
-      appliance job submit --model starter --method reinforcement --file prompts.jsonl --grader grader.json
-      appliance job submit --model starter --method distillation --file prompts.jsonl --teacher fraud@v2
-      appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each
-      appliance job submit --model starter --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
-      appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
+      appliance job submit --model smollm2-135m --method dpo --file pairs.jsonl --beta 0.1 --validation-file valid.jsonl
+      appliance job submit --model smollm2-135m --method reinforcement --file prompts.jsonl --grader grader.json
+      appliance job submit --model smollm2-135m --method distillation --file prompts.jsonl --teacher fraud@v2
+      appliance job submit --model smollm2-135m --file train.jsonl --epochs 3 --publish epoch   a version after each
+      appliance job submit --model smollm2-135m --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
+      appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
     """
     block = picked(args, "grader response_format teacher")
     block["hyperparameters"] = hyperparameters(args) | picked(args, "publish")
