@@ -192,11 +192,12 @@ class _Writer:
             self._report(done, of)
             done += status.st_size
             known = self._known.get(name)
-            if known is None or (known.mtime_ns, known.bytes) != (status.st_mtime_ns, status.st_size):
+            state = (status.st_mtime_ns, status.st_size)
+            if known and (known.mtime_ns, known.bytes) == state and self._chunks.issuperset(known.chunks):
+                yield known
+            else:
                 with suppress(FileNotFoundError):
                     yield self.save(name, data_dir / name, mtime_ns=status.st_mtime_ns)
-            elif self._chunks.issuperset(known.chunks):
-                yield known
 
     def save(self, name: str, path: Path, chunk_bytes: int = CHUNK_BYTES, mtime_ns: int = 0) -> SavedFile:
         """mtime_ns: from before the file is read; 0: it is read again next time."""

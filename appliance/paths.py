@@ -8,6 +8,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from runtime.replace_file import replace_file
+
 SHM_MOUNT = Path("/dev/shm")
 
 
@@ -73,7 +75,7 @@ class BoxPaths:
         for folder in (self.run, self.replica_sockets):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
-            write_secret(self.ray_token, secrets.token_hex(32))
+            replace_file(self.ray_token, secrets.token_hex(32).encode(), durable=True)  # each later run reads it
 
     def renew_gateway_token(self) -> None:
         """Before the controller and the gateways of this run begin."""

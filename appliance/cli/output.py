@@ -1,4 +1,4 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, on a terminal."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -62,6 +63,7 @@ def column(spec: str) -> tuple[str, Callable[[Any], str]]:
 
 
 NOTHING = (None, "", [], {})
+LINE_EVERY_S = 30.0
 _ONE_LINE_CHARACTERS = 100  # a part of an object that needs more is shown below it
 
 
@@ -168,10 +170,10 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
 
 @contextmanager
 def progress(message: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr that lives while the work does, only on a terminal. What it yields is called with the message,
-    how much is done, and of how much, as far as they are known."""
+    """A bar on stderr that lives while the work does; off a terminal a line every LINE_EVERY_S, for logs. What it
+    yields is called with the message, how much is done, and of how much, as far as they are known."""
     if not sys.stderr.isatty():
-        yield lambda *_: None
+        yield _lines(message)
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -181,13 +183,32 @@ def progress(message: str) -> Iterator[Callable[..., None]]:
         yield lambda now=None, done=None, total=None: bar.update(task, description=now, completed=done, total=total)
 
 
-def opened(path: Path) -> AbstractContextManager[BinaryIO]:
-    """A file to be sent; on a terminal a bar shows how much of it was read. Raises OSError."""
-    from rich import progress
+def _lines(message: str) -> Callable[..., None]:
+    began_s = said_s = time.monotonic()
 
-    told = "sending the file, which the box then checks"
-    hidden, console = not sys.stderr.isatty(), _console(stderr=True)
-    return progress.open(path, "rb", description=told, console=console, transient=True, disable=hidden)
+    def update(now: str | None = None, done: float | None = None, total: float | None = None) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= LINE_EVERY_S:
+            said_s = time.monotonic()
+            share = f", {100 * (done or 0) / total:.0f} %" if total else ""
+            say(f"{now or message}{share}, after {duration(said_s - began_s)}")
+
+    return update
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """A file to be sent, with progress of how much of it was read. Raises OSError."""
+    total = path.stat().st_size
+
+    class Sent(FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(-1 if size is None else size)
+            meter(None, self.tell(), total)
+            return content or b""
+
+    with progress("sending the file, which the box then checks") as meter, Sent(path) as file:
+        yield file
 
 
 def _console(width: int | None = None, *, stderr: bool = False) -> Console:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -81,15 +82,7 @@ class Row:
                 raise
 
         if ids:
-            refused: CliError | None = None
-            for one in ids:  # whatever becomes of the others
-                try:
-                    session.show(fetch(path, one), self.drawn)
-                except (NotFound, Conflict) as error:
-                    output.say(f"error: {error}")
-                    refused = refused or error
-            if refused:
-                raise Said(refused.exit_code)
+            self._run_each(session, partial(fetch, path), ids)
         elif self.operation:
             session.show(finish(session, answer(), args), self.drawn)
         elif self.watch and args.watch:
@@ -101,6 +94,25 @@ class Row:
             output.watch(refreshed, self.drawn, every_s=args.every, as_json=session.as_json)
         else:
             session.show(answer(), self.drawn)
+
+    def _run_each(self, session: Session, send: Callable[[str], Any], ids: list[str]) -> None:
+        """Send for each, whatever becomes of the others. Several answers are one JSON document."""
+        answers: list[Any] = []
+        refused: CliError | None = None
+        try:
+            for one in ids:
+                try:
+                    answers.append(send(one))
+                except (NotFound, Conflict) as error:
+                    output.say(f"error: {error}")
+                    refused = refused or error
+        finally:  # what was done is shown even when the box is gone by now
+            if len(ids) > 1 and (answers or session.as_json):
+                session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
+            elif answers:
+                session.show(answers[0], self.drawn)
+        if refused:
+            raise Said(refused.exit_code)
 
 
 # How answers look where the order and the names of their fields do not say it

@@ -32,9 +32,9 @@ def chat(session: Session, args: Namespace) -> None:
     """Talk to a model in the terminal: one question with a PROMPT, a conversation without.
 
     Examples:
-      appliance chat starter                        a conversation; an empty line or Ctrl-D ends it
-      cat question.txt | appliance chat starter
-      appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json
+      appliance chat smollm2-135m                        a conversation; an empty line or Ctrl-D ends it
+      cat question.txt | appliance chat smollm2-135m
+      appliance chat smollm2-135m "2+2?" --max-tokens 20 --temperature 0 -o json
     """
     interactive = args.prompt is None and sys.stdin.isatty()
     if session.as_json and interactive:

@@ -43,7 +43,7 @@ def create(session: Session, args: Namespace) -> None:
     """Upload FILE and start a batch of its lines, which is done within 24 hours or expires.
 
     A line of requests.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
-                               "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}
+                               "body": {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]}}
 
     Examples:
       appliance batch create requests.jsonl --wait && appliance batch list
@@ -110,7 +110,7 @@ def run(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance eval run fraud@v1 fraud@v2 --suite prompts.jsonl --grader grader.json --wait       side by side
-      appliance eval run starter --eval eval_abc123 --suite prompts.jsonl       one more model, by the same graders
+      appliance eval run smollm2-135m --eval eval_abc123 --suite prompts.jsonl       one more model, by the same graders
     """
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")

@@ -135,8 +135,9 @@ def job_path(job_id: str) -> str:
     flag("--wait", "Follow it to its end, as `job logs -f` does."),
 )
 def submit(session: Session, args: Namespace) -> None:
-    """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
-    checked before any device is taken.
+    """Fine-tune a model on a file of conversations, or of what else the method learns from.
+
+    Files are uploaded and checked before any device is taken.
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
@@ -145,15 +146,15 @@ def submit(session: Session, args: Namespace) -> None:
     answers also rollouts (engine, ranks), staleness (0 to 4).
 
     Examples:
-      appliance job submit --model starter --file train.jsonl --wait
+      appliance job submit --model smollm2-135m --file train.jsonl --wait
       appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05
       appliance job submit --model llama-8b --file train.jsonl --full --tensor-parallel 2 --zero-stage 2
-      appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --validation-file held-out.jsonl
-      appliance job submit --model starter --method reinforcement --file prompts.jsonl --grader grader.json
-      appliance job submit --model starter --method distillation --file prompts.jsonl --teacher fraud@v2
-      appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each
-      appliance job submit --model starter --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
-      appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
+      appliance job submit --model smollm2-135m --method dpo --file pairs.jsonl --beta 0.1 --validation-file valid.jsonl
+      appliance job submit --model smollm2-135m --method reinforcement --file prompts.jsonl --grader grader.json
+      appliance job submit --model smollm2-135m --method distillation --file prompts.jsonl --teacher fraud@v2
+      appliance job submit --model smollm2-135m --file train.jsonl --epochs 3 --publish epoch   a version after each
+      appliance job submit --model smollm2-135m --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
+      appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
     """
     block = picked(args, "grader response_format teacher")
     block["hyperparameters"] = hyperparameters(args) | picked(args, "publish")

@@ -76,7 +76,7 @@ def create(session: Session, args: Namespace) -> None:
       appliance key create --name ops --scope admin
       appliance key create --name prometheus --scope metrics        may read the metrics, nothing else
       appliance key create --name alice-laptop --owner alice        sees what alice's first key made
-      appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000
+      appliance key create --name trial --model smollm2-135m --requests-per-minute 60 --tokens-per-day 100000
       export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)
     """
     answer = session.client.post(_KEYS, picked(args, "name scopes owner") | given(**_limits(args)))
@@ -110,7 +110,7 @@ def limit(session: Session, args: Namespace) -> None:
     named stay.
 
     Examples:
-      appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
+      appliance key limit trial --model smollm2-135m --model ft:smollm2-135m:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
       appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """

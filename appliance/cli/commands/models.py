@@ -212,11 +212,11 @@ def deploy(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100
-      appliance model deploy starter --idle-sleep-s none --max-replicas none
-      appliance model deploy starter --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
-      appliance model deploy starter --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
-      appliance model deploy starter --settings 1        the first settings again
-      appliance model deploy starter                     shows how it is served
+      appliance model deploy smollm2-135m --idle-sleep-s none --max-replicas none
+      appliance model deploy smollm2-135m --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
+      appliance model deploy smollm2-135m --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
+      appliance model deploy smollm2-135m --settings 1        the first settings again
+      appliance model deploy smollm2-135m                     shows how it is served
     """
     changes = picked(args, _ENGINE)
     if sampling := picked(args, _SAMPLING):
@@ -250,9 +250,9 @@ def canary(session: Session, args: Namespace) -> None:
     otherwise it is promoted when its time is over.
 
     Examples:
-      appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 5% --auto --for 30m
-      appliance model canary ft:starter:local::a1b2c3d4           how it does
-      appliance model promote ft:starter:local::a1b2c3d4          gives it all requests, `model rollback` none
+      appliance model canary ft:smollm2-135m:local::a1b2c3d4 step-120 --share 5% --auto --for 30m
+      appliance model canary ft:smollm2-135m:local::a1b2c3d4           how it does
+      appliance model promote ft:smollm2-135m:local::a1b2c3d4          gives it all requests, `model rollback` none
     """
     path, settings = f"{_path(args.id)}/canary", picked(args, "min_requests share watch_s")
     if args.version is None and (settings or args.auto):
@@ -274,8 +274,8 @@ def share(session: Session, args: Namespace) -> None:
     key of the scope fine_tuning an owner shares his own models, an operator any.
 
     Examples:
-      appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob
-      appliance model share starter --with all --stop               for its owner and operators alone from now on
+      appliance model share ft:smollm2-135m:local:gsm8k:a1b2c3d4 --with bob
+      appliance model share smollm2-135m --with all --stop               for its owner and operators alone from now on
     """
     owners = [owner for owner in args.owners if owner != "all"]
     body = {"owners": owners, "everybody": "all" in args.owners, "stop": args.stop}

@@ -99,6 +99,17 @@ def test_second_backup_writes_only_new_chunks(paths, place, tmp_path):
     assert (tmp_path / "first" / "files" / "file-1").read_bytes() == b"one" * 1000
 
 
+def test_take_writes_chunks_that_the_place_lost(paths, place, tmp_path):
+    first = take(paths, place, keep=9)
+    lost = next(file for file in first.files if file.path.endswith("model.safetensors")).chunks[0]
+    next(path for path in place.root.rglob(f"*{lost}*")).unlink()
+    take(paths, place, keep=9)
+    restore(place, None, tmp_path / "new")
+    assert (tmp_path / "new/models/m/model.safetensors").read_bytes() == (
+        paths.models / "m" / "model.safetensors"
+    ).read_bytes()
+
+
 def test_keep_deletes_old_backups_and_their_chunks(paths, place, tmp_path):
     for _ in range(3):
         (paths.files / "file-1").write_bytes(os.urandom(50_000))

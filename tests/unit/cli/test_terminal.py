@@ -179,3 +179,18 @@ def test_json_holds_no_controls_either(capsys):
     told = capsys.readouterr().out
     assert json.loads(told) == hostile and "é漢" in told
     assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]
+
+
+def test_off_a_terminal_progress_is_a_line_now_and_then(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 0.0)
+    with output.progress("import") as meter:
+        meter("import: downloading", 30, 60)
+    (tmp_path / "train.jsonl").write_bytes(b"12")
+    with output.opened(tmp_path / "train.jsonl") as file:
+        assert (file.read(1), file.read()) == (b"1", b"2")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", after")[0].rpartition(", ")[2] for line in lines] == ["50 %", "50 %", "100 %"]
+    monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 30.0)
+    with output.progress("import") as meter:
+        meter("import: downloading", 30, 60)
+    assert capsys.readouterr().err == ""
