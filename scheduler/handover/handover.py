@@ -18,9 +18,8 @@ from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaState, ReplicaView
 from scheduler.handover.effects import Effects
-from scheduler.handover.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.handover.moves import SERVING, Box, GroupView, Handover, Move
-from scheduler.handover.ports import Clock
+from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
