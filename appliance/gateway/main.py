@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = orjson.loads(arguments.config.read_bytes())
     try:
         config = GatewayConfig.from_mapping(data)
-        site()  # compressing its files takes 20 ms, which no stream shall wait for
+        site()  # reads its files, which no stream shall wait for
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
         private = None
