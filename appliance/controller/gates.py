@@ -17,6 +17,7 @@ from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, serve_version
 from appliance.controller.models import activation
+from appliance.store.errors import RowNotFound
 from appliance.store.objects import evals, job_records, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
@@ -135,6 +136,8 @@ class Gates:
                     await activation.switch(self._context, model, version, why)
                 except SwapFailed as error:
                     return str(error)
+                except RowNotFound:
+                    return "the version was deleted"
         return ""
 
 
