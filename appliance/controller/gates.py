@@ -127,17 +127,17 @@ class Gates:
             model = models.find(self._db, name)
             if model is None:
                 return "the model was deleted"
-            if model.active_version is None:
-                serve_version(self._db, name, version)
-                self._context.routing.models_changed()
-                self._context.scheduler.nudge(why)
-            elif model.active_version != version:
-                try:
+            try:
+                if model.active_version is None:
+                    serve_version(self._db, name, version)
+                    self._context.routing.models_changed()
+                    self._context.scheduler.nudge(why)
+                elif model.active_version != version:
                     await activation.switch(self._context, model, version, why)
-                except SwapFailed as error:
-                    return str(error)
-                except RowNotFound:
-                    return "the version was deleted"
+            except SwapFailed as error:
+                return str(error)
+            except RowNotFound:
+                return "the version was deleted"
         return ""
 
 
