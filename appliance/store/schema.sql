@@ -79,7 +79,9 @@ CREATE TABLE IF NOT EXISTS model_shares (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS model_settings_digests ON model_settings (model, number, digest);
 CREATE INDEX IF NOT EXISTS evals_owned ON evals (owner, seq);
+CREATE INDEX IF NOT EXISTS evals_of_key ON evals (key_id, bytes);
 CREATE INDEX IF NOT EXISTS eval_runs_ended ON eval_runs (ended_s);
+CREATE INDEX IF NOT EXISTS eval_runs_of_key ON eval_runs (key_id, bytes);
 CREATE INDEX IF NOT EXISTS eval_runs_in_order ON eval_runs (eval_id, seq, status);
 CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owner, id)
     WHERE status IN ('queued', 'in_progress');

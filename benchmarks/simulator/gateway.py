@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.simulator.effects import REPORT_S, SimEffects, SimModel
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.shadow import Seen
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop

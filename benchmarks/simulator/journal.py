@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
+from scheduler.handover.ports import HandoverRecord, HandoverState, StepRecord
 
 
 class MemoryJournal:

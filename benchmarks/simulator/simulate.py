@@ -17,8 +17,7 @@ from benchmarks.simulator.gateway import Gateway, Reports, Sample
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
-from scheduler.autoscale.shadow import standby_costs
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device

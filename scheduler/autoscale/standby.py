@@ -2,21 +2,153 @@
 
 A device needs seconds to change sides, so requests that arrive within them must find awake engines. Idle engines cost
 training, missing ones make requests late, and no constant suits all traffic. So every choice ("n always, more on
-backlog") is simulated on a small queueing model of the last half hour (`shadow.py`) and pays what the box would pay. In
+backlog") is simulated on a small queueing model of the last half hour (`Shadow`) and pays what the box would pay. In
 force is the one that cost training least among those with at most `late_share` of the requests late: follow the leader,
 with exponential forgetting (Cesa-Bianchi and Lugosi 2006, chapter 4), and lazily, since a change costs a stop of the
 job (Kalai and Vempala 2005).
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) use up the allowance,
 but for a tenth of it. The more of it was really spent, the less a choice may plan for.
+
+The model: one queue of prompts per replica, each request to the replica that is free first; a prompt takes its tokens
+over the measured rate, and a request is late if its prompt ends later than the target after its arrival.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from scheduler.autoscale.shadow import Costs, Seen, Shadow
-from scheduler.core.workload import PATIENT, Standby
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import FULL, PATIENT, Standby
+
+_ALL_LATE = 0.1
+"""How much requests in flight exceed what replicas carry when all that come are late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What moving devices costs. take_s: from the decision to a replica that answers. pause_s: what a change of size
+    costs a running job on each of its devices. training_devices: how many those are with no replica awake. rest_s:
+    replicas are given back after this long without need, or after the job's devices have idled for `2 x pause_s`,
+    whichever is later, but after `latest_s` at the latest."""
+
+    take_s: float
+    pause_s: float
+    training_devices: int
+    rest_s: float
+    latest_s: float
+
+    def stop_s(self, replicas: int) -> float:
+        """Device seconds of training that a change to this many replicas costs."""
+        return self.pause_s * max(self.training_devices - replicas, 1)
+
+
+def standby_costs(config: SchedulerConfig, devices: int) -> Costs:
+    """The costs of moving devices according to the box's settings."""
+    return Costs(config.reaction_s, config.job_pause_s, devices, config.give_back_after_s, config.give_back_at_latest_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What happened since the last report.
+
+    works_s: seconds that one replica needs for each prompt that arrived. load: replicas that the requests in flight
+    fill; running: those that have a first token. late: requests found late that one replica alone could have served in
+    time; hopeless: those that it could not. awake: replicas that answer now.
+    """
+
+    works_s: Sequence[float] = ()
+    load: float = 0.0
+    running: float = 0.0
+    late: int = 0
+    hopeless: int = 0
+    awake: int = 0
+
+    @property
+    def filled(self) -> float:
+        """Replicas whose caches are full. What waits for its prompt fills none, unless those awake are full: then it
+        waits for room."""
+        return self.load if self.running > FULL * self.awake else self.running
+
+
+class Shadow:
+    """One choice, simulated. `free`: when each replica has computed its prompts, a heap."""
+
+    __slots__ = (
+        *("choice", "target_s", "free", "busy_until_s", "replicas", "coming", "coming_at_s", "rested_at_s"),
+        *("low_since_s", "low_peak", "late", "cost_s"),
+    )
+
+    def __init__(self, choice: Standby, target_s: float):
+        self.choice, self.target_s, self.replicas = choice, target_s, choice.replicas
+        self.free, self.busy_until_s = [0.0] * choice.replicas, 0.0
+        self.coming, self.coming_at_s, self.rested_at_s = 0, 0.0, 0.0
+        self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
+
+    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs) -> None:
+        """Let `passed_s` pass, in which this was seen."""
+        if self.coming and self.coming_at_s <= now_s:
+            self.replicas, self.coming = self.coming, 0
+            self._spread(now_s)
+        self.cost_s += passed_s * max(self.replicas, self.coming)
+        if seen.works_s:
+            self.late += self._serve(now_s, seen, costs)
+        self._move(now_s, seen.load / FULL, most, costs)
+
+    def _serve(self, now_s: float, seen: Seen, costs: Costs) -> float:
+        if not self.free:
+            self._take(1, now_s, costs)
+        free, target_s, late = self.free, self.target_s, 0.0
+        for work_s in seen.works_s:
+            end_s = max(free[0], now_s) + work_s
+            heapq.heapreplace(free, end_s)
+            late += end_s > now_s + target_s and work_s <= target_s
+            self.busy_until_s = max(self.busy_until_s, end_s)
+        if seen.filled > self.replicas > 0:
+            # Full caches: what comes waits until others end.
+            over = seen.filled / self.replicas - 1
+            late = max(late, len(seen.works_s) * min(over / _ALL_LATE, 1.0))
+        return late
+
+    def _move(self, now_s: float, filled: float, most: int, costs: Costs) -> None:
+        want = max(math.ceil(filled), self.choice.replicas)
+        if self.busy_until_s > now_s:
+            backlog_s = sum(max(at_s - now_s, 0.0) for at_s in self.free)
+            want = max(want, self.choice.asked_by_backlog(backlog_s, self.target_s))
+        want, n = min(want, most), self.replicas
+        if want >= (self.coming or n):
+            self.low_since_s = -1.0
+            if want > (self.coming or n) and not self.coming and now_s >= self.rested_at_s:
+                self._take(want, now_s, costs)
+            return
+        if self.coming:
+            return
+        if self.low_since_s < 0:
+            self.low_since_s, self.low_peak = now_s, want
+        self.low_peak = max(self.low_peak, want)
+        if self.low_peak >= n:
+            return
+        pay_s = 2 * costs.stop_s(n) / (n - self.low_peak)
+        rest_s = max(costs.rest_s, min(pay_s, costs.latest_s))
+        if now_s - self.low_since_s >= rest_s and now_s >= self.rested_at_s:
+            self.replicas, self.rested_at_s, self.low_since_s = self.low_peak, now_s + costs.pause_s, -1.0
+            self._spread(now_s)
+            self.cost_s += costs.stop_s(self.low_peak)
+
+    def _take(self, want: int, now_s: float, costs: Costs) -> None:
+        self.coming, self.coming_at_s, self.rested_at_s = want, now_s + costs.take_s, now_s + costs.pause_s
+        self.cost_s += costs.stop_s(want)
+        if not self.free:
+            self.free = [self.coming_at_s] * want
+
+    def _spread(self, now_s: float) -> None:
+        """What waits goes evenly to the replicas that there are now, as the gateway moves it to one that opens."""
+        waits_s, count = sum(max(at_s - now_s, 0.0) for at_s in self.free), self.replicas
+        self.free = [now_s + waits_s / count] * count if count else []
+
 
 MEMORY_S = 1800.0
 """Time constant of forgetting: after this long an observation counts 1/e."""

@@ -10,13 +10,16 @@ reported by several handles, or several engines that died of one cause. It is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame
 from scheduler.core.workload import Build, DeploymentView, Workload
+
+log = logging.getLogger(__name__)
 
 Cause = Literal["memory", "device", "configuration"]
 """Causes that may be gone, so that a retry makes sense at once: memory was short, a device was missing, a setting was
@@ -78,10 +81,11 @@ class Trouble:
 
 
 class Failures:
-    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again."""
+    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again.
+    on_trouble: called with a model and its trouble whenever that changes; None: it is over."""
 
-    def __init__(self, config: SchedulerConfig):
-        self._config = config
+    def __init__(self, config: SchedulerConfig, on_trouble: Callable[[str, Trouble | None], None]):
+        self._config, self._on_trouble = config, on_trouble
         self._jobs: dict[str, Failure] = {}
         self._models: dict[str, Failure] = {}
         self._moves: dict[str, int] = {}
@@ -122,6 +126,9 @@ class Failures:
         if lived_s >= self._config.replica_stable_s:
             failure.count = 0
         self._add(failure, reason, now_s, blame, lived_s, at_start=at_start)
+        ids = {"model": model, "version": version}
+        log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
+        self._on_trouble(model, self.trouble(model, failure))
         return failure
 
     def _add(
@@ -147,13 +154,10 @@ class Failures:
         failure = self._models.get(model)
         return failure is not None and failure.version != version and failure.not_before_s > now_s
 
-    def model_stable(self, model: str, version: str) -> bool:
-        """A replica of this version stayed open long enough. True if there was a failure to forget."""
-        failure = self._models.get(model)
-        if failure is None or failure.version != version:
-            return False
-        del self._models[model]
-        return True
+    def model_stable(self, model: str, version: str) -> None:
+        """A replica of this version stayed open long enough."""
+        if self.model(model, version) is not None:
+            self.forget_model(model)
 
     def job(self, job_id: str) -> Failure | None:
         return self._jobs.get(job_id)
@@ -161,10 +165,6 @@ class Failures:
     def model(self, model: str, version: str) -> Failure | None:
         failure = self._models.get(model)
         return failure if failure is not None and failure.version == version else None
-
-    def troubles(self) -> Iterator[Trouble]:
-        for model, failure in self._models.items():
-            yield self.trouble(model, failure)
 
     def trouble(self, model: str, failure: Failure) -> Trouble:
         lasting = failure.blame == "input" or failure.count >= self._config.replica_attempts
@@ -182,28 +182,30 @@ class Failures:
     def forget_job(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)
 
-    def keep(self, workload: Workload) -> list[str]:
-        """Forget what is no longer in the workload, such as cancelled jobs; returns the models among it."""
+    def keep(self, workload: Workload) -> None:
+        """Forget what is no longer in the workload, such as cancelled jobs."""
         if self._jobs:
             there = {job.id for job in workload.jobs}
             self._jobs = {job_id: failure for job_id, failure in self._jobs.items() if job_id in there}
         gone = self._models.keys() - {deployment.model for deployment in workload.deployments} if self._models else ()
-        for model in gone:
-            del self._models[model]
-        return sorted(gone)
+        for model in sorted(gone):
+            self.forget_model(model)
 
-    def forget_model(self, model: str) -> bool:
-        """True if there was a failure to forget."""
-        return self._models.pop(model, None) is not None
+    def forget_model(self, model: str) -> None:
+        """Retry the model at once, as if it had never failed."""
+        if self._models.pop(model, None) is not None:
+            self._on_trouble(model, None)
 
-    def retry(self, cause: Cause) -> list[str]:
-        """Retry at once what may have failed for this cause; returns the models among it. Recovered memory does not
-        clear failures that raised an error of their own."""
+    def retry(self, cause: Cause) -> None:
+        """Retry at once what may have failed for this cause. Recovered memory does not clear failures that raised an
+        error of their own."""
         failures = [*self._jobs.values(), *self._models.values()]
         for failure in failures:
             if cause != "memory" or failure.blame != "own":
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0
-        return [model for model, failure in self._models.items() if not failure.tries]
+        for model, failure in self._models.items():
+            if not failure.tries:
+                self._on_trouble(model, self.trouble(model, failure))
 
     def move_failed(self, name: str) -> float:
         """Backoff in seconds for the holder of a failed move."""

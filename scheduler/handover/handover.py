@@ -18,9 +18,8 @@ from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaState, ReplicaView
 from scheduler.handover.effects import Effects
-from scheduler.handover.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.handover.moves import SERVING, Box, GroupView, Handover, Move
-from scheduler.handover.ports import Clock
+from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ class Runner:
         self._listener, self._effects, self._journal = listener, effects, journal
         self._clock, self._config = clock, config
         self._left: dict[Holder, asyncio.Future[bool]] = {}
-        self._taken = {move.holder: asyncio.Event() for move in handover.take}
         self._skipped: set[Move] = set()
         self._doing: dict[int, Doing] = {}
         self._failed: dict[Move, int] = {}
@@ -230,8 +228,6 @@ class Runner:
         end = MoveEnd(move, "failed")
         try:
             stay = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._left[holder])]
-            for holder in move.after:
-                await self._taken[holder].wait()
             off = f"{stay[0]} did not leave its devices" if stay else self._listener.unwanted(move)
             if off or move in self._skipped:
                 end = MoveEnd(move, "skipped", off)
@@ -245,8 +241,6 @@ class Runner:
         finally:
             if move.side == "free":
                 self._left[move.holder].set_result(end.state == "done")
-            if move.side == "take":
-                self._taken[move.holder].set()
         if move not in self._skipped:
             self._listener.move_ended(end)
         return end

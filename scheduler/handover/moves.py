@@ -1,9 +1,7 @@
 """Computes the moves of a hand-over: who leaves devices, who takes them, who changes in place. Pure.
 
 Moves that leave run at once, all together. One that takes starts when the holders of its devices have left (`needs`),
-so a device never has two holders; an engine that has not reported its devices may be on any. A cold engine starts when
-the waking engines of its model are up (`after`): requests wait for the first engine, and a cold start would take CPU
-that the wake needs.
+so a device never has two holders; an engine that has not reported its devices may be on any.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class Move:
     how: free: a replica is drained, if it serves, and put to "sleep" or "stop"ped; a job is "suspend"ed, or "end"ed if
     it is over. take: a replica "wake"s or "start"s as `plan` says, a job "train"s. swap: a replica takes another
     version ("swap"), or is "open"ed. devices: those that it leaves or takes. lease: names its right to them in the
-    history. needs: holders that must leave first. after: holders whose takes must have ended, successfully or not.
+    history. needs: holders that must leave first.
     """
 
     holder: Holder
@@ -85,7 +83,6 @@ class Move:
     devices: tuple[str, ...] = ()
     plan: ReplicaPlan | None = None
     needs: frozenset[Holder] = frozenset()
-    after: frozenset[Holder] = frozenset()
 
     @property
     def name(self) -> str:
@@ -158,7 +155,7 @@ def moves(
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
-    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(_one_first(swap, box, busy)))
+    return Handover(handover_id, tuple(free), tuple(take), tuple(_one_first(swap, box, busy)))
 
 
 def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving: Collection[Holder]) -> Iterator[Move]:
@@ -173,15 +170,9 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
-    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node).
-    No other move waits for them either."""
-    refused = {
-        move.holder
-        for move in handover.take
-        if move.plan is not None and not book_engine(move.plan.model, node_of(move.devices[0]))
-    }
-    take = (replace(move, after=move.after - refused) for move in handover.take if move.holder not in refused)
-    return replace(handover, take=tuple(take)) if refused else handover
+    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node)."""
+    booked = (m for m in handover.take if m.plan is None or book_engine(m.plan.model, node_of(m.devices[0])))
+    return replace(handover, take=tuple(booked))
 
 
 def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
@@ -196,13 +187,3 @@ def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iter
         elif plan.model not in trying:
             trying.add(plan.model)
             yield move
-
-
-def _wakes_first(take: Collection[Move]) -> Iterator[Move]:
-    waking: dict[str, set[Holder]] = {}
-    for move in take:
-        if move.how == "wake" and move.plan is not None:
-            waking.setdefault(move.plan.model, set()).add(move.holder)
-    for move in take:
-        model = move.plan.model if move.plan is not None and move.how == "start" else ""
-        yield replace(move, after=frozenset(waking.get(model, ())))

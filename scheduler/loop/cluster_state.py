@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Cause, Failures
+from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import ReplicaView, Workload
+from scheduler.core.workload import ReplicaView
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.moves import Box
 from scheduler.handover.ports import Clock, StateStore
@@ -29,7 +29,7 @@ class ClusterState:
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
-        self.failures = Failures(config)
+        self.failures = Failures(config, store.model_trouble)
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
@@ -128,7 +128,7 @@ class ClusterState:
         if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
-            self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)
+            self.failures.model_failed(replica.model, replica.version, reason, now_s, blame=blame, lived_s=lived_s)
         devices = () if replica.state == "asleep" else replica.devices
         return replace(replica, state="dead", devices=devices, since_s=now_s)
 
@@ -153,26 +153,7 @@ class ClusterState:
         now_s = self._clock.now_s()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
-                if self.failures.model_stable(replica.model, replica.version):
-                    self._store.model_trouble(replica.model, None)
-
-    def model_failed(
-        self,
-        model: str,
-        version: str,
-        reason: str,
-        *,
-        blame: Blame = "own",
-        lived_s: float = 0.0,
-        at_start: bool = False,
-    ) -> None:
-        now_s = self._clock.now_s()
-        failure = self.failures.model_failed(
-            model, version, reason, now_s, blame=blame, lived_s=lived_s, at_start=at_start
-        )
-        ids = {"model": model, "version": version}
-        log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
-        self._store.model_trouble(model, self.failures.trouble(model, failure))
+                self.failures.model_stable(replica.model, replica.version)
 
     def version_refused(self, model: str, version: str, reason: str) -> None:
         """A running engine does not load the version: no other of the model is asked, new ones take their places."""
@@ -191,18 +172,3 @@ class ClusterState:
             self.failures.forget_job(job_id)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
-
-    def keep(self, workload: Workload) -> None:
-        """Forget the failures of what is no longer in the workload."""
-        for model in self.failures.keep(workload):
-            self._store.model_trouble(model, None)
-
-    def reset_failures(self, model: str) -> None:
-        """Retry the model at once, as if it had never failed."""
-        if self.failures.forget_model(model):
-            self._store.model_trouble(model, None)
-
-    def retry(self, cause: Cause) -> None:
-        """Retry at once what may have failed for this cause."""
-        for model in self.failures.retry(cause):
-            self._store.model_trouble(model, next(t for t in self.failures.troubles() if t.model == model))

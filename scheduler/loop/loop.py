@@ -27,9 +27,8 @@ from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Po
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
-from scheduler.handover.journal import Journal
 from scheduler.handover.moves import Box, Handover, Move
-from scheduler.handover.ports import Clock, StateStore, SystemClock
+from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
@@ -131,7 +130,7 @@ class SchedulerLoop:
 
     def reset_failures(self, model: str) -> None:
         """This model was changed: try it again at once."""
-        self._state.reset_failures(model)
+        self._state.failures.forget_model(model)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Trouble | None:
@@ -234,18 +233,18 @@ class SchedulerLoop:
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock.now_s()
         for cause in self._inbox.take_gone():
-            self._state.retry(cause)
+            self._state.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self._state.open_replicas_are_stable()
         self._note_what_serves()
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
-        self._state.keep(self._workload)
+        self._state.failures.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
-            self._state.retry("device")
+            self._state.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
@@ -313,9 +312,10 @@ class SchedulerLoop:
             served = goes_back_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
             log.warning("its settings are those that served before: %s", reason, extra={"model": model})
-            self._state.reset_failures(model)
+            self._state.failures.forget_model(model)
         elif deployment is None or deployment.settings == build.settings:
-            self._state.model_failed(model, build.version, reason, blame=blame, at_start=True)
+            now_s = self._clock.now_s()
+            self._state.failures.model_failed(model, build.version, reason, now_s, blame=blame, at_start=True)
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
@@ -477,7 +477,8 @@ class SchedulerLoop:
             elif failure.blame == "version":
                 self._state.version_refused(model, version, failure.reason)
             else:
-                self._state.model_failed(model, version, failure.reason, blame=failure.blame)
+                now_s = self._clock.now_s()
+                self._state.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:

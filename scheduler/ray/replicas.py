@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,11 +186,6 @@ class Replicas:
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
-    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        detail = await self._load("wake_replica", replica_id, model, version)
-        self._watch(replica_id, self._engines[replica_id])
-        return detail
-
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap_replica", replica_id, model, version)
@@ -203,7 +199,7 @@ class Replicas:
         return detail
 
     async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
-        """Have an engine that runs load a version."""
+        """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed(verb, replica_id, "there is no such engine")
@@ -217,7 +213,10 @@ class Replicas:
             detail = await ask(verb, replica_id, load)
         finally:
             self._versions.taken(model, version)
+        self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
+
+    wake_replica = partialmethod(_load, "wake_replica")
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises

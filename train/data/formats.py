@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import orjson
+
 from train.shapes import preferences
 from train.shapes.messages import (
     MEDIA_REFUSES,
@@ -38,6 +40,8 @@ _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
 _INPUT_READS = frozenset(("messages", "tools", "functions", "parallel_tool_calls"))
 _ASKED = _REQUEST | {*_MORE, "history"}
+MAX_ITEM_BYTES = 1 << 20
+"""Of it as JSON: whoever grades has 64 samples at once, each with its item."""
 _THOUGHT = ("reasoning_content", "thinking")
 """Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
 
@@ -193,6 +197,24 @@ def to_marked(record: Record) -> tuple[Record, bool]:
     if not any(message["weight"] for _, message in answers):
         raise BadRecord("the answer to the last question has weight 0, so there is nothing to learn")
     return chat, bool(mark)
+
+
+def to_prompt(record: Record) -> Record:
+    """A record of reinforcement tuning as {"messages", "tools"?, "item"}: a checked conversation that ends with the
+    user, and all further fields as `item`, which a grader sees with the messages. Raises BadRecord."""
+    refuse(record, REFUSES)
+    messages = read_messages(with_system(record.get("messages"), record))
+    if messages[-1]["role"] != "user":
+        raise BadRecord(
+            f"the last message is from {messages[-1]['role']!r}; expected 'user': the model answers while it trains, "
+            "and what its answer is compared with belongs in fields next to 'messages'"
+        )
+    if any("weight" in message for message in messages):
+        raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
+    item = {name: value for name, value in record.items() if name not in _INPUT_READS}
+    if (size := len(orjson.dumps({**item, "messages": messages}))) > MAX_ITEM_BYTES:
+        raise BadRecord(f"is {size} bytes long; the limit for what a grader sees is {MAX_ITEM_BYTES}")
+    return {"messages": messages, **read_tools(record), "item": item}
 
 
 def left_out(record: Record, shape: str) -> set[str]:
@@ -360,7 +382,7 @@ SHAPES: tuple[Shape, ...] = (
     _pair(lambda record: preferences.of_prompt(_question_turns(record), record), (*_QUESTION, "input"), reads=_ASKED),
     _pair(lambda record: preferences.of_prompt(_conversation(record), record), (*_CONVERSATION, "messages")),
     _pair(preferences.of_texts),
-    # The method decides what a conversation that ends with the user is: train.data.prompts.
+    # The method decides what a conversation that ends with the user is: `to_prompt`.
     Shape(
         "prompt",
         (("messages",),),

@@ -171,8 +171,8 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    of_method = (method.convert, method.refuses) if method else (methods.convert, None)
-    check = Check(CHECKS, *of_method, count, max_tokens, against)
+    convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
+    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
     check.read(path)
     if "prepare" not in request:
         return check.report(request.get("name", str(path)))

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record
-from train.data.prompts import prompt
+from train.data.formats import BadRecord, Record, to_prompt
 from train.methods.method import Method, Option, Samples
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
@@ -97,7 +96,7 @@ class OwnAnswers(Method, ABC):
         return None
 
     def convert(self, record: Record, shape: str) -> Record:
-        return prompt(record)
+        return to_prompt(record)
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]

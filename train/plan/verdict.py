@@ -93,7 +93,7 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
         steps: by ascending number, up to the one whose weights are the result.
         settings: fields of the TrainSpec, of which `n_epochs` and `learning_rate` are read.
     """
-    done, n_epochs = [one for one in steps if one.step > 0], settings["n_epochs"]
+    done = [one for one in steps if one.step > 0]
     if done and all(map(equal_rewards, done)):
         return _no_signal(done)
     measure = _MEASURES.get(method, _LOSS)
@@ -102,7 +102,8 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
         return Verdict(
             "too_short", f"{_count(len(train), 'step')} cannot show whether the model learned: raise n_epochs."
         )
-    each, error = _epochs(train, n_epochs), 0.0
+    n_epochs, error = settings["n_epochs"], 0.0
+    each = _epochs(train, n_epochs)
     start, end = fmean(train[: max(1, len(train) // 20)]), each[-1]  # the first steps have hardly moved
     order = [value for one in done if (value := one.trained("rewards/accuracies")) is not None]
     if measure.sampled:

@@ -68,8 +68,8 @@ class StoreError(WeightsError): ...
 
 
 class StoreFull(StoreError):
-    """The failed call leaves nothing behind. All attributes are bytes; `budget_bytes` is None for a store without a
-    budget, `free_bytes` is what the file system had free."""
+    """The failed call leaves nothing behind. All numbers are bytes; `budget_bytes` is None without a budget,
+    `free_bytes` is what the file system had free."""
 
     def __init__(
         self,
@@ -82,13 +82,7 @@ class StoreFull(StoreError):
         pinned_bytes: int = 0,
         draft_bytes: int = 0,
     ) -> None:
-        self.needed_bytes = needed_bytes
-        self.used_bytes = used_bytes
-        self.budget_bytes = budget_bytes
-        self.free_bytes = free_bytes
-        self.leased_bytes = leased_bytes
-        self.pinned_bytes = pinned_bytes
-        self.draft_bytes = draft_bytes
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
         budget = "none" if budget_bytes is None else f"{budget_bytes} bytes"
         super().__init__(
             f"no room for {needed_bytes} bytes: budget {budget}, in use {used_bytes} bytes "

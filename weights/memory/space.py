@@ -193,17 +193,14 @@ class Space:
         finally:
             lock.close()
 
-    def _sweep_drafts(self) -> list[Path]:
-        """Removes everything unlocked in staging; returns the paths."""
-        removed = []
+    def _sweep_drafts(self) -> None:
+        """Removes everything unlocked in staging."""
         for entry in list(os.scandir(self.staging)):
             path = Path(entry.path)
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(path)
-                removed.append(path)
-            elif self.pool.take_unheld(path, keep=False):
-                removed.append(path)
-        return removed
+            else:
+                self.pool.take_unheld(path, keep=False)
 
     def _trim(self, upcoming_bytes: int) -> None:
         """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be

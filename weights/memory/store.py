@@ -12,7 +12,6 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from weights.format.checksums import checksum, hashed
@@ -33,14 +32,6 @@ from weights.memory.draft import Draft, attach_draft, describe_draft, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
 from weights.memory.space import Space
-
-
-@dataclass(frozen=True)
-class SweepReport:
-    """Paths that a sweep removed, and committed versions it found damaged (left in place)."""
-
-    removed: tuple[Path, ...]
-    damaged: tuple[IntegrityError, ...]
 
 
 class WeightStore(Space):
@@ -220,13 +211,14 @@ class WeightStore(Space):
             self._trim(0)
             return True
 
-    def sweep(self) -> SweepReport:
-        """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files.
+    def sweep(self) -> list[IntegrityError]:
+        """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files. Returns
+        what is wrong with damaged versions.
 
         It never touches anything that a live process holds, nor a committed version.
         """
         with self.mutex():
-            removed = self._sweep_drafts()
+            self._sweep_drafts()
         damaged = []
         for path in (path for kind in KINDS for path in self._committed(kind)):
             try:
@@ -237,7 +229,7 @@ class WeightStore(Space):
             except IntegrityError as error:
                 if path.exists():
                     damaged.append(error)
-        return SweepReport(tuple(removed), tuple(damaged))
+        return damaged
 
 
 def _check_kind(kind: str) -> str:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from appliance.controller.bus.load import Arrived
 from appliance.gateway.core.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.shadow import Seen, standby_costs
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 

@@ -57,11 +57,16 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    gone = context.files_dir / f"{INCOMING_PREFIX}{row.id}"
-    with context.db.transaction():
-        files.delete(context.db, row.id)
+    there, gone = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
+    try:
+        with context.db.transaction():
+            files.delete(context.db, row.id)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(there, gone)  # after a crash here, `sweep` does as the row says
+    except BaseException:  # the row stays, as on a full disk
         with contextlib.suppress(FileNotFoundError):
-            os.rename(context.files_dir / row.id, gone)  # after a crash here, `sweep` does as the row says
+            os.rename(gone, there)
+        raise
     gone.unlink(missing_ok=True)
 
 

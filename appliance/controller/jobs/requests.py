@@ -117,7 +117,8 @@ def asked(request: JobCreate) -> Asked:
         )
     where = f"method.{method.name}.hyperparameters"
     block = _block(request.method, method)
-    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
+    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None)
+    new = {} if new is None else new
     if not isinstance(new, dict):
         raise InvalidValue(f"Invalid value for '{where}': {shown(new)} was given, expected an object.", where)
     for name in sorted(old.keys() & new.keys()):

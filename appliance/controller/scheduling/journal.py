@@ -7,11 +7,11 @@ from pydantic_core import to_jsonable_python
 from appliance.store.database import Database
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow, columns
-from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
+from scheduler.handover.ports import HandoverRecord, HandoverState, StepRecord
 
 
 class SqliteJournal:
-    """Implements `scheduler.handover.journal.Journal`. Hand-over numbers are the rows' ids as text."""
+    """Implements `scheduler.handover.ports.Journal`. Hand-over numbers are the rows' ids as text."""
 
     def __init__(self, db: Database):
         self._db = db

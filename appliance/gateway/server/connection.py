@@ -171,6 +171,7 @@ class Connection(HttpToolsProtocol):
         """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
         is read; if its own body is bad, the error is its answer."""
         self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
+        self._head_since_s = None
         if self.running is not None and not self.running.response_complete:
             self.running.keep_alive = False
             self.cycle.message_event.set()

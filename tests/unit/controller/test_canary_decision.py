@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+from scipy.stats import fisher_exact
+
 from appliance.controller.bus.load import VersionLoad
-from appliance.controller.models.canaries import decide
+from appliance.controller.models.canaries import chance_of_errors, decide
 from appliance.gateway.core.load import bucket
 from appliance.store.rows import CanaryRow
 
@@ -32,6 +37,30 @@ def test_canary_with_errors_beyond_chance_is_rolled_back_at_once():
     assert verdict(load(60, 30), load(540, 270)) == "promote", "both fail as often"
     assert verdict(load(60, 1), load(540, 9)) == "promote"
     assert verdict(load(3, 3), load(0), now_s=1.0) == "wait", "nothing to compare with"
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ((20, 3), (180, 2)),
+        ((20, 0), (180, 9)),
+        ((50, 50), (50, 0)),
+        ((5, 1), (100_000, 30)),
+        ((1000, 4), (1_000_000, 1007)),
+        ((1000, 400), (900, 10)),
+    ],
+)
+def test_chance_of_errors_is_that_of_fishers_exact_test(new: tuple[int, int], old: tuple[int, int]):
+    table = [[errors, requests - errors] for requests, errors in (new, old)]
+    expected = fisher_exact(table, alternative="greater").pvalue
+    assert chance_of_errors(VersionLoad(*new), VersionLoad(*old)) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_chance_of_errors_among_a_million_requests_takes_milliseconds():
+    began_s = time.process_time()
+    load = VersionLoad(1_000_000, 100_000)
+    assert chance_of_errors(load, load) == pytest.approx(0.501, abs=0.001)
+    assert time.process_time() - began_s < 0.1
 
 
 def test_canary_with_a_p95_beyond_the_ratio_is_rolled_back_when_its_time_is_over():

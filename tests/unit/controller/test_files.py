@@ -72,6 +72,14 @@ async def test_file_delete_that_a_crash_cut_short_is_settled_at_start(control: C
     assert (await control.sdk.files.content(kept)).content == b"x"
 
 
+async def test_file_delete_that_cannot_be_committed_leaves_the_file(control: Control):
+    file_id = await control.upload(b"x", purpose="user_data")
+    control.db.execute("CREATE TABLE held (file TEXT REFERENCES files (id) DEFERRABLE INITIALLY DEFERRED)")
+    control.db.execute("INSERT INTO held VALUES (?)", [file_id])
+    assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
+    assert (await control.sdk.files.content(file_id)).content == b"x"
+
+
 async def test_lists_page_in_both_orders_and_by_purpose(control: Control):
     ids = [await control.upload(b"x", f"{n}.bin", "assistants") for n in range(5)]
     other = await control.upload(b"x", "v.bin", "vision")

@@ -133,6 +133,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),
         ({"method": {"type": "dpo", "dpo": {"beta": 0.1}}}, "method.dpo.beta"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}}, "method.dpo.hyperparameters.beta"),
         ({"method": {"type": "reinforcement"}}, "method.reinforcement.grader"),

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.controller.access import quotas
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
@@ -229,3 +230,9 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
     assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
     error = answers[-1].json()["error"]
     assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")
+
+
+def test_stored_bytes_are_summed_by_indexes_alone(db: Database) -> None:
+    for _, where in quotas._STORED[:3]:  # their rows have megabytes of JSON
+        plan = [row["detail"] for row in db.execute(f"EXPLAIN QUERY PLAN SELECT sum(bytes) FROM {where}", ["key"])]
+        assert "USING COVERING INDEX" in plan[0]

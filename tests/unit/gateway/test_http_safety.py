@@ -166,6 +166,15 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
     await box.until(lambda: not box.state.connections)
 
 
+async def test_refused_head_of_a_client_that_stays_is_not_refused_again(start_box: Start) -> None:
+    box = await start_box(limits={"head_timeout_s": 0.1})
+    wire = await box.connect()
+    await wire.send(b"GET /a b HTTP/1.1\r\n")
+    assert (await wire.response()).status == 400
+    await asyncio.sleep(0.3)  # several sweeps later
+    assert await wire.eof() == b"" and box.state.background.names() == []
+
+
 async def test_connections_are_bounded(start_box: Start) -> None:
     box = await start_box(limits={"max_connections": 2}, engine=hangs)
     wires = [await box.connect() for _ in range(2)]

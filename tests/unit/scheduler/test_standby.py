@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.shadow import Seen, standby_costs
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 

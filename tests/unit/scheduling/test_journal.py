@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from appliance.controller import retention
 from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.store.database import Database
-from scheduler.handover.journal import HandoverRecord, StepRecord
+from scheduler.handover.ports import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(
     3,

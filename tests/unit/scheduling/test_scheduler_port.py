@@ -18,7 +18,7 @@ from appliance.store.objects import models
 from appliance.store.records import deployments, handovers
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
-from scheduler.handover.journal import HandoverRecord, StepRecord
+from scheduler.handover.ports import HandoverRecord, StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 from tests.unit.scheduling.fakes import states_of

@@ -6,8 +6,7 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
-from train.data.formats import BadRecord
-from train.data.prompts import prompt
+from train.data.formats import BadRecord, to_prompt
 from train.methods.methods import METHODS
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -219,8 +218,8 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
 def test_what_a_grader_sees_of_a_prompt_is_bounded():
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     with pytest.raises(BadRecord, match="bytes long"):
-        prompt({**asked, "answer": "x" * (1 << 20)})
-    assert prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
+        to_prompt({**asked, "answer": "x" * (1 << 20)})
+    assert to_prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
 
 
 def test_check_of_examples_that_become_several_rows_counts_rows(tmp_path):

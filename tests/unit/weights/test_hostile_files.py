@@ -110,7 +110,7 @@ def test_truncated_or_grown_files_are_refused_at_the_lease(store, size):
     os.truncate(path, path.stat().st_size + size)
     with pytest.raises(IntegrityError):
         store.lease(stored)
-    assert [error.file for error in store.sweep().damaged] == ["model.safetensors"]
+    assert [error.file for error in store.sweep()] == ["model.safetensors"]
 
 
 def test_a_changed_auxiliary_file_is_found(store):
@@ -142,7 +142,7 @@ def test_damaged_manifests(store, damage):
     with pytest.raises(IntegrityError):
         store.find("version", "starter", "1")
     assert store.list("version") == []
-    assert [error.path for error in store.sweep().damaged] == [str(stored.path)]
+    assert [error.path for error in store.sweep()] == [str(stored.path)]
     assert stored.path.exists()
 
 
