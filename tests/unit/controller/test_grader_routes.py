@@ -85,9 +85,7 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
         assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
-async def test_run_of_grader_that_broke_its_worker_may_be_retried(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
+async def test_run_of_grader_that_broke_its_worker_may_be_retried(control: Control, monkeypatch: pytest.MonkeyPatch):
     async def broken(*_: Any) -> Any:
         raise WorkerEnded("the process that grades ended")
 
