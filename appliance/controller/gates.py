@@ -17,6 +17,7 @@ from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, serve_version
 from appliance.controller.models import activation
+from appliance.store.errors import RowNotFound
 from appliance.store.objects import evals, job_records, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
@@ -126,15 +127,17 @@ class Gates:
             model = models.find(self._db, name)
             if model is None:
                 return "the model was deleted"
-            if model.active_version is None:
-                serve_version(self._db, name, version)
-                self._context.routing.models_changed()
-                self._context.scheduler.nudge(why)
-            elif model.active_version != version:
-                try:
+            try:
+                if model.active_version is None:
+                    serve_version(self._db, name, version)
+                    self._context.routing.models_changed()
+                    self._context.scheduler.nudge(why)
+                elif model.active_version != version:
                     await activation.switch(self._context, model, version, why)
-                except SwapFailed as error:
-                    return str(error)
+            except SwapFailed as error:
+                return str(error)
+            except RowNotFound:
+                return "the version was deleted"
         return ""
 
 

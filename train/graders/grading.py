@@ -54,6 +54,8 @@ class Graded:
     messages: list[str] = field(default_factory=list)
     """What went wrong, in words."""
     tokens_by_model: dict[str, int] = field(default_factory=dict)
+    was_run: bool = True
+    """False: the process that grades ended or took too long."""
 
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:

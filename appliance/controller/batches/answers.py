@@ -28,8 +28,10 @@ class Answers:
         self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
+        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is answered already is left out: a
+        write goes on where its batch was cancelled or expired meanwhile. Raises OSError."""
         with self._lock:
+            lines = [line for line in lines if line["custom_id"] not in self.custom_ids]
             for name, handle in self._handles.items():
                 mine = [line for line in lines if _is_good(line) == (name == "output")]
                 data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in mine))

@@ -16,7 +16,7 @@ from appliance.controller.grading.grading import Grading
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import InvalidValue
+from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
 from appliance.store.ids import new_id
 from train.graders.graders import Grader, judges
@@ -54,6 +54,9 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
         sample, began_s = Sample(body.model_sample), time.perf_counter()
         work = grading.grade(caller.key_id, grader, sample, body.item, group=new_id("grade_"), within_s=ANSWER_WITHIN_S)
         graded, _ = await while_present(request, work)
+        if not graded.was_run:
+            message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."
+            raise ApiError(503, message, kind="server_error", code="grader_not_run")
         return _result(grader, graded, time.perf_counter() - began_s)
 
     return router

@@ -103,7 +103,7 @@ class Grading:
         try:
             graded = await self._hosts.grade(owner, grader, pairs, answers, waited_for)
         except WorkerBroke as error:
-            broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])
+            broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)], was_run=False)
             graded = [broke] * len(together)
         for one, of in zip(together, graded, strict=True):
             one.graded = of

@@ -96,7 +96,8 @@ class Rollouts:
             return {"failed": f"the API key of the job {how}, and its answers are judged on behalf of it"}
         if question["judge"] == "teach":
             return await self._teach(row, found.judge["teacher"], found.taught_by, question)
-        return {"verdict": await self._grade(row, parse(found.judge["grader"]), question)}
+        grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
+        return {"verdict": await self._grade(row, grader, question)}
 
     async def _grade(self, row: JobRow, grader: Grader, question: dict[str, Any]) -> dict[str, Any]:
         """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0

@@ -375,3 +375,13 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     answers.append([ANSWER | {"custom_id": "r2"}])
     answers.close()
     assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
+
+
+def test_append_skips_lines_answered_before(tmp_path):
+    """A write on its thread outlives the timeout after which its lines are written as expired."""
+    answers = Answers(tmp_path, "batch_1")
+    answers.append([ANSWER | {"custom_id": "r0"}])
+    answers.append([{"custom_id": "r0", "response": None, "error": {}}, ANSWER | {"custom_id": "r1"}])
+    answers.close()
+    again = Answers(tmp_path, "batch_1")
+    assert (again.completed, again.failed) == (2, 0)

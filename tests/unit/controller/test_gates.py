@@ -162,6 +162,29 @@ async def test_gate_after_a_restart_asks_nothing_twice_and_finds_what_answers(
     assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("passed", True)
 
 
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_gate_after_kill_behind_its_verdict_activates_the_version(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
+):
+    eval_id = await evaluation(control)
+    before = run(control, events, await control.job(extra_body={"publish_as": "fraud"}))
+    job_id = await gated(control, eval_id, pass_rate_at_least=0.5)
+    version = run(control, events, job_id)
+
+    async def killed(*_: Any) -> str:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gates, "_activate", killed)
+        await looked(control)
+    assert (gate(control, job_id)["verdict"], active(control)) == ("passed", before)
+    if is_deleted:
+        models.delete_version(control.db, "fraud", version)
+    await looked(control)
+    assert gate(control, job_id)["activated"] is not is_deleted and jobs.gated(control.db) == []
+    assert active(control) == (before if is_deleted else version)
+
+
 async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     control: Control, events: JobEvents, answers: Answers
 ):

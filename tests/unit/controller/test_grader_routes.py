@@ -15,6 +15,7 @@ from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
 from train.graders import worker
+from train.graders.hosts import GraderHosts, WorkerEnded
 
 JUDGE: Any = {
     "type": "score_model",
@@ -82,6 +83,17 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
         with pytest.raises(openai.BadRequestError) as caught:
             await control.sdk.fine_tuning.alpha.graders.validate(grader=grader)
         assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
+
+
+async def test_run_of_grader_that_broke_its_worker_may_be_retried(control: Control, monkeypatch: pytest.MonkeyPatch):
+    async def broken(*_: Any) -> Any:
+        raise WorkerEnded("the process that grades ended")
+
+    monkeypatch.setattr(GraderHosts, "grade", broken)
+    graders = control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders
+    with pytest.raises(openai.InternalServerError) as caught:
+        await graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
+    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
