@@ -4,13 +4,13 @@
                                   [--trl-threads N] [--starter DIRECTORY] [--json FILE]
 
 TRL is no dependency of the box: it is installed under build/peers at the first run. A starter (of DIRECTORY, which is
-made where it is not there, so that several runs have the same), LoRA
-of rank 8, sums, eight answers of each prompt in a step. A way is `ranks` (two ranks sample and learn), `engine-N` (an
-engine samples, one rank learns, for a staleness of N) or `trl` (its GRPOTrainer, transformers' `generate`). TRL runs
-when the box is down. Seconds count from the first step's begin, so that neither the start of a box nor imports do.
-Prints for each way what a step takes, in seconds of the clock and of CPU (of the whole box), the mean reward by step,
-and the seconds and the tokens of answers until the mean of four steps has passed each of some rewards; load averages of
-the machine before and after. What FILE has of other ways and seeds stays in it.
+made where it is not there, so that several runs have the same), LoRA of rank 8, sums, eight answers of each prompt in a
+step. A way is `train` (the mode: an engine beside as many ranks as there are devices for), `engine-N` (beside one rank,
+for a staleness of N) or `trl` (its GRPOTrainer, transformers' `generate`). TRL runs when the box is down. Seconds count
+from the first step's begin, so that neither the start of a box nor imports do. Prints for each way what a step takes,
+in seconds of the clock and of CPU (of the whole box), the mean reward by step, and the seconds and the tokens of
+answers until the mean of four steps has passed each of some rewards; load averages of the machine before and after.
+What FILE has of other ways and seeds stays in it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Curve:
 
 
 def by_the_box(box: WholeBox, way: str, asked: argparse.Namespace, seed: int) -> Curve:
-    who, _, staleness = way.partition("-")
+    staleness = way.partition("-")[2]
     box.run("mode", "set", *(["split", "--train", "1"] if staleness else ["train"]), "--wait")
     client = box.client(max_retries=5)
     hyperparameters: dict[str, Any] = {
@@ -64,10 +64,8 @@ def by_the_box(box: WholeBox, way: str, asked: argparse.Namespace, seed: int) ->
         "max_completion_tokens": asked.tokens,
         "learning_rate": RATE,
         "lora_rank": RANK,
-        "rollouts": who,
+        "staleness": int(staleness or 0),
     }
-    if staleness:
-        hyperparameters["staleness"] = int(staleness)
     made = client.fine_tuning.jobs.create(
         model="starter",
         training_file=box.upload(sums(1, asked.steps * asked.prompts)),
@@ -173,7 +171,7 @@ def keep(file: Path | None, found: dict[str, Curve]) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--trl-threads", type=int, default=1, help="more wait for each other where cores are shared")
-    options.add_argument("--ways", nargs="+", default=["ranks", "engine-1", "trl"])
+    options.add_argument("--ways", nargs="+", default=["train", "engine-1", "trl"])
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--prompts", type=int, default=2)
     options.add_argument("--tokens", type=int, default=48)

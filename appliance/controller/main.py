@@ -55,6 +55,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import VersionProvider
 from appliance.controller.grading.grading import Grading
+from appliance.controller.grading.judging import Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import OperationFailed
@@ -179,12 +180,12 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     library = ModelLibrary(paths.models, hub_settings=hub)
 
-    # Jobs: their events, and what is answered to their ranks.
+    # Jobs: their events, and the samples of those that learn from their own answers.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders = GraderHosts()
-    rollouts = Rollouts(db, routing, asking, Grading(db, graders, asking))
-    questions = {"judge": rollouts.judge, "sample": rollouts.sample}
-    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, answers=questions)
+    judging = Judging(db, asking, Grading(db, graders, asking))
+    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, judging, inbox.nudge)
+    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, rollouts)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
@@ -209,6 +210,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         job_memory,
+        rollouts.starved,
     )
     journal = SqliteJournal(db)
     loop = SchedulerLoop(

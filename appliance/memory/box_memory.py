@@ -25,6 +25,7 @@ from scheduler.core.inventory import node_of
 from scheduler.core.workload import AWAKE
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import MemoryReading, read_memory
+from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
@@ -275,8 +276,10 @@ class BoxMemory:
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
         """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
-        short of it for one that is not."""
+        short of it for one that is not. Samples of a model in training are written at home."""
         alike = self._nodes.alike()
+        if method_of(row.method).rolls_out:
+            return (HOME_NODE,)
         return tuple(name for name in alike if not self._lacks(name, row)) or alike
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:

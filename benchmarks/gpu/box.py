@@ -210,7 +210,7 @@ class Run:
         self._report("the other owner's", load)
 
     def methods(self, model: str) -> None:
-        """A short job of each other method, its answers sampled by the rank."""
+        """A short job of each other method."""
         lines = [
             json.loads(line)["messages"] for line in (DEMO_DATA / "gsm8k_train.jsonl").read_text().split("\n")[:64]
         ]

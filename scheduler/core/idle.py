@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 CHECKPOINT_IDLE_S = 300.0
 """Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 
+POLICY_IDLE_S = 1.0
+"""The same for models in training, whose jobs may wait for the devices."""
+
 
 class IdleSettings(BaseModel):
     """An operator's numbers for one model. A number that is added here is taken, checked, kept and shown by the admin

@@ -61,7 +61,8 @@ class JobView:
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
     `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
-    `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
+    `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes. `sampled_by`: the deployment whose
+    engine writes the answers that it learns from; `starved`: it has nothing to do until they are there.
     """
 
     id: str
@@ -85,6 +86,8 @@ class JobView:
     failed: str = ""
     busy: Busy = None
     pause_s: float | None = None
+    sampled_by: str = ""
+    starved: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_devices <= self.max_devices:

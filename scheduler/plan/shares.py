@@ -12,6 +12,8 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy
 from scheduler.plan import queue
 
+_STARVED = "Its devices are lent to the engine that writes the answers it learns from."
+
 
 class Shares:
     """The device counts of one planning round.
@@ -44,9 +46,32 @@ class Shares:
         budget, why = self._training_budget(claimed)
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._plan_input.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
-        lendable = self._total - sum(jobs.sizes.values())
-        return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
+        waiting = self._plan_input.jobs
+
+        def serving_beside(budget: int) -> tuple[dict[str, int], queue.Queue]:
+            given = queue.allot(waiting, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
+            lendable = self._total - sum(given.sizes.values())
+            return self._replicas(lendable, limits, eager=False, base=claimed), given
+
+        serving, jobs = serving_beside(budget)
+        for job in self._without_engine(serving, jobs):
+            width = self.deployments[job.sampled_by].tensor_parallel
+            fewer, smaller = serving_beside(budget - width)
+            if job.id in smaller.sizes and fewer.get(job.sampled_by):
+                serving, jobs, budget = fewer, smaller, budget - width
+            elif job.starved:  # by turns: it comes back when its samples are there
+                waiting = tuple(replace(one, lacks=_STARVED) if one is job else one for one in waiting)
+                serving, jobs = serving_beside(budget)
+        return claimed, serving, jobs
+
+    def _without_engine(self, serving: Mapping[str, int], jobs: queue.Queue) -> list[JobView]:
+        """Jobs that get devices while the engine that is wanted for their samples gets none."""
+        return [
+            job
+            for job in self._plan_input.jobs
+            if job.id in jobs.sizes and not serving.get(job.sampled_by) and job.busy is None
+            if job.sampled_by in self.deployments and self.hysteresis[job.sampled_by].replicas
+        ]
 
     def note_no_room(self, models: Collection[str]) -> None:
         """Note that these models got fewer devices than their planned replicas need."""

@@ -54,9 +54,6 @@ class Jobs(Protocol):
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Called for each event of the job's ranks, see train.control.group."""
 
-    async def answer(self, job_id: str, question: dict[str, Any]) -> Any:
-        """The answer to a question of the job's ranks, see train.control.group."""
-
     async def will_succeed(self, job_id: str) -> None:
         """Called before the success of a job is told, when all events of its ranks were."""
 
@@ -114,7 +111,7 @@ class Groups:
             spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
         hosts = [_Host(host) for host in await self._living_hosts(job_id, device_ids)]
         coming = self._result_transfer(job_id, node_config)
-        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
+        group = Group(self._teller(job_id, coming))
         began_s = time.monotonic()
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
@@ -318,7 +315,7 @@ class Groups:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         coming = self._result_transfer(job_id, self._nodes.config_of(in_order, "observe", job_id))
-        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
+        group = Group(self._teller(job_id, coming))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
         self._attend(job_id, group, "", in_order, coming)
 

@@ -52,8 +52,6 @@ async def outfit(
         run_dir=str(folder),
         shm_root=str(node_config.shm_root),
         shm_budget_bytes=node_config.budget_bytes,
-        # Engines of other nodes than the ranks' do not find a model in training in their shared memory.
-        options=spec.options | ({"rollouts": "ranks", "staleness": 0} if "rollouts" in spec.options else {}),
     )
     return there, None if snapshot is None else Path(await bring(str(snapshot), "snapshot"))
 

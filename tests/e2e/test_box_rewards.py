@@ -1,7 +1,7 @@
 """Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants short answers above
-all (a starter knows hardly a digit), or a teacher that has learnt to answer them. The answers are sampled by the job's
-ranks, or by an engine of the box, where users are answered by the base alone; whatever moves the job or ends the engine
-or the controller, each step counts once."""
+all (a starter knows hardly a digit), or a teacher that has learnt to answer them. An engine samples the answers, beside
+the ranks or by turns with them; users are answered by the base alone; whatever moves the job or ends the engine or the
+controller, each step counts once."""
 
 from __future__ import annotations
 
@@ -170,11 +170,21 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     assert answer.usage.completion_tokens >= 1
 
 
+@pytest.mark.parametrize("box", [1], indirect=True)
+@pytest.mark.parametrize("fields", [{"lora_rank": 8}, {"staleness": 1}], ids=["adapter", "weights"])
+def test_on_one_device_ranks_and_engine_take_turns(box, fields):
+    client = box.client(max_retries=5)
+    box.run("mode", "set", "train", "--wait")
+    job = job_of(box, client, 3, learning_rate=0.003, **fields)
+    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
+    assert list(steps_of(client, job.id)) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness):
     client = box.client(max_retries=5)
     box.run("mode", "set", "split", "--train", "1", "--wait")
-    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, rollouts="engine", staleness=staleness)
+    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, staleness=staleness)
     wait_for(lambda: len(steps_of(client, job.id)) >= 3, "three steps by an engine", 400)
 
     (version, *_) = wait_for(lambda: policies(box, job.id), "the model in training", 60)

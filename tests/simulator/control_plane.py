@@ -24,7 +24,8 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.grading import Grading
-from appliance.controller.grading.rollouts import Rollouts
+from appliance.controller.grading.in_tokens import Sampled
+from appliance.controller.grading.judging import Judging
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode
@@ -39,6 +40,7 @@ from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
+from train.rollouts.samples import Prompt, Verdict
 
 
 class SimulatedScheduler:
@@ -382,15 +384,19 @@ def change(context: ControllerContext, **values: Any) -> None:
         object.__setattr__(context, name, value)
 
 
-def rollouts_of(context: ControllerContext, routing: Any = None) -> Rollouts:
-    """What answers the ranks of jobs."""
-    grading = Grading(context.db, context.graders, context.asking)
-    return Rollouts(context.db, routing or context.routing, context.asking, grading)
+def judging_of(context: ControllerContext) -> Judging:
+    return Judging(context.db, context.asking, Grading(context.db, context.graders, context.asking))
 
 
 async def graded(
-    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False
-) -> dict[str, Any]:
+    context: ControllerContext,
+    job_id: str,
+    *texts: str,
+    item: Any,
+    tools: bool = False,
+    judging: Judging | None = None,
+) -> Verdict:
     """What the grader of a job says of these answers."""
-    found = await rollouts_of(context).judge(job_id, {"judge": "grade", "texts": texts, "item": item, "tools": tools})
-    return found.get("verdict", found)
+    prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)
+    answers = [Sampled([], [], text) for text in texts]
+    return await (judging or judging_of(context)).verdict(jobs.get(context.db, job_id), prompt, answers)

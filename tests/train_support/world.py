@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
 from tests.claims import claim
+from tests.train_support.sampled import Sampler, counts_a, teaches
 from tests.train_support.tiny import (
     make_model_dir,
     write_chat_file,
@@ -40,7 +41,15 @@ from weights.memory.store import WeightStore
 ACROSS_SIZES = 3e-6
 
 # The data that a method trains on here, and its options.
-SAMPLES = {"compute_multiplier": 1.0, "eval_samples": 1, "max_completion_tokens": 16, "group": 8, "rows": 2}
+SAMPLES = {
+    "compute_multiplier": 1.0,
+    "eval_samples": 1,
+    "max_completion_tokens": 16,
+    "group": 8,
+    "rows": 2,
+    "policy": "version",
+    "staleness": 0,
+}
 METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
@@ -54,16 +63,6 @@ JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
-
-
-def verdict_on(question: dict[str, Any]) -> dict[str, Any]:
-    """A grader: the more of the letter a, the better. A teacher, which likes some tokens better than others."""
-    errors = [""] * len(question["ids"])
-    if question["judge"] == "teach":
-        log_probs = [[-5.0 - one % 3 for one in answer] for answer in question["ids"]]
-        return {"verdict": {"log_probs": log_probs, "errors": errors}}
-    rewards = [text.count("a") / max(1, len(text)) for text in question["texts"]]
-    return {"verdict": {"rewards": rewards, "errors": errors}}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -189,8 +188,8 @@ class Launched:
         self._news = asyncio.Event()
         self._log_dir = shop.folder / "logs"
         self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
-        self.asked: list[dict[str, Any]] = []
-        self.group = Group(self._note, limits, self._judged)
+        self.sampler = Sampler(judge=teaches if spec.method == "distillation" else counts_a)
+        self.group = Group(self._note, limits)
 
     async def start(self) -> Launched:
         await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)
@@ -214,11 +213,8 @@ class Launched:
     def logs(self) -> str:
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(self._log_dir.glob("*.log")))
 
-    async def _judged(self, question: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(question)
-        self._news.set()
-        return verdict_on(question)
-
     def _note(self, event: dict[str, Any]) -> None:
         self.events.append(event)
         self._news.set()
+        if event["event"] == "policy":
+            self.sampler.policy(self.spec, event["step"])

@@ -9,10 +9,8 @@ Events handed to `on_event` (all have "event" and "job"):
   snapshot    step, path, bytes, seconds (training stood still)
   profiled    step, steps, seconds, share, operators (train.trainer.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds
+  policy      step: the weights after it are in shared memory, for samples (train.rollouts.policy)
   finished    outcome, step, error
-
-What the ranks ask (the event "ask": question, which names it, kind, and what belongs to it) goes to `on_question`,
-whose result is the answer. A rank that has none asks again, so that a question outlives whoever was asked.
 
 Rules
 - A failure of one rank (death, exception, silence, a phase that does not end) kills all of them, because the others
@@ -26,7 +24,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -96,10 +94,8 @@ class Group:
         self,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         limits: PingLimits | None = None,
-        on_question: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ):
-        self._on_event, self._limits, self._on_question = on_event, limits or PingLimits(), on_question
-        self._answering: dict[str, asyncio.Task] = {}
+        self._on_event, self._limits = on_event, limits or PingLimits()
         self._hosts: list[Host] = []
         self._job_id = ""
         self._step = 0
@@ -232,32 +228,10 @@ class Group:
             elif name == "fatal":
                 self._fatal[rank] = event
                 self._fail_after_grace(rank)
-            elif name == "ask":
-                self._asked(rank, event)
             else:
                 self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
                 self._tell(**{key: value for key, value in event.items() if key != "number"})
-
-    def _asked(self, rank: int, event: dict[str, Any]) -> None:
-        question = str(event["question"])
-        if question in self._answering or self._on_question is None:
-            return
-        task = asyncio.create_task(self._answer(rank, question, event), name=f"{self._job_id} answer {question}")
-        self._answering[question] = task
-        task.add_done_callback(lambda done: self._answered(rank, question, done))
-
-    async def _answer(self, rank: int, question: str, event: dict[str, Any]) -> None:
-        assert self._on_question is not None
-        value = await self._on_question(event)
-        await self._hosts[rank].call("answer", question=question, value=value)
-
-    def _answered(self, rank: int, question: str, answering: asyncio.Task) -> None:
-        self._answering.pop(question, None)
-        if answering.cancelled() or (error := answering.exception()) is None:
-            return
-        if not isinstance(error, RuntimeLayerError):  # else the rank is gone, and its listener ends the group
-            self._fail(rank, f"asked what could not be answered: {error!r}")
 
     def _listened(self, rank: int, listener: asyncio.Task) -> None:
         if listener.cancelled() or (error := listener.exception()) is None:
@@ -362,7 +336,7 @@ class Group:
             raise
         self._ended.set_result(outcome)
         self._tell("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
-        for task in (*self._tasks, *self._answering.values()):
+        for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
 

@@ -1,4 +1,4 @@
-"""Holds a run's control signals, what it was answered, its current phase, and its event sink."""
+"""Holds a run's control signals, its current phase, and its event sink."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class ControlSignals:
     snapshot: bool = False
 
     def __post_init__(self) -> None:
-        self._answers: dict[str, Any] = {}
         self._profile = 0
 
     def ask(self, name: str) -> None:
@@ -32,14 +31,6 @@ class ControlSignals:
         if name not in SIGNALS:
             raise ValueError(f"signal {name!r} is unknown; expected one of {SIGNALS}")
         setattr(self, name, True)
-
-    def answer(self, question: str, value: Any) -> None:
-        """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts."""
-        self._answers.setdefault(question, value)
-
-    def take_answer(self, question: str) -> Any:
-        """None until there is one."""
-        return self._answers.pop(question, None)
 
     def profile(self, steps: int) -> None:
         """This many steps of this rank are to be profiled from the next one on."""

@@ -58,6 +58,7 @@ class TokenSet:
     """
 
     def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool):
+        self.directory = directory
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")

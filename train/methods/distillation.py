@@ -27,7 +27,6 @@ class Distillation(OwnAnswers):
     takes = ("teacher",)
     # Larger than with one reward for a whole answer: every token has a signal of its own.
     rate_share = 0.3
-    token_bytes = 16  # its id, and its log-probability to either model
 
     @property
     def measured(self) -> tuple[str, ...]:

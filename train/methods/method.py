@@ -34,10 +34,6 @@ class Option:
     help: str
 
 
-VALIDATED_TOKENS = 1 << 19
-"""Tokens of answers to validation prompts that are made at the same time, where a step has fewer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
@@ -47,12 +43,6 @@ class Samples:
     rows: int = 1
     room: int = 0
     valid: int = 1
-
-    def validated_together(self, batch_size: int) -> int:
-        """Prompts of a validation that are answered at the same time: their answers have no more room than those of a
-        step, or than is small for any host, if those of one prompt have not."""
-        room = max(VALIDATED_TOKENS, batch_size * self.group * self.room)
-        return max(1, room // max(1, self.valid * self.room))
 
 
 class Method(ABC):

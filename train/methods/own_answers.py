@@ -1,5 +1,5 @@
 """What methods share that learn from the model's own answers: how long an answer may be, how many are made of each
-prompt, who samples them, and what that takes."""
+prompt, as what engines serve the model that samples them, and what that takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.data.formats import BadRecord, Record, to_prompt
 from train.methods.method import Method, Option, Samples
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
-from train.plan.estimate import ELEMENT_BYTES, SAMPLING_BYTES
+from train.plan.estimate import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ _HOST_ROW, _DEVICE_ROW = 1024, 8192
 
 
 MOST_STALE = 4
-"""Each update behind keeps one more version in shared memory, and takes one more slot for adapters of an engine."""
+"""By how many updates the weights that write an answer may be behind those that learn from it. Each keeps one more
+version in shared memory, and takes one more slot for adapters of an engine."""
 
 ANSWER_OPTIONS = (
     Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
@@ -38,15 +39,13 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method, ABC):
-    """rate_share: part of the learning rate that suits supervised tuning. token_bytes: what a sampled token takes in a
-    rank, once in what was sampled, once in what one rank adds, and once in what is learnt from, which a validation
-    finds there. further_fields: what those of a prompt are for, in the words of a refusal."""
+    """rate_share: part of the learning rate that suits supervised tuning. further_fields: what those of a prompt are
+    for, in the words of a refusal."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     peak_names = ("mismatch_max",)
     cut_refuses = True
     rate_share: float
-    token_bytes: int
     further_fields: str = ""
 
     @abstractmethod
@@ -77,8 +76,8 @@ class OwnAnswers(Method, ABC):
         options = fields["options"]
         for name in ("eval_samples", "max_completion_tokens"):
             options[name] = int(options[name])
-        options["rollouts"] = _rollouts(given, fields, model)
-        options["staleness"] = _staleness(given, options["rollouts"])
+        options["policy"] = "version" if auto.why_no_adapter(model, fields) else "adapter"
+        options["staleness"] = given.integer("staleness", 0, MOST_STALE, auto=0)
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
         options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
@@ -103,18 +102,11 @@ class OwnAnswers(Method, ABC):
         together = _shares(options["group"], options["rows"])
         row = {**fields, "max_length": together * fields["max_length"]}
         learning, element = estimate.rank_memory(shape, row, ranks), ELEMENT_BYTES[fields["precision"]]
-        # The head computes in float32, its weight's gradient too. Answers are sampled while nothing is learnt from.
+        # The head computes in float32, its weight's gradient too.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
         head += together * fields["max_length"] * shape.vocab // 8  # which tokens a form left of the vocabulary
-        samples = self.samples(options)
-        learnt = fields["batch_size"] * samples.group * samples.room
-        validated = samples.validated_together(fields["batch_size"]) * samples.valid * samples.room
-        return replace(
-            learning,
-            activations_bytes=head + max(learning.activations_bytes, SAMPLING_BYTES),
-            buffers_bytes=learning.buffers_bytes + self.token_bytes * (2 * max(learnt, validated) + learnt),
-        )
+        return replace(learning, activations_bytes=head + learning.activations_bytes)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
         return max_length - int(options["max_completion_tokens"])
@@ -146,39 +138,12 @@ class OwnAnswers(Method, ABC):
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         from train.methods.reinforcement_objective import ReinforcementObjective
 
-        return ReinforcementObjective(model, by_engine=options.get("rollouts") == "engine")
+        return ReinforcementObjective(model)
 
     def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
         from train.methods.reinforcement_objective import to_batch
 
         return to_batch(row, scale, device)
-
-
-def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
-    """Who samples: "engine" or "ranks"."""
-    chosen = given.choice("rollouts", ("auto", "engine", "ranks"), auto="auto")
-    why = auto.why_no_adapter(model, fields)
-    if chosen == "engine" and why:
-        raise InvalidHyperparameter(
-            "rollouts",
-            chosen,
-            f"'ranks' or 'auto': {why}, and engines know a model in training as an adapter of its base only "
-            "(lora_rank makes it one)",
-        )
-    return "ranks" if chosen == "auto" else chosen
-
-
-def _staleness(given: Given, rollouts: str) -> int:
-    """How many updates may lie between the weights that write an answer and those that learn from it. One has hidden
-    nearly all the time that engines and graders take, and is the least that can."""
-    chosen = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
-    if chosen and rollouts != "engine":
-        raise InvalidHyperparameter(
-            "staleness",
-            chosen,
-            "0 or 'auto' unless rollouts is 'engine': ranks sample from the weights of the very step",
-        )
-    return chosen
 
 
 def _shares(group: int, rows: int) -> int:

@@ -1,7 +1,6 @@
 """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled on it:
-token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), the ratio against the
-log-probabilities that were recorded when the tokens were sampled, clipped, and without a penalty for distance from the
-starting model."""
+token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), each weighed by how likely it is
+to the trainer against the engine that sampled it, and without a penalty for distance from the starting model."""
 
 from __future__ import annotations
 
@@ -15,12 +14,6 @@ from train.data.packing import RolloutRow, Row
 from train.methods import packed_objective
 from train.methods.packed_objective import LogProbHead, PackedObjective
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""How far the probability of a token may move from the sampled one before it moves no further: PPO's 0.2 below, DAPO's
-0.28 above."""
-TRUNCATED_AT = 3.0
-"""The largest ratio that counts where the advantage is below 0, else one token could outweigh a whole step (dual-clip
-PPO: Ye et al., 2020, arXiv:1912.09729)."""
 WEIGHT_CAP = 2.0
 """The most that a token of an engine counts for being likelier to the trainer than to the engine: truncated importance
 sampling (Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework
@@ -44,45 +37,26 @@ class Float32LogProbHead(LogProbHead):
 class ReinforcementObjective(PackedObjective):
     """A row's sequences are prompts with answers that the model has sampled, of which the answers are learnt.
 
-    by_engine: an engine has sampled them. Its kernels round otherwise, and it may have the weights of a step before, so
-    that a token's ratio says how far the two samplers differ, not how far the step has moved: it weighs the token, up
-    to WEIGHT_CAP, and stops no gradient, as clipping would.
+    An engine's kernels round otherwise, and it may have the weights of a step before, so that a token's ratio says how
+    far the two samplers differ, not how far the step has moved: it weighs the token, up to WEIGHT_CAP, and stops no
+    gradient, as clipping would. The samples of a step are learnt from once, so the trainer's own ratio is 1 wherever it
+    is differentiated.
     """
 
-    def __init__(self, model: PreTrainedModel, by_engine: bool = False):
+    def __init__(self, model: PreTrainedModel):
         super().__init__(model, Float32LogProbHead)
-        self._by_engine = by_engine
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Minus the sum of the surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
         (log_probs, _), advantages = self.log_probs(batch), batch["advantages"]
         moved = log_probs - batch["sampled"]
-        surrogate, cut = _weighted(log_probs, moved, advantages) if self._by_engine else _clipped(moved, advantages)
+        ratio = moved.detach().exp()
+        surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - log_probs.detach()).exp() * advantages
         with torch.no_grad():
             # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-            told = [(moved.exp() - 1 - moved).sum(), moved.abs().sum(), cut.float().sum()]
+            told = [(ratio - 1 - moved).sum(), moved.abs().sum(), (ratio > WEIGHT_CAP).float().sum()]
             self.report(told, batch["scale"], [moved.abs().max()])
         return -surrogate.sum() * batch["scale"]
-
-
-def _clipped(moved: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The surrogate of each token whose log-probability has moved so far, and whether the clip decides it."""
-    ratio = moved.exp()
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages
-    surrogate = torch.minimum(plain, clipped)
-    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, TRUNCATED_AT * advantages), surrogate)
-    return surrogate, surrogate != plain
-
-
-def _weighted(
-    log_probs: torch.Tensor, moved: torch.Tensor, advantages: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_clipped`. Its gradient is weight x advantage x that of the log-probability: the samples of a step are learnt
-    from once, so the trainer's own ratio is 1 wherever it is differentiated."""
-    ratio = moved.detach().exp()
-    own = (log_probs - log_probs.detach()).exp()
-    return ratio.clamp(max=WEIGHT_CAP) * own * advantages, ratio > WEIGHT_CAP
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:

@@ -53,7 +53,6 @@ from weights.format.foreign_json import size, text_part
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
 HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
-SAMPLING_BYTES = 1 << 30  # of keys, values and the choice of tokens while answers are sampled (train.rollouts.sampler)
 FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}

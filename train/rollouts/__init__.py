@@ -1,6 +1,6 @@
-"""Owns the samples of a step of a method that learns from the model's own answers: an engine of the box or the ranks
-sample them, a grader or a teacher judges them, and they become rows.
+"""Owns the samples of a step of a method that learns from the model's own answers: which prompts they answer, the file
+that holds them and their verdict, the model that engines sample from, and the rows that a rank makes of them.
 
-Never: Decides what is learnt from them (train.methods).
-Begin with rollouts.py.
+Never: Asks a model or grades (appliance.controller.grading.rollouts does); decides what is learnt (train.methods).
+Begin with samples.py.
 """

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from train.rollouts.judge import Judge, Verdict
-from train.rollouts.wanted import Wanted
+from train.rollouts.judge import Judge
+from train.rollouts.samples import Verdict
 
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
 
 class Grader(Judge):
-    """It reads an answer's text and the prompt's item. tokenizer: created when it is first needed. ends: tokens that
-    end an answer."""
-
-    kind, values = "grade", "rewards"
-
-    def __init__(self) -> None:
-        self._lines: dict[str, list[bytes]] = {}
-
-    def asked_about(self, wanted: Wanted, place: int) -> dict[str, Any]:
-        if wanted.path not in self._lines:
-            self._lines[wanted.path] = Path(wanted.path).read_bytes().splitlines()
-        record = json.loads(self._lines[wanted.path][wanted.packs[place]])
-        item = {**record["item"], "messages": record["messages"]}
-        return {**super().asked_about(wanted, place), "item": item, "tools": bool(record.get("tools"))}
-
     def why_nothing(self, verdict: Verdict) -> str:
         rewards, errors = verdict["rewards"], verdict["errors"]
         if all(errors) and not any(rewards):

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.rollouts.judge import Judge, Verdict
+from train.rollouts.judge import Judge
+from train.rollouts.samples import Verdict
 
 
 class Teacher(Judge):
-    """It reads the tokens of prompt and answer exactly as the model read and wrote them."""
-
-    kind, values = "teach", "log_probs"
-
     def why_nothing(self, verdict: Verdict) -> str:
         if any(one is not None for one in verdict["log_probs"]):
             return ""

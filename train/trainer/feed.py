@@ -1,5 +1,5 @@
-"""Provides what each step of a run learns from: rows of the data, or answers that the model samples in the step itself
-(train.rollouts.rollouts)."""
+"""Provides what each step of a run learns from: rows of the data, or answers that engines sample from the model in
+training (train.rollouts.rollouts)."""
 
 from __future__ import annotations
 

@@ -104,6 +104,8 @@ class Run:
         if self.step == 0:
             self._validate()
             self._tell_how_often_it_validates()
+        elif self.rollouts is not None and self._validates():  # its answers may be there by now
+            self._validate()
         self._publish(self._is_best())  # an earlier world may have been about to finish or to publish
         while not self._is_over():
             signals = self._agreed()
@@ -276,11 +278,14 @@ class Run:
 
     def _validate_and_publish(self) -> None:
         best = False
-        if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
+        if self._validates():
             self._validate()
             best = self._is_best()
         if not self._is_over():  # else it is published as the result
             self._publish(best)
+
+    def _validates(self) -> bool:
+        return self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations)
 
     def _publish(self, best: bool) -> None:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""

@@ -143,7 +143,7 @@ def submit(session: Session, args: Namespace) -> None:
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
     data_order (shuffled, given), gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience,
     activation_checkpointing, offload, snapshot_every_s, step_patience_s; for methods that learn from the model's own
-    answers also rollouts (engine, ranks), staleness (0 to 4).
+    answers also staleness (0 to 4).
 
     Examples:
       appliance job submit --model smollm2-135m --file train.jsonl --wait

@@ -42,6 +42,16 @@ class _Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """A model in training. version: of its weights, where engines of its own serve it; "": it is an adapter, which
+    engines of its base serve."""
+
+    base: str
+    base_version: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Callable:
     """A name that can be called. of: the model behind it, whose owners may use it; "" for one in training. canary:
     takes a share of its requests. pins: the model whose single version `MODEL@VERSION` names; None for others."""
@@ -70,7 +80,7 @@ class BusRouting:
         self._names: dict[str, _Callable] = {}
         self._guests: dict[str, list[str]] = {}  # by model, the other names that its engines serve
         self._sizes: dict[str, EngineSize] = {}  # by model
-        self._policies: dict[str, tuple[str, str]] = {}  # models in training -> their base and its version
+        self.policies: dict[str, Policy] = {}
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
@@ -151,19 +161,28 @@ class BusRouting:
                 table[name]["chats"] = False
         return self._bus.set_models(table)
 
-    async def offer_policy(self, name: str, base: str, base_version: str) -> None:
-        """Have gateways serve a model in training, to the box alone, on engines with this version of its base."""
-        if self._policies.get(name) != (base, base_version):
-            self._policies[name] = base, base_version
+    async def offer_policy(self, name: str, base: str, base_version: str, version: str) -> None:
+        """Have gateways serve a model in training, to the box alone."""
+        if self.policies.get(name) != (policy := Policy(base, base_version, version)):
+            self.policies[name] = policy
             self.refresh()
         await self._bus.wait_applied(self._bus.generation)  # also for who finds it offered a moment before
 
     def keep_policies(self, is_kept: Callable[[str], bool]) -> None:
         """Withdraw the other models in training."""
-        kept = {name: base for name, base in self._policies.items() if is_kept(name)}
-        if kept != self._policies:
-            self._policies = kept
+        kept = {name: policy for name, policy in self.policies.items() if is_kept(name)}
+        if kept != self.policies:
+            self.policies = kept
             self.refresh()
+
+    def policy_adapters(self) -> dict[str, AdapterRow]:
+        """Models in training that are adapters, by name."""
+        bases = {row.id: row.active_version for row in models.list_callable(self._db)} if self.policies else {}
+        return {
+            name: AdapterRow(name, name, "", policy.base, policy.base_version, bases[policy.base])
+            for name, policy in self.policies.items()
+            if not policy.version and policy.base in bases
+        }
 
     async def wait_applied(self) -> None:
         """Returns when every gateway routes by the current table."""
@@ -224,10 +243,11 @@ class BusRouting:
             row = replace(found[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
-        for name, (base, version) in self._policies.items():
-            if base in rows:
-                adapter = AdapterRow(name, name, "", base, version, rows[base].active_version)
-                found[name] = _Callable("", version, "generate", adapter)
+        for name, adapter in self.policy_adapters().items():
+            found[name] = _Callable("", adapter.base_version, "generate", adapter)
+        for name, policy in self.policies.items():
+            if policy.version and policy.base in rows:
+                found[name] = _Callable("", policy.version, "generate")
         return found
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
@@ -242,7 +262,8 @@ class BusRouting:
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        size = self._sizes.get(row.of or row.adapter.base)  # type: ignore[union-attr]
+        policy = self.policies.get(name)
+        size = self._sizes.get(policy.base if policy is not None else row.of)
         table_row: dict[str, Any] = {
             "version": row.version,
             "replicas": replicas,
@@ -259,7 +280,9 @@ class BusRouting:
                 "next_try_s": trouble.not_before_s,
                 "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
             }
-        if row.adapter and name not in self._policies:  # of a model in training each request names its version
+        if policy is not None:  # of an adapter in training each request names its version
+            table_row["trained_from"] = policy.base
+        elif row.adapter:
             table_row["adapter"] = row.adapter.engine_name
         elif row.pins:
             table_row["pins"] = row.pins
@@ -284,4 +307,4 @@ def _answers(served: _Served, name: str, row: _Callable) -> bool:
         return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
     if row.pins is not None:
         return (served.model, served.version) == (row.pins, row.version)
-    return served.model == name
+    return served.model == name and (policy_of(name) is None or served.version == row.version)

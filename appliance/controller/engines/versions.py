@@ -13,11 +13,13 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.objects import jobs
 from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
+from weights.format.names import policy_of
 from weights.memory.store import Lease, WeightStore
 from weights.tiers.record import Name
 
@@ -63,11 +65,10 @@ class VersionProvider:
             raise
 
     async def _bring_in(self, model: str, version: str) -> Path:
-        owner, key = self._found(model).model, (model, version)
-        name = Name("version", owner.id, version)
+        key, owner = (model, version), model if policy_of(model) is not None else self._found(model).model.id
         try:
-            stored = await asyncio.to_thread(self._tiers.bring_in, name)
-            await asyncio.to_thread(may_open, stored.path, owner.id)
+            stored = await asyncio.to_thread(self._tiers.bring_in, Name("version", owner, version))
+            await asyncio.to_thread(may_open, stored.path, owner)
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._served[model] = version
@@ -82,7 +83,9 @@ class VersionProvider:
             self._leases.pop(key).release()
 
     def _found(self, name: str) -> Resolved:
-        found = resolve(self._db, name)
+        """Of a model in training it is its base: its engines are set up alike."""
+        job = jobs.find(self._db, policy_of(name) or "")
+        found = resolve(self._db, name if job is None else job.model)
         if found is None:
             raise LookupError(f"there is no model {name} on this box any more")
         return found
@@ -117,8 +120,9 @@ class VersionProvider:
     def host_bytes(self, model: str) -> int:
         """Host memory that one more engine of this model takes: the process, its version unless already in shared
         memory, and on logical CPU devices its own copy of the weights and the KV cache."""
-        found = resolve(self._db, model)
-        if found is None:
+        try:
+            found = self._found(model)
+        except LookupError:
             return 0  # its start will report the error
         row, version = found.model, found.version
         shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes

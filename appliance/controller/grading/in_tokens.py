@@ -40,10 +40,17 @@ def answers_at_once(max_tokens: int) -> int:
 
 
 def sampling_request(
-    model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int]
+    model: str,
+    prompt: Sequence[int],
+    *,
+    n: int,
+    seed: int,
+    max_tokens: int,
+    ends: Sequence[int],
+    form: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
-    that end an answer."""
+    that end an answer. form: the `response_format` that answers are held to."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -59,6 +66,7 @@ def sampling_request(
         "repetition_penalty": 1.0,
         "logprobs": 0,  # of the sampled token alone
         "return_token_ids": True,
+        **({"response_format": form} if form else {}),
     }
 
 

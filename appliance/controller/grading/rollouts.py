@@ -1,185 +1,179 @@
-"""Answers questions of jobs' ranks: samples of their model, from engines of its base, and what the job's judge says of
-answers: rewards by its grader, or how likely its teacher finds them.
+"""Writes the samples of jobs that learn from their model's own answers: one coroutine for each job.
 
-Models are asked on behalf of the job's key. The job's events say when it waits for them or they fail.
+    newest weights in shared memory -> engines, through the gateway -> judge -> RUN_DIR/rollouts/train-3.npz -> ranks
+
+It is level-triggered: what is missing follows from the newest weights and the files that are there
+(train.rollouts.samples). Whatever dies, a file that is there is never drawn again, and one that is not is drawn whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from appliance.controller.bus.asking import Asking
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.grading import in_tokens
-from appliance.controller.grading.grading import Grading
-from appliance.controller.jobs.events import add_message
-from appliance.gateway.core.errors import ENGINES_DIED
+from appliance.controller.grading.judging import ANSWER_WITHIN_S, CannotGoOn, Judging
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs
-from appliance.store.records import keys
+from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
-from train.graders.calls import calls_in
-from train.graders.graders import Grader, judges, parse
-from train.graders.grading import Graded
-from train.graders.templates import Sample
+from train.methods.methods import method_of
+from train.plan.spec import TrainSpec
+from train.rollouts.samples import FOLDER, Facts, Prompt, Samples, SamplesFile, SamplesPlan, Verdict
+from weights.format.names import policy_name, step_of, version_name
+from weights.memory.store import WeightStore
 
-Answering = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""The answer to a job's question, given the job's id and the question."""
-
-ANSWER_WITHIN_S = 3600.0
-"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
-person may want exactly that for a while."""
-SAY_AFTER_S = 30.0
-"""After this long without an answer the job says that it waits."""
-SAY_AGAIN_S = 600.0
-"""A job says the same this often at most."""
-MOST_REWARD = 1e9
-"""The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
-becomes NaN."""
+log = logging.getLogger(__name__)
 
 
 class Rollouts:
-    def __init__(self, db: Database, routing: BusRouting, asking: Asking, grading: Grading):
-        self._db, self._routing, self._asking, self._grading = db, routing, asking, grading
-        self._said: dict[tuple[Any, ...], float] = {}  # when a job last said something, by the job and what it was
+    """nudge: called when a job begins or ceases to wait for samples."""
 
-    async def sample(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """{"ids", "log_probs", "verdict"} of the answers to one prompt, a question of train.rollouts.engine_samples;
-        {"failed"}, in words, where the job cannot go on."""
-        policy, base, n = question["policy"]["name"], question["base"], question["n"]
-        row = jobs.find(self._db, job_id)
-        if row is None:
-            return {"failed": "the job was deleted"}
-        await self._routing.offer_policy(policy, base["model"], base["version"])
-        each = in_tokens.answers_at_once(question["room"])
-        parts = (self._sampled(row, question, first, min(each, n - first)) for first in range(0, n, each))
+    def __init__(
+        self,
+        db: Database,
+        store: WeightStore,
+        jobs_dir: Path,
+        routing: BusRouting,
+        asking: Asking,
+        judging: Judging,
+        nudge: Callable[[], Any],
+    ):
+        self._db, self._store, self._jobs_dir = db, store, jobs_dir
+        self._routing, self._asking, self._judging, self._nudge = routing, asking, judging, nudge
+        self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._starved: set[str] = set()
+
+    def starved(self, job_id: str) -> bool:
+        """Whether the job's ranks have nothing to do until the samples that are being drawn are there."""
+        return job_id in self._starved
+
+    def follow(self) -> None:
+        """Follow each job that learns from its own answers; called when one has published weights, and now and then."""
+        rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
+        for job_id, (task, news) in list(self._followed.items()):
+            if job_id not in rows or task.done():
+                task.cancel()
+                del self._followed[job_id]
+            news.set()
+        for row in rows.values():
+            if row.id not in self._followed and row.resolved is not None and method_of(row.method).rolls_out:
+                news = asyncio.Event()
+                task = asyncio.create_task(self._follow(row.id, news), name=f"samples of {row.id}")
+                task.add_done_callback(_log_failure)
+                self._followed[row.id] = task, news
+
+    async def _follow(self, job_id: str, news: asyncio.Event) -> None:
+        plan: SamplesPlan | None = None
+        while True:
+            news.clear()
+            plan = plan or await asyncio.to_thread(self._plan, job_id)
+            step = await asyncio.to_thread(self._newest, plan) if plan is not None else -1
+            missing = await asyncio.to_thread(plan.missing, step) if plan is not None and step >= 0 else []
+            if plan is None or not missing:
+                await news.wait()
+                continue
+            file = missing[0]
+            if file.step == step:  # else it is for a later one
+                self._starved.add(job_id)
+                self._nudge()
+            try:
+                samples = await self._draw(jobs.get(self._db, job_id), plan, file, step)
+                await asyncio.to_thread(self._write, plan, file, samples)
+            finally:
+                self._starved.discard(job_id)
+                self._nudge()
+
+    def _plan(self, job_id: str) -> SamplesPlan | None:
+        """None until ranks have begun."""
+        folder = self._jobs_dir / job_id
         try:
-            with self._waiting(row, f"engine of {base['model']}", [policy]):
-                made = [one for part in await asyncio.gather(*parts) for one in part]
-        except ValueError as error:
-            return {"failed": f"no engine of {base['model']} samples answers: {error}"}
-        asked = question | {"ids": [one.ids for one in made], "texts": [one.text for one in made]}
-        return {"ids": asked["ids"], "log_probs": [one.log_probs for one in made], **await self.judge(job_id, asked)}
+            facts, spec = Facts.read(folder), json.loads((folder / "spec.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        return SamplesPlan(TrainSpec.from_dict(spec), facts)
 
-    async def _sampled(self, row: JobRow, question: dict[str, Any], first: int, n: int) -> list[in_tokens.Sampled]:
-        """Answers `first` to `first + n` of the question. Raises ValueError, in words."""
-        policy = question["policy"]
+    def _newest(self, plan: SamplesPlan) -> int:
+        """The step of the newest weights in shared memory; -1 without any."""
+        stored = self._store.list(plan.policy_kind, policy_name(plan.spec.job_id))
+        return max((step_of(one.version) for one in stored), default=-1)
+
+    async def _draw(self, row: JobRow, plan: SamplesPlan, file: SamplesFile, step: int) -> Samples:
+        """A file's answers from the weights after this step, judged."""
+        prompts = await asyncio.to_thread(plan.prompts, file)
+        whole = plan.policy_kind == "version"
+        spec, name = plan.spec, policy_name(row.id)
+        version = version_name(step)
+        await self._routing.offer_policy(name, spec.base_model, spec.base_version, version if whole else "")
+        model, failed = name if whole else f"{name}@{version}", ""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._answered(row, plan, model, prompt, plan.group(file))) for prompt in prompts
+                ]
+        except* CannotGoOn as errors:
+            failed = str(errors.exceptions[0])
+        if failed:
+            return Samples([], [], {}, step, failed)
+        answers, verdicts = zip(*(task.result() for task in tasks), strict=True)
+        together = [one for part in answers for one in part]
+        return Samples(
+            [np.array(one.ids, np.int32) for one in together],
+            [np.array(one.log_probs, np.float32) for one in together],
+            {name: [value for verdict in verdicts for value in verdict[name]] for name in verdicts[0]},
+            step,
+        )
+
+    async def _answered(
+        self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
+    ) -> tuple[list[in_tokens.Sampled], Verdict]:
+        """The answers to one prompt. Raises CannotGoOn."""
+        each, name, base = in_tokens.answers_at_once(plan.made.room), policy_name(row.id), plan.spec.base_model
+        parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
+        try:
+            with self._judging.waiting(row, f"engine of {base}", [name]):
+                answers = [one for part in await asyncio.gather(*parts) for one in part]
+        except ValueError as error:
+            raise CannotGoOn(f"no engine of {base} samples answers: {error}") from error
+        return answers, await self._judging.verdict(row, prompt, answers)
+
+    async def _asked(
+        self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, first: int, n: int
+    ) -> list[in_tokens.Sampled]:
+        """Answers `first` to `first + n`. Raises ValueError, in words."""
         body = in_tokens.sampling_request(
-            f"{policy['name']}@{policy['version']}",
-            question["tokens"],
+            model,
+            prompt.tokens,
             n=n,
-            seed=question["seed"] + first,
-            max_tokens=question["room"],
-            ends=question["ends"],
+            seed=prompt.seed + first,
+            max_tokens=plan.made.room,
+            ends=plan.facts.ends,
+            form=plan.spec.options.get("response_format"),
         )
         answer = await self._asking.ask(
-            row.key_id, policy["name"], in_tokens.URL, body, sequences=n, within_s=ANSWER_WITHIN_S
+            row.key_id, policy_name(row.id), in_tokens.URL, body, sequences=n, within_s=ANSWER_WITHIN_S
         )
         if answer.error:
             raise ValueError(answer.error)
         return in_tokens.samples_of(answer.body, n)
 
-    async def judge(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """{"verdict"} on the "ids" and "texts" of answers to one prompt, in order, or {"failed"}, in words, where
-        the job cannot go on. A verdict has "errors", and "rewards" of a grader or "log_probs" of a teacher."""
-        row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
-        if row is None or found is None:
-            return {"failed": "the judge of the job was deleted"}
-        if how := keys.how_ended(self._db, row.key_id):
-            return {"failed": f"the API key of the job {how}, and its answers are judged on behalf of it"}
-        if question["judge"] == "teach":
-            return await self._teach(row, found.judge["teacher"], found.taught_by, question)
-        grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
-        return {"verdict": await self._grade(row, grader, question)}
-
-    async def _grade(self, row: JobRow, grader: Grader, question: dict[str, Any]) -> dict[str, Any]:
-        """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
-        where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
-        field: the model has to learn that."""
-        grade = partial(self._grading.grade, row.key_id, grader, item=question["item"], group=row.id, waited_for=True)
-        read = [calls_in(text) if question["tools"] else {"text": text} for text in question["texts"]]
-        samples = [Sample(one["text"], one.get("tools", [])) for one in read]
-        with self._waiting(row, "judge", {one.model for one in judges(grader)}):
-            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
-            graded = [one for one, _ in await asyncio.gather(*grading)]
-        rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
-        if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
-            counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
-            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
-            failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
-        return {"rewards": rewards, "errors": errors}
-
-    async def _teach(
-        self, row: JobRow, teacher: str, taught_by: Collection[str], question: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
-        texts = [[*question["tokens"], *ids] for ids in question["ids"]]
-        bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
-        with self._waiting(row, f"teacher {teacher}", [teacher]):
-            ask = self._asking.ask
-            answers = await asyncio.gather(
-                *(ask(row.key_id, teacher, in_tokens.URL, body, within_s=ANSWER_WITHIN_S) for body in bodies)
-            )
-        if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
-            # The same sample would make an engine die again in each step, and others would lose their requests with it.
-            return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}"}
-        log_probs, errors, versions = list[list[float] | None](), list[str](), set[str]()
-        for answer, tokens, ids in zip(answers, texts, question["ids"], strict=True):
-            why, scores = answer.error, None
-            if not why:
-                try:
-                    scores = in_tokens.scores_of(answer.body, tokens, len(ids))
-                    versions |= {answer.version} - {""}
-                except ValueError as error:
-                    why = f"the teacher gave {error}"
-            log_probs.append(scores)
-            errors.append(why)
-        if versions.difference(taught_by):
-            job_records.taught(self._db, row.id, versions)
-        if counted := Counter(filter(None, errors)):
-            ((why, _),) = counted.most_common(1)
-            self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
-        return {"verdict": {"log_probs": log_probs, "errors": errors}}
-
-    @contextmanager
-    def _waiting(self, row: JobRow, whom: str, models: Collection[str]) -> Iterator[None]:
-        """Says that the job waits for one of the models, and why, if this takes long."""
-
-        def waits() -> None:
-            if why := next(filter(None, (self._asking.why(row.key_id, model) for model in models)), ""):
-                self._say(row, f"the job waits for its {whom}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
-
-        timer = asyncio.get_running_loop().call_later(SAY_AFTER_S, waits)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _say(self, row: JobRow, text: str, *kind: Any) -> None:
-        """kind: what it is, where it is told in many words."""
-        what, now_s = (row.id, *(kind or (text,))), time.monotonic()
-        self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
-        if what not in self._said:
-            self._said[what] = now_s
-            add_message(self._db, row.id, text, level="warn")
+    def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
+        """Write the file, and delete those of steps that no snapshot goes back to."""
+        samples.write(file.path(plan.spec.run_dir))
+        row = jobs.find(self._db, plan.spec.job_id)
+        first = row.snapshot["step"] if row is not None and row.snapshot is not None else 0
+        for path in (Path(plan.spec.run_dir) / FOLDER).glob("*-*.npz"):
+            if int(path.stem.partition("-")[2]) < first:
+                path.unlink(missing_ok=True)
 
 
-def _reward(graded: Graded) -> float | None:
-    errors = graded.errors
-    judged = errors.model_grader_server_error or errors.model_grader_parse_error or errors.model_grader_refusal_error
-    ours = judged or errors.python_grader_server_error or errors.other_error
-    return None if ours or abs(graded.reward) > MOST_REWARD else graded.reward
-
-
-def _error(graded: Graded) -> str:
-    if abs(graded.reward) > MOST_REWARD:
-        return f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
-    return "" if graded.errors.of_the_answer else "; ".join(graded.messages)
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s stopped, and is tried again", task.get_name(), exc_info=error)

@@ -226,22 +226,15 @@ def _judge(
     context: ControllerContext, asked: Asked, student: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
     """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
-    kind, on_engine = asked.method.judged_by, resolved["options"]["rollouts"] == "engine"
+    kind = asked.method.judged_by
     given, param = asked.beside[kind], asked.path(kind)
     if kind == "teacher":
         return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
     grader = grader_of(context, given, caller, param).as_given()
-    if on_engine and not caller.may(INFERENCE):  # its key asks the engine
+    if not caller.may(INFERENCE):  # its key asks the engine
         raise Forbidden(INFERENCE)
     form_at = asked.path("response_format")
     form = form_of(asked.beside.get("response_format"), form_at)
-    if form and on_engine:
-        raise BadRequest(
-            f"'{form_at}' needs 'rollouts' to be 'ranks' or 'auto': what is learnt of a token depends on which others "
-            "the form left, which an engine does not say.",
-            param=form_at,
-            code="unsupported_value",
-        )
     return {"grader": grader, **({"response_format": form} if form else {})}
 
 

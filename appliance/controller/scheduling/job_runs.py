@@ -6,9 +6,7 @@ import asyncio
 import logging
 import shutil
 import sqlite3
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading.rollouts import Answering
+from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
@@ -25,6 +23,7 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
+from train.methods.own_answers import MOST_STALE
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.checkpoint.folder import may_open
@@ -61,20 +60,18 @@ class JobRuns:
         tiers: Tiers,
         routing: BusRouting,
         inbox: Inbox,
-        answers: Mapping[str, Answering],
+        rollouts: Rollouts,
     ):
-        """answers: by kind of question."""
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers = events, tiers
-        self._routing, self._inbox, self._answers = routing, inbox, answers
+        self._routing, self._inbox, self._rollouts = routing, inbox, rollouts
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
-        self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
 
     async def catch_up(self, job_id: str) -> None:
-        """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
+        """Ingest what was trained while no controller was running. Called before ranks start again."""
         await asyncio.to_thread(self._ingest_missed, job_id)
 
     def _ingest_missed(self, job_id: str) -> None:
@@ -86,15 +83,7 @@ class JobRuns:
                 for event in some:
                     self._events.ingest(job_id, event)
 
-    async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a job's ranks, which ask for samples and for their rewards."""
-        answer = self._answers[question["kind"]]
-        if question["kind"] != "sample":
-            return await answer(job_id, question)
-        with self.policies.sampled(job_id, question["policy"]["version"]):
-            return await answer(job_id, question)
-
-    def _is_running(self, job_id: str) -> bool:
+    def _is_unfinished(self, job_id: str) -> bool:
         row = jobs.find(self._db, job_id)
         return row is not None and not row.finished
 
@@ -222,6 +211,9 @@ class JobRuns:
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
+        if event["event"] == "policy":
+            self._rollouts.follow()
+            return
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
@@ -261,8 +253,9 @@ class JobRuns:
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
-        self._routing.keep_policies(lambda name: self._is_running(policy_of(name) or ""))
-        await self.policies.tidy(unload)
+        self._rollouts.follow()
+        self._routing.keep_policies(lambda name: self._is_unfinished(policy_of(name) or ""))
+        await self._tidy_policies(unload)
         while self._gone:
             version = self._gone.pop()
             try:
@@ -283,50 +276,25 @@ class JobRuns:
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
 
+    async def _tidy_policies(self, unload: Unload) -> None:
+        """Remove models in training that nobody samples from any more; ranks remove those that no engine has loaded. A
+        version in use is removed next time."""
+        for kind in ("adapter", "version"):
+            stored = [one for one in await asyncio.to_thread(self._store.list, kind) if policy_of(one.model)]
+            newest: dict[str, int] = {}
+            for one in stored:
+                newest[one.model] = max(step_of(one.version), newest.get(one.model, -1))
+            for one in stored:
+                is_old = step_of(one.version) < newest[one.model] - MOST_STALE
+                if is_old or not self._is_unfinished(policy_of(one.model) or ""):
+                    await self._remove_policy(one, unload)
 
-class Policies:
-    """Models in training: adapters in shared memory under a private name, which ranks write for every step
-    (train.rollouts.policy) and engines of their base keep loaded. is_unfinished: whether a job may still train."""
-
-    def __init__(self, store: WeightStore, is_unfinished: Callable[[str], bool]):
-        self._store, self._is_unfinished = store, is_unfinished
-        self._newest: dict[str, str] = {}  # job -> version
-        self._sampled: Counter[tuple[str, str]] = Counter()  # questions that are being answered, by job and version
-
-    @contextmanager
-    def sampled(self, job_id: str, version: str) -> Iterator[None]:
-        """The job samples from this version now; the version is kept within this context, even if a newer one comes."""
-        self._newest[job_id] = version
-        self._sampled[job_id, version] += 1
+    async def _remove_policy(self, stored: StoredVersion, unload: Unload) -> None:
         try:
-            yield
-        finally:
-            self._sampled -= Counter([(job_id, version)])
-
-    async def tidy(self, unload: Unload) -> None:
-        """Remove versions older than the newest of their job, and all of a job that no longer trains. A version in use
-        is removed next time."""
-        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
-        for stored in await asyncio.to_thread(self._store.list, "adapter"):
-            job_id = policy_of(stored.model)
-            if job_id is not None and not self._is_wanted(job_id, stored):
-                await self._remove(stored, unload)
-
-    def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
-        # Ranks write a version before they sample from it: a newer one than the newest sampled is wanted.
-        is_new = _step(stored.version) >= _step(self._newest.get(job_id, ""))
-        return self._is_unfinished(job_id) and (is_new or (job_id, stored.version) in self._sampled)
-
-    async def _remove(self, stored: StoredVersion, unload: Unload) -> None:
-        try:
-            await unload([f"{stored.model}@{stored.version}"])
+            if stored.kind == "adapter":
+                await unload([f"{stored.model}@{stored.version}"])
             await asyncio.to_thread(self._store.remove, stored)
         except (OperationFailed, VersionLeased) as error:
             log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
         except VersionNotFound:
             return  # its ranks removed it
-
-
-def _step(version: str) -> int:
-    """The step in a version's name; -1 if it has none."""
-    return step_of(version.partition(".")[0])

@@ -29,10 +29,11 @@ from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
-from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
+from scheduler.core.idle import CHECKPOINT_IDLE_S, POLICY_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.ports import Outcome
 from train.methods.methods import method_of
+from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
 
@@ -96,9 +97,12 @@ class SqliteStateStore:
         learning: DemandLearning,
         memory: BoxMemory,
         job_memory: JobMemory,
+        starved: Callable[[str], bool],
     ):
+        """starved: whether a job's ranks wait for samples (Rollouts.starved)."""
         self._db, self._events, self._size, self._routing = db, events, size, routing
         self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
+        self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
         self._said: dict[str, set[str]] = {}  # of jobs that wait: what their events have told of that
@@ -121,14 +125,14 @@ class SqliteStateStore:
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
         active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = {row.name: row for row in list_callable(self._db)}
+        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
         return Workload(
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
             windows=mode_windows(self._db, self._size.serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._learning.learned(
-                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters))
+                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters), *self._policies())
             ),
             cordoned=frozenset(cordons.cordoned(self._db)),
             max_asleep=self._memory.max_asleep(),
@@ -283,6 +287,20 @@ class SqliteStateStore:
             if row.name not in adapters
         ]
 
+    def _policies(self) -> list[DeploymentView]:
+        """Models in training with engines of their own, which give way as soon as their samples are there."""
+        return [
+            DeploymentView(
+                name,
+                policy.version,
+                demand=self._demand(name),
+                idle=Idle(limit_s=POLICY_IDLE_S),
+                settings=self._settings.get(policy.base, ""),
+            )
+            for name, policy in self._routing.policies.items()
+            if policy.version
+        ]
+
     def _open(self, job_id: str) -> JobRow | None:
         """The job if it can still change; None if a user has just cancelled or deleted it."""
         row = jobs.find(self._db, job_id)
@@ -309,6 +327,8 @@ class SqliteStateStore:
             held=bool(row.held),
             deadline_s=row.deadline_s,
             owner=row.owner,
+            sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
+            starved=self._starved(row.id),
             lacks=self._memory.waits_for(row) or self._job_memory.waits_for(row),
         )
 

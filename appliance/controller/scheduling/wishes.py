@@ -7,7 +7,8 @@ that takes nothing from others:
 - mode auto: the same, but only while no job wants devices;
 - mode train: never. It waits for another mode, or until an interactive request wakes an engine.
 
-Rollouts of a training job take no device from training either, above all none of their own job: `may_wake_to_sample`.
+Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
+awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.shares).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from scheduler.core.workload import Demand
+from weights.format.names import policy_name
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """policy, floor (devices that serving keeps): those in force. free_devices: how many nobody holds."""
+    """policy: the one in force. free_devices: how many nobody holds."""
 
     policy: str
     jobs_want_devices: bool
     free_devices: int
-    floor: int = 0
 
 
 def may_wake(now: Circumstances, others_have_requests: bool) -> bool:
@@ -42,13 +43,6 @@ def may_wake(now: Circumstances, others_have_requests: bool) -> bool:
     if now.policy == "train" or (now.policy == "auto" and now.jobs_want_devices):
         return False
     return not others_have_requests or now.free_devices > 0
-
-
-def may_wake_to_sample(now: Circumstances, others_have_requests: bool) -> bool:
-    """Whether a model may be woken for the rollouts of a job that trains: one asleep claims a device that serving keeps
-    whatever training wants, where no other model has requests, or one that nobody holds."""
-    theirs = now.policy in ("serve", "split") or now.floor > 0
-    return now.free_devices > 0 or (theirs and not others_have_requests)
 
 
 class Wishes:
@@ -64,14 +58,15 @@ class Wishes:
         routing, lines = self._routing, dict[str, str]()
         for name in self._asking.models:
             lines.setdefault(routing.host(name), name)
-        wanted = [*jobs.models_sampled(self._db), *job_records.teachers_of_running(self._db)]
-        sampled = {routing.host(name) for name in wanted}
+        running = [policy_name(row.id) for row in jobs.list_in_phase(self._db, "running")]
+        policies = [name for name in routing.policies if name in running or name in self._asking.models]
+        sampled = {routing.host(name) for name in [*policies, *job_records.teachers_of_running(self._db)]}
         asked = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
 
         @cache
         def circumstances() -> Circumstances:
             policy = mode_in_force(self._db, self._box_floor, time.time()).policy
-            return Circumstances(policy.kind, jobs.any_wants_devices(self._db), free_devices, policy.serving_floor)
+            return Circumstances(policy.kind, jobs.any_wants_devices(self._db), free_devices)
 
         def demand(host: str) -> Demand:
             reported, name = routing.demand(host), lines.get(host)
@@ -80,7 +75,7 @@ class Wishes:
             now, others = circumstances(), bool(asked - {host, name or host})
             row = self._bus.models.get(name or host, {})
             awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
-            for_samples = host in sampled and (awake or may_wake_to_sample(now, others))
+            for_samples = host in sampled and (awake or name is not None)
             if not for_samples and (name is None or not may_wake(now, others)):
                 return reported
             return replace(reported, last_request_s=time.time()) if awake else replace(reported, held=reported.held + 1)

@@ -49,8 +49,9 @@ class StartFailure(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """max_model_len: context of its engines in tokens; slots: sequences that one of them computes at once; None where
     unknown. host: the model whose engines serve it, empty where they are its own. adapter: the name by which they know
-    an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. owners: of keys for
-    which it exists, None: for all. chats: False for one that is known to have no chat template."""
+    an adapter; pins: the model that they serve under this further name, such as `m@v1` of `m`. trained_from: the base
+    of a model in training. owners: of keys for which it exists, None: for all. chats: False for one that is known to
+    have no chat template."""
 
     name: str = ""
     version: str = ""
@@ -61,6 +62,7 @@ class Model(Struct, frozen=True):
     host: str = ""
     adapter: str = ""
     pins: str = ""
+    trained_from: str = ""
     canary: Canary | None = None
     trouble: StartFailure | None = None
     owners: frozenset[str] | None = None

@@ -187,7 +187,7 @@ class App:
         if private and in_training:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
         model = state.callable_model(name, caller, private)
-        exchange.model = (model.host if in_training else name).partition("@")[0]
+        exchange.model = (model.trained_from if in_training else name).partition("@")[0]
         message = ""  # before an engine is started
         if model.task != route.task:
             message = f"The model `{name}` does not support {route.name}."

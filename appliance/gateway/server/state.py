@@ -108,7 +108,7 @@ class State:
         model = self.router.models.get(name)
         if model is not None and policy_of(name) is None and caller.sees(model) and caller.may_use(name):
             return model
-        if model is not None and policy_of(name) is not None and private and caller.may_use(model.host):
+        if model is not None and policy_of(name) is not None and private and caller.may_use(model.trained_from):
             return model
         raise self.unknown_model(name, caller)
 

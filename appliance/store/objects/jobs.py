@@ -117,14 +117,6 @@ def failed_by_code(db: Database) -> dict[str, int]:
     return {str(code or ""): int(count) for code, count in db.execute(query)}
 
 
-def models_sampled(db: Database) -> list[str]:
-    """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
-    return db.column(
-        "SELECT model FROM jobs WHERE phase = 'running' AND json_extract(resolved, '$.options.rollouts') = 'engine' "
-        "GROUP BY model ORDER BY min(seq)"
-    )
-
-
 def list_left_snapshots(db: Database) -> list[JobRow]:
     """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
     # "+": not by the index of phases, which has all that have ended.

@@ -105,10 +105,10 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
 
 def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
-    asked = "--method distillation --teacher fraud --samples 2 --set rollouts=engine"
+    asked = "--method distillation --teacher fraud --samples 2 --set staleness=1"
     assert prepared.run("job", "submit", "--model", "s", "--file", "file-9", *asked.split()).exit_code == 0
     (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
-    block = {"hyperparameters": {"samples": 2, "rollouts": "engine"}, "teacher": "fraud"}
+    block = {"hyperparameters": {"samples": 2, "staleness": 1}, "teacher": "fraud"}
     assert json.loads(request["content"])["method"] == {"type": "distillation", "distillation": block}
 
 

@@ -12,15 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading import rollouts
+from appliance.controller.grading import judging
+from appliance.controller.grading.in_tokens import Sampled
+from appliance.controller.grading.judging import CannotGoOn
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import LineReturned, rollouts_of
+from tests.simulator.control_plane import LineReturned, judging_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
+from train.rollouts.samples import Prompt, Verdict
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -125,25 +128,25 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
     return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used}, "v1")
 
 
-def question(*answers: list[int]) -> dict[str, Any]:
-    return {"judge": "teach", "tokens": [7, 8], "ids": list(answers)}
+async def teach(control: Control, job_id: str, *answers: list[int]) -> Verdict:
+    samples = [Sampled(ids, [], "") for ids in answers]
+    return await judging_of(control.context).verdict(jobs.get(control.db, job_id), Prompt([7, 8], {}, 0), samples)
 
 
 async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
     key_id = taught.as_key("ann", owner="ann")
-    job_id, teach = await made(taught), rollouts_of(taught.context).judge
+    job_id = await made(taught)
     taught.engines.rule = scored
-    told = await teach(job_id, question([3, 4], [2]))
-    assert told["verdict"] == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
+    assert await teach(taught, job_id, [3, 4], [2]) == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
     assert taught.engines.asked_by == [key_id] * 2
     keys.revoke(taught.db, key_id)
-    assert "revoked" in (await teach(job_id, question([3])))["failed"]
-    assert (await teach("ftjob-none", question([3])))["failed"]
+    with pytest.raises(CannotGoOn, match="revoked"):
+        await teach(taught, job_id, [3])
 
 
 async def test_what_has_taught_is_named_by_its_version(taught: Control, events: JobEvents):
     """A name may be another version's by the end of a job."""
-    job_id, teach = await made(taught), rollouts_of(taught.context).judge
+    job_id = await made(taught)
     versions = ["v2", "v1", "v1", ""]
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -152,7 +155,7 @@ async def test_what_has_taught_is_named_by_its_version(taught: Control, events: 
     taught.engines.rule = rule
     events.started(job_id, ["n0/0"], resumed=False)
     for _ in range(2):
-        await teach(job_id, question([3], [4]))
+        await teach(taught, job_id, [3], [4])
     shown = (await taught.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
     assert shown["method"]["distillation"]["teacher"] == "teacher" and shown["teacher_versions"] == ["v1", "v2"]
     version = {"event": "published", "version": "step-10", "path": "/dev/shm/x", "step": 10, "bytes": 10, "epoch": 1}
@@ -162,7 +165,7 @@ async def test_what_has_taught_is_named_by_its_version(taught: Control, events: 
 
 
 async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
-    job_id, teach = await made(taught), rollouts_of(taught.context).judge
+    job_id = await made(taught)
     given: list[Any] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -175,24 +178,25 @@ async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
     refused = EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}})
     for answer in (refused, *odd, {"text": "?"}, {"text": "?"}):
         given.append(answer)
-        assert all((await teach(job_id, question([3])))["verdict"]["errors"]), answer
+        assert all((await teach(taught, job_id, [3]))["errors"]), answer
     said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
     assert len(said) == 5 and "maximum context length is 8" in said[0], "the same words once"
     given.append(LineReturned("EngineCore died", yielded=False))
-    assert "EngineCore died" in (await teach(job_id, question([3])))["failed"]
+    with pytest.raises(CannotGoOn, match="EngineCore died"):
+        await teach(taught, job_id, [3])
 
 
 async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control, monkeypatch: pytest.MonkeyPatch):
     """Without engines it stands still: its events have to say so."""
-    monkeypatch.setattr(rollouts, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(judging, "SAY_AFTER_S", 0.01)
     job_id = await made(taught)
     taught.engines.lines, taught.engines.rule = 0, scored
-    asking = asyncio.create_task(rollouts_of(taught.context).judge(job_id, question([3])))
+    asking = asyncio.create_task(teach(taught, job_id, [3]))
     async with asyncio.timeout(60):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)
     taught.engines.lines = 4
-    assert (await asking)["verdict"]["log_probs"] == [[-0.3]]
+    assert (await asking)["log_probs"] == [[-0.3]]
 
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.grading import rollouts
+from appliance.controller.grading import judging
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.simulator.control_plane import LineReturned, rollouts_of
+from tests.simulator.control_plane import LineReturned, graded, judging_of
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
@@ -132,19 +132,18 @@ async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Cont
     assert first.api_model_grader_parse_error and second.api_model_grader_server_error_details == "too long"
 
 
-@pytest.mark.parametrize(("again_s", "times"), [(rollouts.SAY_AGAIN_S, 1), (0.0, 2)])
+@pytest.mark.parametrize(("again_s", "times"), [(judging.SAY_AGAIN_S, 1), (0.0, 2)])
 async def test_job_says_each_failure_of_its_grader_once_in_a_while(
     control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
 ):
-    monkeypatch.setattr(rollouts, "SAY_AGAIN_S", again_s)
+    monkeypatch.setattr(judging, "SAY_AGAIN_S", again_s)
     method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
     bad, good = "it is good", '{"result": 1}'
     judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good)
-    judge = rollouts_of(control.context).judge
+    judges = judging_of(control.context)
     for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0)):
-        told = await judge(job_id, {"judge": "grade", "texts": texts, "item": {"q": ""}, "tools": False})
-        verdict = told["verdict"]
+        verdict = await graded(control.context, job_id, *texts, item={"q": ""}, judging=judges)
         assert sum(map(bool, verdict["errors"])) == verdict["rewards"].count(None) == failed
     said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
     assert ["too long" in text for text in said] == [False] * times + [True]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.grading.judging import CannotGoOn
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.objects import files, jobs, models
@@ -498,14 +499,10 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
     assert jobs.list_unfinished(control.db) == []
 
 
-@pytest.mark.parametrize(("rollouts", "status"), [("engine", 403), ("ranks", 200)])
-async def test_engine_rollouts_need_the_scope_inference(control: Control, rollouts: str, status: int):
-    control.context.sizes.adapter_rank_limit = lambda row: 32
+async def test_job_of_rewards_needs_the_scope_inference(control: Control):
     control.as_key("tuner", scopes=["fine_tuning"])
-    block = {"grader": GRADER, "hyperparameters": {"rollouts": rollouts, "lora_rank": 8}}
-    method = {"type": "reinforcement", "reinforcement": block}
-    body = {"model": "starter", "training_file": await control.upload(prompts()), "method": method}
-    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == status
+    body = {"model": "starter", "training_file": await control.upload(prompts()), "method": rewarded()}
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -533,8 +530,8 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     told = await graded(control.context, job_id, "4", item={})
     assert told["rewards"] == [0.0] and "answer" in told["errors"][0]
     keys.revoke(control.db, key_id)
-    for one in (job_id, "ftjob-none"):
-        assert (await graded(control.context, one, "4", item={"answer": "4"}))["failed"]
+    with pytest.raises(CannotGoOn):
+        await graded(control.context, job_id, "4", item={"answer": "4"})
 
 
 async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(control: Control):

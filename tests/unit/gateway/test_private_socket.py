@@ -107,7 +107,7 @@ async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: 
 def policy(box: Box) -> str:
     """A model in training on the engines of `m`."""
     name = policy_name("ftjob-1")
-    box.models[name] = {**box.models["m"], "host": "m", "owners": []}
+    box.models[name] = {**box.models["m"], "host": "m", "trained_from": "m", "owners": []}
     box.apply()
     return name
 
@@ -142,7 +142,7 @@ async def test_model_in_training_may_be_silent_for_long(start_box: Start, listen
     await box.engine("e0", slow)
     box.serve("m", "e0")
     name = policy_name("ftjob-1")
-    box.models[name] = {**box.models["m"], "host": "m", "owners": []}
+    box.models[name] = {**box.models["m"], "host": "m", "trained_from": "m", "owners": []}
     box.apply()
     assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
     assert (await ask_privately(box, listener, BATCH)).status == 504

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.idle import Idle
 from scheduler.core.workload import (
     Allocation,
     Demand,
@@ -281,3 +282,26 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."
     passed = queue.allot((small, fixed, large, last), 6, 6, 1000.0, 0.0, "", {"n0": 3, "n1": 3}, {"large": 0})
     assert passed.sizes == {"small": 1, "fixed": 2, "last": 1} and "side by side" in passed.waiting["large"]
+
+
+S = DeploymentView("s", "v1", demand=Demand(held=1))
+
+
+@pytest.mark.parametrize("policy", [Policy("train"), Policy("split", 8), Policy("auto")])
+def test_job_runs_beside_the_engine_that_samples_for_it(policy: Policy) -> None:
+    for starved in (True, False):
+        a = planned(policy=policy, jobs=(job(sampled_by="s", starved=starved),), deployments=(S,))
+        assert sizes(a) == {"j1": 4} and awake(a) == {"s": 1}
+
+
+@pytest.mark.parametrize("policy", [Policy("train"), Policy("auto")])
+def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy: Policy) -> None:
+    one, mine = box_of(1), job(max_devices=1, allowed_sizes=(), sampled_by="s", phase="running", devices=("n0/0",))
+    a = planned(policy=policy, devices=one, jobs=(replace(mine, starved=True),), deployments=(S,))
+    assert sizes(a) == {} and awake(a) == {"s": 1} and a.waiting["j1"]
+    # Its samples are there: the engine is idle.
+    idle = replace(S, demand=Demand(last_request_s=900.0), idle=Idle(limit_s=1.0))
+    back = replace(mine, phase="suspended", devices=())
+    replica = opened("r1", 0, model="s")
+    a = planned(policy=policy, devices=one, jobs=(back,), deployments=(idle,), replicas=(replica,))
+    assert sizes(a) == {"j1": 1} and awake(a) == {}

@@ -21,6 +21,9 @@ NO_ROUTING = SimpleNamespace(
     trouble=lambda model, trouble: None,
     inflight=lambda _: 0,
     keep_policies=lambda is_kept: None,
+    policies={},
+    policy_adapters=dict,
+    host=lambda name: name,
 )
 
 
@@ -39,6 +42,7 @@ def states_of(
     learned: Any = lambda deployments: deployments,
     job_memory: Any = None,
     job_sizes: Any = lambda row: (),
+    starved: Any = lambda job_id: False,
 ) -> SqliteStateStore:
     """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
@@ -48,4 +52,4 @@ def states_of(
         job_sizes=job_sizes,
         max_asleep=dict,
     )
-    return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough)  # type: ignore[arg-type]
+    return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough, starved)  # type: ignore[arg-type]

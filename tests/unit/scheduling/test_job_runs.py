@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,9 @@ from weights.tiers.record import Name
 @pytest.fixture
 def runs(db, events, store, tmp_path, tiers):
     jobs_dir = tmp_path / "data" / "jobs"
-    return JobRuns(db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), {})
+    return JobRuns(
+        db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), SimpleNamespace(follow=lambda: None)
+    )
 
 
 def metrics(step):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.scheduling.job_runs import Policies
+from appliance.controller.scheduling.job_runs import JobRuns
+from scheduler.loop.inbox import Inbox
+from tests.unit.scheduling.fakes import NO_ROUTING
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name
-from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")
 
 
-@pytest.fixture
-def store(tmp_path):
-    return WeightStore(tmp_path / "store", budget_bytes=None)
-
-
-def write(store, model, version):
-    with store.reserve(LAYOUT, kind="adapter", model=model, version=version) as draft:
+def write(store, model, version, kind="adapter"):
+    with store.reserve(LAYOUT, kind=kind, model=model, version=version) as draft:
         draft.commit(meta={})
 
 
@@ -37,52 +35,30 @@ class Engines:
         self.unloaded += names
 
 
-async def test_what_is_older_than_the_newest_goes_from_engines_and_memory(store):
-    ours, users = policy_name("ftjob-1"), "ft:starter:acme::1"
-    write(store, users, "step-1")
-    for version in ("step-3.old", "step-2.new", "step-1.new"):
-        write(store, ours, version)
-    engines = Engines()
-    policies = Policies(store, lambda job: True)
-    await policies.tidy(engines.unload)  # no question yet: any may be the newest
-    assert len(left(store)) == 4
-    with policies.sampled("ftjob-1", "step-2.new"):
-        pass
-    await policies.tidy(engines.unload)
-    # What the ranks write next is there before they ask for it; what is a user's stays.
-    assert left(store) == [(ours, "step-2.new"), (ours, "step-3.old"), (users, "step-1")]
-    assert engines.unloaded == [f"{ours}@step-1.new"]
-    with policies.sampled("ftjob-1", "step-4.new"):
-        await policies.tidy(engines.unload)
-    assert left(store) == [(users, "step-1")]
+@pytest.fixture
+def tidy(db, events, store, tmp_path, tiers, add_job):
+    add_job("ftjob-1", phase="running")
+    rollouts = SimpleNamespace(follow=lambda: None)
+    runs = JobRuns(db, store, tmp_path, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), rollouts)
+
+    async def keep(version):
+        raise AssertionError(version)
+
+    return lambda engines: runs.tidy(engines.unload, keep)
 
 
-async def test_with_its_job_the_last_one_goes_and_what_is_in_use_goes_later(store):
-    ours = policy_name("ftjob-1")
-    write(store, ours, "step-2.new")
-    unfinished, engines = {"ftjob-1"}, Engines(busy=[f"{ours}@step-2.new"])
-    policies = Policies(store, unfinished.__contains__)
-    with policies.sampled("ftjob-1", "step-2.new"):
-        await policies.tidy(engines.unload)
-    unfinished.clear()
-    await policies.tidy(engines.unload)
-    assert left(store) == [(ours, "step-2.new")]
+async def test_old_versions_and_those_of_jobs_that_are_over_go_from_engines_and_memory(store, tidy):
+    ours, over, users = policy_name("ftjob-1"), policy_name("ftjob-2"), "ft:starter:acme::1"
+    for model, version in ((users, "step-1"), (ours, "step-1"), (ours, "step-5"), (ours, "step-6"), (over, "step-2")):
+        write(store, model, version)
+    write(store, over, "step-3", kind="version")
+    engines = Engines(busy=[f"{over}@step-2"])
+    await tidy(engines)
+    assert left(store) == [(over, "step-2"), (ours, "step-5"), (ours, "step-6"), (users, "step-1")]
+    assert engines.unloaded == [f"{ours}@step-1"] and not store.list("version")
     engines.busy.clear()
-    with store.lease(store.find("adapter", ours, "step-2.new")):
-        await policies.tidy(engines.unload)
-    assert left(store)
-    await policies.tidy(engines.unload)
-    assert left(store) == []
-
-
-async def test_what_a_question_is_asked_about_stays_until_it_is_answered(store):
-    ours = policy_name("ftjob-1")
-    for version in ("step-1.new", "step-2.new", "step-3.new"):
-        write(store, ours, version)
-    policies = Policies(store, lambda job: True)
-    with policies.sampled("ftjob-1", "step-2.new"):
-        with policies.sampled("ftjob-1", "step-3.new"):
-            await policies.tidy(Engines().unload)
-        assert left(store) == [(ours, "step-2.new"), (ours, "step-3.new")]
-    await policies.tidy(Engines().unload)
-    assert left(store) == [(ours, "step-3.new")]
+    with store.lease(store.find("adapter", over, "step-2")):
+        await tidy(engines)
+    assert (over, "step-2") in left(store)
+    await tidy(engines)
+    assert (over, "step-2") not in left(store)

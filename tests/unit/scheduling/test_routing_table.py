@@ -98,7 +98,7 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
 async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_base(routing, bus):
     name = policy_name("ftjob-1")
     await routing.open("r1", "starter", "v1", SOCKET)
-    await routing.offer_policy(name, "starter", "v1")
+    await routing.offer_policy(name, "starter", "v1", "")
     row = bus.table[name]
     assert row["host"] == "starter" and "adapter" not in row and [one["id"] for one in row["replicas"]] == ["r1"]
     assert row["slots"] == bus.table["starter"]["slots"] and routing.host(name) == "starter"
@@ -108,12 +108,23 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     await routing.withhold_adapters("r1")
     assert bus.table[name]["replicas"] == []
     routing.offer_adapters("r1")
-    await routing.offer_policy(name, "starter", "v0")
+    await routing.offer_policy(name, "starter", "v0", "")
     assert bus.table[name]["replicas"] == []
     routing.keep_policies(lambda one: one == name)
     assert name in bus.table
     routing.keep_policies(lambda one: False)
     assert name not in bus.table
+
+
+async def test_model_in_training_of_whole_weights_is_answered_by_engines_of_its_newest_version(routing, bus):
+    name = policy_name("ftjob-1")
+    await routing.open("r1", name, "step-1", SOCKET)
+    await routing.offer_policy(name, "starter", "v1", "step-2")
+    row = bus.table[name]
+    assert row["replicas"] == [] and row["trained_from"] == "starter" and routing.host(name) == name
+    assert row["slots"] == bus.table["starter"]["slots"]
+    await routing.open("r1", name, "step-2", SOCKET)
+    assert [one["id"] for one in bus.table[name]["replicas"]] == ["r1"]
 
 
 async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routing, bus, monkeypatch):
@@ -123,7 +134,7 @@ async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routi
         await applied.wait()
 
     monkeypatch.setattr(bus, "wait_applied", wait_applied)
-    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1")) for _ in range(2)]
+    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1", "")) for _ in range(2)]
     await asyncio.sleep(0.01)
     assert not any(one.done() for one in asked)
     applied.set()

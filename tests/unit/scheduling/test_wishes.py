@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.wishes import Circumstances, Wishes, may_wake, may_wake_to_sample
+from appliance.controller.scheduling.wishes import Circumstances, Wishes, may_wake
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow
 from scheduler.core.workload import Demand
+from weights.format.names import policy_name
 
+NO_POLICIES: Mapping[str, str] = MappingProxyType({})
 OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
 
 class Asked(Wishes):
     """Wishes of a box whose gateways report nothing."""
 
-    def __init__(self, db: Database, folder: Path, lines: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        db: Database,
+        folder: Path,
+        lines: tuple[str, ...] = (),
+        policies: Mapping[str, str] = NO_POLICIES,
+    ) -> None:
         self.bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=1)
-        hosts, self.reported = {"adapter": "starter"}, Demand()
-        routing = SimpleNamespace(host=lambda name: hosts.get(name, name), demand=lambda model: self.reported)
+        hosts, self.reported = {"adapter": "starter", **policies}, Demand()
+        routing = SimpleNamespace(
+            host=lambda name: hosts.get(name, name), demand=lambda model: self.reported, policies=policies
+        )
         super().__init__(db, self.bus, routing, SimpleNamespace(models=lines), 0)  # type: ignore[arg-type]
 
 
@@ -43,23 +54,6 @@ def test_work_without_a_client_wakes_a_model_only_where_nobody_is_in_the_way(pol
     assert may_wake(Circumstances(policy, jobs, free), others) is expected
 
 
-@pytest.mark.parametrize(
-    ("policy", "floor", "others", "free", "expected"),
-    [
-        ("split", 0, False, 0, True),
-        ("serve", 0, True, 0, False),
-        ("auto", 0, False, 0, False),  # it would take a device of the very job that it helps
-        ("auto", 1, False, 0, True),
-        ("auto", 1, True, 0, False),
-        ("auto", 0, False, 1, True),
-        ("train", 0, False, 0, False),
-        ("train", 1, False, 0, True),
-    ],
-)
-def test_rollouts_wake_a_model_only_on_devices_that_training_does_not_get(policy, floor, others, free, expected):
-    assert may_wake_to_sample(Circumstances(policy, True, free, floor), others) is expected
-
-
 async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
     asked = Asked(db, tmp_path, lines=("adapter",))
     demand = asked.demands(1)
@@ -73,21 +67,18 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
     assert awake.requests == 0 and awake.last_request_s is not None
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [{"method": "reinforcement", "resolved": {"options": {"rollouts": "engine"}}}, {"method": "distillation"}],
-    ids=["samples", "teaches"],
-)
-async def test_running_job_keeps_the_model_it_asks_awake_whoever_wants_devices(
-    db, tmp_path, add_model, add_job, columns
-):
+@pytest.mark.parametrize("method", ["reinforcement", "distillation"])
+async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_path, add_model, add_job, method):
     add_model()
-    job = add_job(phase="running", **columns)
+    job = add_job(phase="running", method=method)
     job_records.insert_judge(db, JobJudgeRow(job.id, {"teacher": "starter"}))
-    asked = Asked(db, tmp_path)
-    assert asked.demands(0)("starter") == Demand()
+    policies = {policy_name(job.id): "starter"} if method == "reinforcement" else {}
+    asked = Asked(db, tmp_path, policies=policies)
+    assert asked.demands(0)("starter") == Demand(), "nothing is asked yet"
+    lines = tuple(policies) or ("starter",)
+    assert Asked(db, tmp_path, lines, policies).demands(0)("starter").held == 1
     asked.bus.set_models(OPEN)
     awake = asked.demands(0)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
     jobs.set_phase(db, job.id, "suspended")
-    assert asked.demands(0)("starter") == Demand()
+    assert asked.demands(0)("starter") == Demand(), "its devices are wanted"

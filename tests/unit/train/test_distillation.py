@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train_support.sampled import Model, Sampler
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS
@@ -53,8 +54,7 @@ def next_token(model, prompt):
     return model(input_ids=torch.tensor(prompt)[None]).logits[0, -1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("by", ["ranks", "engine"])
-def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_path, by):
+def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_path):
     """Every token of the vocabulary as an answer of one token, weighed by how likely the model is to write it: what is
     left of the estimate is the divergence itself, as plain torch computes it from all logits."""
     prompt = np.array([5, 9, 200, 31])
@@ -69,7 +69,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
     advantages = Teacher().advantages(verdict, [sampled[i : i + 1] for i in range(384)], 1)
     answers = [(prompt, np.array([token])) for token in range(384)]
     row = learnt_row(answers, np.concatenate([one * share[token] for token, one in enumerate(advantages)]), sampled)
-    objective = DISTILLATION.objective(plain_model(tmp_path), {"rollouts": by})
+    objective = DISTILLATION.objective(plain_model(tmp_path), {})
     loss = objective(to_batch(row, 1.0, "cpu"))
     loss.backward()
     assert loss.item() == pytest.approx(divergence.item(), rel=1e-5)
@@ -117,25 +117,17 @@ class Taught(Box):
     """Its teacher is a model of another seed. `fails`: from the number of an answer to why it says nothing of it."""
 
     def __init__(self, folder, fails=lambda number: ""):
-        super().__init__(None)
+        super().__init__(Sampler(Model(), self.teach))
         self.teacher, self.fails, self.answered = load_model(host_spec(folder)), fails, 0
         self.teacher.set_attn_implementation("eager")
 
-    def __call__(self, event, **data):
-        if event != "ask":
-            self.told.append({"event": event, **data})
-            return
-        assert (data["kind"], data["judge"]) == ("judge", "teach")
-        self.questions.append((data["question"], data["ids"]))
-        self.answer(data)
-
-    def answer(self, data):
+    def teach(self, prompt, answers):
         log_probs, errors = [], []
-        for ids in data["ids"]:
+        for ids, _ in answers:
             errors.append(self.fails(self.answered))
-            log_probs.append(None if errors[-1] else self.of_answer([*data["tokens"], *ids], len(ids)))
+            log_probs.append(None if errors[-1] else self.of_answer([*prompt.tokens, *ids], len(ids)))
             self.answered += 1
-        self.signals.answer(data["question"], {"verdict": {"log_probs": log_probs, "errors": errors}})
+        return {"log_probs": log_probs, "errors": errors}
 
     @torch.no_grad()
     def of_answer(self, tokens, answer):
@@ -167,8 +159,8 @@ def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
     assert np.mean(divergences[-4:]) < 0.8 * np.mean(divergences[:4]), divergences
     assert held_out[-1]["reverse_kl"] < 0.8 * held_out[0]["reverse_kl"]
     assert all(one["loss"] == one["reverse_kl"] and one["entropy"] > 0 for one in held_out)
-    # Synchronous: the loss is the divergence at the tokens that were sampled.
-    assert all(step["loss"] == pytest.approx(step["reverse_kl"], abs=1e-4) for step in steps)
+    # Synchronous: the loss is the divergence at the tokens that were sampled, but for rounding of the weights.
+    assert all(step["loss"] == pytest.approx(step["reverse_kl"], abs=0.05) for step in steps)
     assert all(step["teacher_errors"] == 0 and step["clipped"] == 0 for step in steps)
 
 

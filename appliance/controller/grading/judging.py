@@ -1,0 +1,152 @@
+"""Judges the answers of models in training: rewards by the job's grader, or how likely its teacher finds them.
+
+Models are asked on behalf of the job's key. The job's events say when it waits for them or they fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from appliance.controller.bus.asking import Asking
+from appliance.controller.grading import in_tokens
+from appliance.controller.grading.grading import Grading
+from appliance.controller.grading.in_tokens import Sampled
+from appliance.controller.jobs.events import add_message
+from appliance.gateway.core.errors import ENGINES_DIED
+from appliance.store.database import Database
+from appliance.store.objects import job_records
+from appliance.store.records import keys
+from appliance.store.rows import JobRow
+from train.graders.calls import calls_in
+from train.graders.graders import Grader, judges, parse
+from train.graders.grading import Graded
+from train.graders.templates import Sample
+from train.rollouts.samples import Prompt, Verdict
+
+ANSWER_WITHIN_S = 3600.0
+"""How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
+person may want exactly that for a while."""
+SAY_AFTER_S = 30.0
+"""After this long without an answer the job says that it waits."""
+SAY_AGAIN_S = 600.0
+"""A job says the same this often at most."""
+MOST_REWARD = 1e9
+"""The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
+becomes NaN."""
+
+
+class CannotGoOn(Exception):
+    """Why a job gets no samples any more, in words."""
+
+
+class Judging:
+    def __init__(self, db: Database, asking: Asking, grading: Grading):
+        self._db, self._asking, self._grading = db, asking, grading
+        self._said: dict[tuple[Any, ...], float] = {}  # when a job last said something, by the job and what it was
+
+    async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
+        """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
+        Raises CannotGoOn."""
+        found = job_records.find_judge(self._db, row.id)
+        if found is None:
+            raise CannotGoOn("the judge of the job was deleted")
+        if how := keys.how_ended(self._db, row.key_id):
+            raise CannotGoOn(f"the API key of the job {how}, and its answers are judged on behalf of it")
+        if teacher := found.judge.get("teacher"):
+            return await self._teach(row, teacher, found.taught_by, prompt, answers)
+        grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
+        return await self._grade(row, grader, prompt, answers)
+
+    async def _grade(self, row: JobRow, grader: Grader, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
+        """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
+        where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
+        field: the model has to learn that."""
+        record = prompt.record
+        item = {**record["item"], "messages": record["messages"]}
+        grade = partial(self._grading.grade, row.key_id, grader, item=item, group=row.id, waited_for=True)
+        read = [calls_in(one.text) if record.get("tools") else {"text": one.text} for one in answers]
+        samples = [Sample(one["text"], one.get("tools", [])) for one in read]
+        with self.waiting(row, "judge", {one.model for one in judges(grader)}):
+            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
+            graded = [one for one, _ in await asyncio.gather(*grading)]
+        rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
+        if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
+            counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
+            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
+            failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
+            self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
+        return {"rewards": rewards, "errors": errors}
+
+    async def _teach(
+        self, row: JobRow, teacher: str, taught_by: Collection[str], prompt: Prompt, samples: Sequence[Sampled]
+    ) -> Verdict:
+        """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
+        texts = [[*prompt.tokens, *one.ids] for one in samples]
+        bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
+        with self.waiting(row, f"teacher {teacher}", [teacher]):
+            ask = self._asking.ask
+            answers = await asyncio.gather(
+                *(ask(row.key_id, teacher, in_tokens.URL, body, within_s=ANSWER_WITHIN_S) for body in bodies)
+            )
+        if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
+            # The same sample would make an engine die again in each step, and others would lose their requests with it.
+            raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
+        log_probs, errors, versions = list[list[float] | None](), list[str](), set[str]()
+        for answer, tokens, one in zip(answers, texts, samples, strict=True):
+            why, scores = answer.error, None
+            if not why:
+                try:
+                    scores = in_tokens.scores_of(answer.body, tokens, len(one.ids))
+                    versions |= {answer.version} - {""}
+                except ValueError as error:
+                    why = f"the teacher gave {error}"
+            log_probs.append(scores)
+            errors.append(why)
+        if versions.difference(taught_by):
+            job_records.taught(self._db, row.id, versions)
+        if counted := Counter(filter(None, errors)):
+            ((why, _),) = counted.most_common(1)
+            self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
+        return {"log_probs": log_probs, "errors": errors}
+
+    @contextmanager
+    def waiting(self, row: JobRow, whom: str, models: Collection[str]) -> Iterator[None]:
+        """Says that the job waits for one of the models, and why, if this takes long."""
+
+        def waits() -> None:
+            if why := next(filter(None, (self._asking.why(row.key_id, model) for model in models)), ""):
+                self._say(row, f"the job waits for its {whom}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
+
+        timer = asyncio.get_running_loop().call_later(SAY_AFTER_S, waits)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _say(self, row: JobRow, text: str, *kind: Any) -> None:
+        """kind: what it is, where it is told in many words."""
+        what, now_s = (row.id, *(kind or (text,))), time.monotonic()
+        self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
+        if what not in self._said:
+            self._said[what] = now_s
+            add_message(self._db, row.id, text, level="warn")
+
+
+def _reward(graded: Graded) -> float | None:
+    errors = graded.errors
+    judged = errors.model_grader_server_error or errors.model_grader_parse_error or errors.model_grader_refusal_error
+    ours = judged or errors.python_grader_server_error or errors.other_error
+    return None if ours or abs(graded.reward) > MOST_REWARD else graded.reward
+
+
+def _error(graded: Graded) -> str:
+    if abs(graded.reward) > MOST_REWARD:
+        return f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
+    return "" if graded.errors.of_the_answer else "; ".join(graded.messages)

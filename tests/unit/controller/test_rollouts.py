@@ -1,0 +1,220 @@
+"""Files of a job's samples: drawn from its newest weights through the gateway, on behalf of its key, and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from appliance.controller.grading.rollouts import Rollouts
+from appliance.controller.interfaces.records import EngineAnswer
+from appliance.store.objects import jobs
+from appliance.store.records import keys
+from tests.simulator.control_plane import judging_of
+from tests.train_support.specs import host_spec
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_jobs import prompts, rewarded
+from train.graders.grading import Graded
+from train.graders.hosts import GraderHosts
+from train.rollouts.samples import Facts, Samples, SamplesFile
+from weights.format.layout import Layout, TensorSpec
+from weights.format.names import policy_name, version_name
+from weights.memory.store import WeightStore
+
+OPTIONS = {"group": 9, "rows": 1, "max_completion_tokens": 4, "eval_samples": 1}
+LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")
+
+
+class Routing:
+    def __init__(self) -> None:
+        self.offered: list[tuple[str, str, str, str]] = []
+
+    async def offer_policy(self, *policy: str) -> None:
+        self.offered.append(policy)
+
+
+async def written(body: dict[str, Any]) -> EngineAnswer:
+    """Answer i is the token 10 + i % 7 of its seed, and a text of as many letters, out of order."""
+    numbers = [(body["seed"] + i) % 7 for i in range(body["n"])]
+    choices = [
+        {"index": i, "token_ids": [10 + number], "logprobs": {"token_logprobs": [-1.0]}, "text": "a" * number}
+        for i, number in enumerate(numbers)
+    ]
+    return EngineAnswer(200, {"choices": choices[::-1]}, "v1")
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Texts of each call that grades; the reward is their length."""
+    calls = list[list[str]]()
+
+    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], *rest: Any) -> list[Graded]:
+        calls.append([sample.output_text for sample, _ in samples])
+        await asyncio.sleep(0.01)
+        return [Graded(len(sample.output_text), True) for sample, _ in samples]
+
+    monkeypatch.setattr(GraderHosts, "grade", grade)
+    return calls
+
+
+class Run:
+    """A job of four prompts, two in a step, with what its ranks would have written."""
+
+    def __init__(self, control: Control, job_id: str, folder: Path):
+        self.control, self.job_id, self.folder = control, job_id, folder / job_id
+        self.store, self.routing = WeightStore(folder / "shm", budget_bytes=None), Routing()
+        context = control.context
+        self.rollouts = Rollouts(
+            control.db,
+            self.store,
+            folder,
+            self.routing,
+            context.asking,
+            judging_of(context),
+            lambda: None,  # type: ignore[arg-type]
+        )
+        control.engines.rule = written
+
+    def begin(self, policy: str = "adapter", staleness: int = 0, **fields: Any) -> None:
+        self.folder.mkdir()
+        lines = [json.dumps({"messages": [], "item": {"answer": str(n)}, "tools": []}) for n in range(4)]
+        (self.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+        np.save(self.folder / "tokens.npy", np.arange(8, dtype=np.int32))
+        np.save(self.folder / "offsets.npy", np.arange(0, 9, 2))
+        spec = host_spec(
+            job_id=self.job_id,
+            method="reinforcement",
+            train_path=str(self.folder / "train.jsonl"),
+            run_dir=str(self.folder),
+            base_model="starter",
+            base_version="v1",
+            batch_size=2,
+            micro_batch=1,
+            packing=False,
+            options={**OPTIONS, "policy": policy, "staleness": staleness},
+            **fields,
+        )
+        (self.folder / "spec.json").write_text(spec.to_json())
+        Facts(str(self.folder), None, (2,)).write(self.folder)
+
+    def publish(self, step: int, kind: str = "adapter") -> None:
+        name = policy_name(self.job_id)
+        with self.store.reserve(LAYOUT, kind=kind, model=name, version=version_name(step)) as draft:
+            draft.commit(meta={})
+        self.rollouts.follow()
+
+    async def file(self, step: int) -> Samples:
+        path = SamplesFile("train", step).path(self.folder)
+        async with asyncio.timeout(20):
+            while (samples := Samples.read(path)) is None:
+                await asyncio.sleep(0.01)
+        return samples
+
+    def close(self) -> None:
+        for task, _ in self.rollouts._followed.values():
+            task.cancel()
+
+
+@pytest.fixture
+async def run(control: Control, tmp_path: Path) -> AsyncIterator[Run]:
+    job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
+    run = Run(control, job_id, tmp_path / "jobs")
+    yield run
+    run.close()
+
+
+async def test_step_is_drawn_from_the_newest_weights_and_judged_in_the_order_of_its_answers(run: Run, judged):
+    run.begin()
+    run.publish(0)
+    samples = await run.file(0)
+    name, sent = policy_name(run.job_id), run.control.engines.sent
+    assert {body["model"] for body in sent} == {f"{name}@step-0"} and len({body["seed"] for body in sent}) == 4
+    assert sorted(body["n"] for body in sent) == [1, 1, 8, 8] and all(body["stop_token_ids"] == [2] for body in sent)
+    assert run.routing.offered == [(name, "starter", "v1", "")]
+    assert len(samples.ids) == 18 and samples.weights_step == 0 and not samples.failed
+    assert samples.verdict["rewards"] == [int(ids[0]) - 10 for ids in samples.ids]
+    assert not run.rollouts.starved(run.job_id)
+
+
+async def test_engines_of_their_own_serve_whole_weights(run: Run, judged):
+    run.begin("version")
+    run.publish(0, "version")
+    await run.file(0)
+    name = policy_name(run.job_id)
+    assert {body["model"] for body in run.control.engines.sent} == {name}
+    assert run.routing.offered == [(name, "starter", "v1", "step-0")]
+
+
+async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_weights(run: Run, judged):
+    run.begin()
+    run.publish(0)
+    await run.file(0)
+    sent = len(run.control.engines.sent)
+    run.rollouts.follow()
+    await asyncio.sleep(0.05)
+    assert len(run.control.engines.sent) == sent
+    run.publish(1)
+    assert (await run.file(1)).weights_step == 1
+
+
+async def test_steps_ahead_are_drawn_from_weights_that_may_be_behind(run: Run, judged):
+    run.begin(staleness=1)
+    run.publish(0)
+    assert [(await run.file(step)).weights_step for step in (0, 1)] == [0, 0]
+
+
+async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: Run, judged):
+    run.begin()
+    run.control.engines.lines = 0
+    run.publish(0)
+    async with asyncio.timeout(20):
+        while not run.rollouts.starved(run.job_id):
+            await asyncio.sleep(0.01)
+    run.close()
+    again = Run(run.control, run.job_id, run.folder.parent)
+    run.control.engines.lines = 4
+    again.rollouts.follow()
+    assert len((await again.file(0)).ids) == 18
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["refused", "revoked"])
+async def test_step_that_cannot_be_drawn_fails_in_words(run: Run, judged, how: str):
+    async def refused(body: dict[str, Any]) -> EngineAnswer:
+        return EngineAnswer(400, {"error": {"message": "too long"}})
+
+    if how == "refused":
+        run.control.engines.rule = refused
+    else:
+        row = jobs.get(run.control.db, run.job_id)
+        assert row.key_id is not None
+        keys.revoke(run.control.db, row.key_id)
+    run.begin()
+    run.publish(0)
+    samples = await run.file(0)
+    assert ("too long" if how == "refused" else "revoked") in samples.failed and samples.ids == []
+
+
+async def test_files_of_steps_before_the_snapshot_are_deleted(run: Run, judged):
+    run.begin()
+    run.publish(0)
+    await run.file(0)
+    jobs.update(run.control.db, run.job_id, snapshot={"step": 1, "path": "/x", "told_s": 0.0})
+    run.publish(1)
+    await run.file(1)
+    async with asyncio.timeout(20):
+        while SamplesFile("train", 0).path(run.folder).exists():
+            await asyncio.sleep(0.01)
+
+
+async def test_job_that_is_over_is_followed_no_more(run: Run, judged):
+    run.begin()
+    run.rollouts.follow()
+    jobs.set_phase(run.control.db, run.job_id, "cancelled")
+    run.rollouts.follow()
+    assert not run.rollouts._followed

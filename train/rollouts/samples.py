@@ -1,0 +1,188 @@
+"""The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
+
+    RUN_DIR/rollouts/facts.json     written by rank 0: where the prompts' tokens are, and which tokens end an answer
+    RUN_DIR/rollouts/train-3.npz    samples of the step that follows three steps, with what their judge says of them
+    RUN_DIR/rollouts/valid-3.npz    those of the validation after three steps
+
+Prompts and random numbers of a file follow from its name. It appears by rename and is not written again, so that it
+fixes what its step learns: whatever dies, no sample is lost or counts twice.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from runtime.replace_file import replace_file
+from train.data.packing import StepPlan
+from train.methods.methods import method_of
+from train.plan.spec import TrainSpec
+
+Verdict = dict[str, list[Any]]
+"""One value for each answer, by name; "errors" are texts, empty where there was none."""
+FOLDER = "rollouts"
+_FACTS = "facts.json"
+_NEWLINE = ord("\n")
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """One file, by what it is for. step: how many steps are done before it is read."""
+
+    purpose: Literal["train", "valid"]
+    step: int
+
+    def path(self, run_dir: str | Path) -> Path:
+        return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.npz"
+
+    def numbers(self, seed: int, place: int) -> np.random.Generator:
+        """The random numbers of an answer, by the job's seed and the answer's place. Those of validations are the same
+        after every step."""
+        of_validation = self.purpose == "valid"
+        purpose, step = (1, 0) if of_validation else (0, self.step)
+        return np.random.Generator(
+            np.random.Philox(key=np.array([seed, purpose << 63 | step << 32 | place], np.uint64))
+        )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answers in the order of their prompts, whose answers follow each other.
+
+    ids: (n,) int32 tokens of each, with the one that ends it. log_probs: (n,) float32, of each token when it was
+    sampled. weights_step: after how many steps the weights were that wrote them. failed: why the job cannot go on.
+    """
+
+    ids: list[np.ndarray]
+    log_probs: list[np.ndarray]
+    verdict: Verdict
+    weights_step: int
+    failed: str = ""
+
+    def write(self, path: Path) -> None:
+        content = io.BytesIO()
+        facts = {"verdict": self.verdict, "weights_step": self.weights_step, "failed": self.failed}
+        np.savez(
+            content,
+            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
+            log_probs=np.concatenate([np.zeros(0, np.float32), *self.log_probs]),
+            sizes=np.array([len(one) for one in self.ids], np.int64),
+            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        )
+        replace_file(path, content.getvalue(), durable=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Samples | None:
+        """None without a file."""
+        try:
+            with np.load(path) as file:
+                kept = {name: file[name] for name in file.files}
+        except FileNotFoundError:
+            return None
+        edges = kept["sizes"].cumsum()[:-1]
+        ids, log_probs = (np.split(kept[name], edges) if len(kept["sizes"]) else [] for name in ("ids", "log_probs"))
+        return cls(ids, log_probs, **json.loads(kept["facts"].tobytes()))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ranks know of a run beside its spec. train, valid: directories of the token sets (train.data.token_set).
+    ends: tokens that end an answer."""
+
+    train: str
+    valid: str | None
+    ends: tuple[int, ...]
+
+    def write(self, run_dir: str | Path) -> None:
+        folder = Path(run_dir) / FOLDER
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / _FACTS, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> Facts:
+        """Raises FileNotFoundError before ranks have written it."""
+        return cls(**json.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """record: its line of the job's data. seed: answer i has the random numbers of seed + i."""
+
+    tokens: list[int]
+    record: dict[str, Any]
+    seed: int
+
+
+class _Prompts:
+    """The prompts of a file of the job, as records and as tokens."""
+
+    def __init__(self, path: str, tokens: str):
+        self._lines = np.memmap(path, np.uint8, "r")
+        ends = np.flatnonzero(self._lines == _NEWLINE) + 1
+        self._starts = np.concatenate([[0], ends])
+        self._tokens = np.load(Path(tokens) / "tokens.npy", mmap_mode="r")
+        self._offsets = np.load(Path(tokens) / "offsets.npy")
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def tokens(self, index: int) -> list[int]:
+        found: list[int] = self._tokens[self._offsets[index] : self._offsets[index + 1]].tolist()
+        return found
+
+    def record(self, index: int) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
+        return record
+
+
+class SamplesPlan:
+    """Which files a run needs, and the prompts of each. Reads the files of the job; may be used on any thread."""
+
+    def __init__(self, spec: TrainSpec, facts: Facts):
+        self.spec, self.facts = spec, facts
+        self.made = method_of(spec.method).samples(spec.options)
+        self.staleness: int = spec.options["staleness"]
+        self._train = _Prompts(spec.train_path, facts.train)
+        self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
+        shuffled = spec.data_order == "shuffled"
+        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+
+    @property
+    def policy_kind(self) -> Literal["adapter", "version"]:
+        """As what the weight store knows the model in training."""
+        return "adapter" if self.spec.options["policy"] == "adapter" else "version"
+
+    def due(self, step: int) -> list[SamplesFile]:
+        """The files that may be sampled from the weights after this many steps, in the order in which ranks wait for
+        them."""
+        spec, total = self.spec, self._steps.total_steps
+        validates = step == 0 or self._steps.validates(step, spec.eval_interval, spec.most_validations)
+        steps = range(step, min(step + self.staleness + 1, total))
+        found = [SamplesFile("train", one) for one in steps]
+        return [SamplesFile("valid", step), *found] if validates and self._valid is not None else found
+
+    def missing(self, step: int) -> list[SamplesFile]:
+        return [one for one in self.due(step) if not one.path(self.spec.run_dir).exists()]
+
+    def group(self, file: SamplesFile) -> int:
+        """Answers of each prompt."""
+        return self.made.valid if file.purpose == "valid" else self.made.group
+
+    def prompts(self, file: SamplesFile) -> list[Prompt]:
+        source: _Prompts | None = self._train
+        order: Sequence[int] | np.ndarray = self._steps.packs_of_step(file.step)
+        if file.purpose == "valid":
+            assert self._valid is not None
+            source, order = self._valid, range(len(self._valid))
+        assert source is not None
+        group, found = self.group(file), []
+        for nth, index in enumerate(order):
+            seed = int(file.numbers(self.spec.seed, nth * group).integers(1 << 62))
+            found.append(Prompt(source.tokens(int(index)), source.record(int(index)), seed))
+        return found
