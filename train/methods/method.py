@@ -122,6 +122,10 @@ class Method(ABC):
         """The most tokens of a sequence that the data may bring; `options`: TrainSpec.options."""
         return max_length
 
+    def policies(self, options: Mapping[str, Any]) -> int:
+        """How many versions of whole weights lie in shared memory beside the result, for engines to sample from."""
+        return 0
+
     def samples(self, options: Mapping[str, Any]) -> Samples:
         """How each prompt is sampled; once where the data itself is learnt."""
         return Samples()

@@ -111,6 +111,9 @@ class OwnAnswers(Method, ABC):
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
         return max_length - int(options["max_completion_tokens"])
 
+    def policies(self, options: Mapping[str, Any]) -> int:
+        return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one of them is being written
+
     def samples(self, options: Mapping[str, Any]) -> Samples:
         return Samples(
             group=options["group"],

@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,13 +125,15 @@ class _Prompts:
 
     def __init__(self, path: str, tokens: str):
         self._lines = np.memmap(path, np.uint8, "r")
-        ends = np.flatnonzero(self._lines == _NEWLINE) + 1
-        self._starts = np.concatenate([[0], ends])
         self._tokens = np.load(Path(tokens) / "tokens.npy", mmap_mode="r")
         self._offsets = np.load(Path(tokens) / "offsets.npy")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.flatnonzero(self._lines == _NEWLINE) + 1])
 
     def tokens(self, index: int) -> list[int]:
         found: list[int] = self._tokens[self._offsets[index] : self._offsets[index + 1]].tolist()

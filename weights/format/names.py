@@ -31,12 +31,12 @@ MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 POLICY_PREFIX = ".policy/"
-"""Adapters whose names begin with it are models in training, for the sampling of their own rollouts. No model has such
-a name, so no request through the gateway reaches them."""
+"""What begins with it is a model in training, from which its job's samples are drawn. No model has such a name, so no
+client's request reaches it."""
 
 
 def policy_name(job_id: str) -> str:
-    """The name of the adapters that are this job's model in training."""
+    """The name of this job's model in training."""
     return POLICY_PREFIX + job_id
 
 

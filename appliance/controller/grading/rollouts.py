@@ -49,19 +49,29 @@ class Rollouts:
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
         self._routing, self._asking, self._judging, self._nudge = routing, asking, judging, nudge
         self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        self._starved: set[str] = set()
+        self._drawn: dict[str, SamplesFile] = {}  # by job, the file that is being drawn
+        self._weights: dict[str, int] = {}  # by job, the step of its newest weights
 
-    def starved(self, job_id: str) -> bool:
-        """Whether the job's ranks have nothing to do until the samples that are being drawn are there."""
-        return job_id in self._starved
+    def starved(self, row: JobRow) -> bool:
+        """Whether the job's ranks wait for the samples that are being drawn. One that has given its devices back for
+        them takes those of later steps along."""
+        file = self._drawn.get(row.id)
+        return file is not None and (row.phase != "running" or file.step <= self._weights.get(row.id, -1))
+
+    def published(self, job_id: str, step: int) -> None:
+        """The job's weights after this step are in shared memory."""
+        self._weights[job_id] = step
+        self.follow()
+        self._nudge()
 
     def follow(self) -> None:
-        """Follow each job that learns from its own answers; called when one has published weights, and now and then."""
+        """Follow each job that learns from its own answers; called now and then."""
         rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
         for job_id, (task, news) in list(self._followed.items()):
             if job_id not in rows or task.done():
                 task.cancel()
                 del self._followed[job_id]
+                self._weights.pop(job_id, None)
             news.set()
         for row in rows.values():
             if row.id not in self._followed and row.resolved is not None and method_of(row.method).rolls_out:
@@ -72,24 +82,24 @@ class Rollouts:
 
     async def _follow(self, job_id: str, news: asyncio.Event) -> None:
         plan: SamplesPlan | None = None
-        while True:
-            news.clear()
-            plan = plan or await asyncio.to_thread(self._plan, job_id)
-            step = await asyncio.to_thread(self._newest, plan) if plan is not None else -1
-            missing = await asyncio.to_thread(plan.missing, step) if plan is not None and step >= 0 else []
-            if plan is None or not missing:
-                await news.wait()
-                continue
-            file = missing[0]
-            if file.step == step:  # else it is for a later one
-                self._starved.add(job_id)
+        try:
+            while True:
+                news.clear()
+                plan = plan or await asyncio.to_thread(self._plan, job_id)
+                step = await asyncio.to_thread(self._newest, plan) if plan is not None else -1
+                missing = await asyncio.to_thread(plan.missing, step) if plan is not None and step >= 0 else []
+                self._weights[job_id] = max(step, self._weights.get(job_id, -1))
+                if plan is None or not missing:
+                    if self._drawn.pop(job_id, None) is not None:
+                        self._nudge()
+                    await news.wait()
+                    continue
+                self._drawn[job_id] = missing[0]
                 self._nudge()
-            try:
-                samples = await self._draw(jobs.get(self._db, job_id), plan, file, step)
-                await asyncio.to_thread(self._write, plan, file, samples)
-            finally:
-                self._starved.discard(job_id)
-                self._nudge()
+                samples = await self._draw(jobs.get(self._db, job_id), plan, missing[0], step)
+                await asyncio.to_thread(self._write, plan, missing[0], samples)
+        finally:
+            self._drawn.pop(job_id, None)
 
     def _plan(self, job_id: str) -> SamplesPlan | None:
         """None until ranks have begun."""

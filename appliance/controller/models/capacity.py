@@ -114,6 +114,7 @@ def job(
     budget = box.store_budget_bytes
     snapshot_on_disk = budget is not None and version + snapshot > budget >= version
     needed = version if snapshot_on_disk else version + snapshot
+    needed += version * method.policies(fields.get("options", {}))
     offloaded = shown * memory[shown].host_bytes
     problems = [] if fitting else [_too_large(memory, box)]
     problems += _over_budget("The result takes", version, box)

@@ -212,7 +212,7 @@ class JobRuns:
             self._events.goes_on(job_id, int(event["step"]))
             return
         if event["event"] == "policy":
-            self._rollouts.follow()
+            self._rollouts.published(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
         if event["event"] == "published":

@@ -97,7 +97,7 @@ class SqliteStateStore:
         learning: DemandLearning,
         memory: BoxMemory,
         job_memory: JobMemory,
-        starved: Callable[[str], bool],
+        starved: Callable[[JobRow], bool],
     ):
         """starved: whether a job's ranks wait for samples (Rollouts.starved)."""
         self._db, self._events, self._size, self._routing = db, events, size, routing
@@ -328,7 +328,7 @@ class SqliteStateStore:
             deadline_s=row.deadline_s,
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
-            starved=self._starved(row.id),
+            starved=self._starved(row),
             lacks=self._memory.waits_for(row) or self._job_memory.waits_for(row),
         )
 

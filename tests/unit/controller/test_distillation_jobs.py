@@ -14,7 +14,7 @@ import pytest
 
 from appliance.controller.grading import judging
 from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import CannotGoOn
+from appliance.controller.grading.judging import CannotGoOn, Judging
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
@@ -128,9 +128,9 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
     return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used}, "v1")
 
 
-async def teach(control: Control, job_id: str, *answers: list[int]) -> Verdict:
-    samples = [Sampled(ids, [], "") for ids in answers]
-    return await judging_of(control.context).verdict(jobs.get(control.db, job_id), Prompt([7, 8], {}, 0), samples)
+async def teach(control: Control, job_id: str, *answers: list[int], judges: Judging | None = None) -> Verdict:
+    samples, row = [Sampled(ids, [], "") for ids in answers], jobs.get(control.db, job_id)
+    return await (judges or judging_of(control.context)).verdict(row, Prompt([7, 8], {}, 0), samples)
 
 
 async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
@@ -165,7 +165,7 @@ async def test_what_has_taught_is_named_by_its_version(taught: Control, events: 
 
 
 async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
-    job_id = await made(taught)
+    job_id, judges = await made(taught), judging_of(taught.context)
     given: list[Any] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -178,7 +178,7 @@ async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
     refused = EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}})
     for answer in (refused, *odd, {"text": "?"}, {"text": "?"}):
         given.append(answer)
-        assert all((await teach(taught, job_id, [3]))["errors"]), answer
+        assert all((await teach(taught, job_id, [3], judges=judges))["errors"]), answer
     said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
     assert len(said) == 5 and "maximum context length is 8" in said[0], "the same words once"
     given.append(LineReturned("EngineCore died", yielded=False))

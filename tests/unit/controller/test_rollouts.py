@@ -81,7 +81,7 @@ class Run:
         control.engines.rule = written
 
     def begin(self, policy: str = "adapter", staleness: int = 0, **fields: Any) -> None:
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         lines = [json.dumps({"messages": [], "item": {"answer": str(n)}, "tools": []}) for n in range(4)]
         (self.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
         np.save(self.folder / "tokens.npy", np.arange(8, dtype=np.int32))
@@ -106,7 +106,7 @@ class Run:
         name = policy_name(self.job_id)
         with self.store.reserve(LAYOUT, kind=kind, model=name, version=version_name(step)) as draft:
             draft.commit(meta={})
-        self.rollouts.follow()
+        self.rollouts.published(self.job_id, step)
 
     async def file(self, step: int) -> Samples:
         path = SamplesFile("train", step).path(self.folder)
@@ -115,6 +115,10 @@ class Run:
                 await asyncio.sleep(0.01)
         return samples
 
+    @property
+    def starved(self) -> bool:
+        return self.rollouts.starved(jobs.get(self.control.db, self.job_id))
+
     def close(self) -> None:
         for task, _ in self.rollouts._followed.values():
             task.cancel()
@@ -122,8 +126,9 @@ class Run:
 
 @pytest.fixture
 async def run(control: Control, tmp_path: Path) -> AsyncIterator[Run]:
+    control.as_key("ann", owner="ann")
     job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
-    run = Run(control, job_id, tmp_path / "jobs")
+    run = Run(control, job_id, tmp_path / "runs")
     yield run
     run.close()
 
@@ -138,7 +143,8 @@ async def test_step_is_drawn_from_the_newest_weights_and_judged_in_the_order_of_
     assert run.routing.offered == [(name, "starter", "v1", "")]
     assert len(samples.ids) == 18 and samples.weights_step == 0 and not samples.failed
     assert samples.verdict["rewards"] == [int(ids[0]) - 10 for ids in samples.ids]
-    assert not run.rollouts.starved(run.job_id)
+    while run.starved:
+        await asyncio.sleep(0)
 
 
 async def test_engines_of_their_own_serve_whole_weights(run: Run, judged):
@@ -168,12 +174,27 @@ async def test_steps_ahead_are_drawn_from_weights_that_may_be_behind(run: Run, j
     assert [(await run.file(step)).weights_step for step in (0, 1)] == [0, 0]
 
 
+@pytest.mark.parametrize(("phase", "starved"), [("running", False), ("suspended", True)])
+async def test_later_steps_starve_a_job_only_where_it_has_given_its_devices_back(
+    run: Run, judged, phase: Any, starved: bool
+):
+    run.begin(staleness=1)
+    jobs.set_phase(run.control.db, run.job_id, phase)
+    run.publish(0)
+    await run.file(0)
+    run.control.engines.lines = 0
+    run.rollouts._drawn[run.job_id] = SamplesFile("train", 1)
+    assert run.starved is starved
+    run.rollouts.published(run.job_id, 1)
+    assert run.starved, "it has come to this step"
+
+
 async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: Run, judged):
     run.begin()
     run.control.engines.lines = 0
     run.publish(0)
     async with asyncio.timeout(20):
-        while not run.rollouts.starved(run.job_id):
+        while not run.starved:
             await asyncio.sleep(0.01)
     run.close()
     again = Run(run.control, run.job_id, run.folder.parent)

@@ -42,7 +42,7 @@ def states_of(
     learned: Any = lambda deployments: deployments,
     job_memory: Any = None,
     job_sizes: Any = lambda row: (),
-    starved: Any = lambda job_id: False,
+    starved: Any = lambda row: False,
 ) -> SqliteStateStore:
     """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)

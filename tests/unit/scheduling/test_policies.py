@@ -54,7 +54,7 @@ async def test_old_versions_and_those_of_jobs_that_are_over_go_from_engines_and_
     write(store, over, "step-3", kind="version")
     engines = Engines(busy=[f"{over}@step-2"])
     await tidy(engines)
-    assert left(store) == [(over, "step-2"), (ours, "step-5"), (ours, "step-6"), (users, "step-1")]
+    assert left(store) == [(ours, "step-5"), (ours, "step-6"), (over, "step-2"), (users, "step-1")]
     assert engines.unloaded == [f"{ours}@step-1"] and not store.list("version")
     engines.busy.clear()
     with store.lease(store.find("adapter", over, "step-2")):

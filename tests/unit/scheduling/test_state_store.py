@@ -15,7 +15,7 @@ from appliance.store.records import audit, canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
-from tests.unit.scheduling.fakes import states_of
+from tests.unit.scheduling.fakes import NO_ROUTING, states_of
 
 PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
 
@@ -27,9 +27,8 @@ def refreshed():
 
 @pytest.fixture
 def states(db, events, refreshed):
-    routing = SimpleNamespace(
-        models_changed=lambda: refreshed.append(1), trouble=lambda model, trouble: refreshed.append(1)
-    )
+    note = {"models_changed": lambda: refreshed.append(1), "trouble": lambda model, trouble: refreshed.append(1)}
+    routing = SimpleNamespace(**{**vars(NO_ROUTING), **note})
     size = BoxSize(serving_floor=1, devices=8, max_replicas=2)
     demand = lambda model: Demand(held=3 if model == "starter" else 0)  # noqa: E731
     return states_of(db, events, size, routing=routing, demand=demand)
