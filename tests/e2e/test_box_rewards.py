@@ -37,6 +37,13 @@ GRADER = {
     },
 }
 STEPS = 24
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]},
+    },
+}
 
 
 @pytest.fixture
@@ -78,6 +85,7 @@ def job_of(box, client, steps: int, validation_file: str | None = None, taught_b
     """more: hyperparameters."""
     method = "distillation" if taught_by else "reinforcement"
     judge = {"teacher": taught_by} if taught_by else {"grader": GRADER}
+    judge |= {"response_format": more.pop("response_format")} if "response_format" in more else {}
     hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, **more}
     return client.fine_tuning.jobs.create(
         model="starter",
@@ -171,13 +179,19 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
 
 
 @pytest.mark.parametrize("box", [1], indirect=True)
-@pytest.mark.parametrize("fields", [{"lora_rank": 8}, {"staleness": 1}], ids=["adapter", "weights"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"lora_rank": 8}, {"staleness": 1}, {"lora_rank": 8, "response_format": FORM}],
+    ids=["adapter", "weights", "form"],
+)
 def test_on_one_device_ranks_and_engine_take_turns(box, fields):
     client = box.client(max_retries=5)
     box.run("mode", "set", "train", "--wait")
     job = job_of(box, client, 3, learning_rate=0.003, **fields)
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
-    assert list(steps_of(client, job.id)) == [1, 2, 3]
+    steps = steps_of(client, job.id)
+    assert sorted(steps) == [1, 2, 3]
+    assert all(data["mismatch_mean"] < 0.1 for data in steps.values() if not data["staleness"])
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
