@@ -35,7 +35,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class AnswerCounts:
     """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
     `room`: the most tokens of one. For validation `valid` of each."""
 
@@ -126,9 +126,9 @@ class Method(ABC):
         """How many versions of whole weights lie in shared memory beside the result, for engines to sample from."""
         return 0
 
-    def samples(self, options: Mapping[str, Any]) -> Samples:
+    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
         """How each prompt is sampled; once where the data itself is learnt."""
-        return Samples()
+        return AnswerCounts()
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from train.data.formats import BadRecord, Record, to_prompt
-from train.methods.method import Method, Option, Samples
+from train.methods.method import AnswerCounts, Method, Option
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ELEMENT_BYTES
@@ -114,8 +114,8 @@ class OwnAnswers(Method, ABC):
     def policies(self, options: Mapping[str, Any]) -> int:
         return 0 if options["policy"] == "adapter" else 2 + int(options["staleness"])  # one of them is being written
 
-    def samples(self, options: Mapping[str, Any]) -> Samples:
-        return Samples(
+    def samples(self, options: Mapping[str, Any]) -> AnswerCounts:
+        return AnswerCounts(
             group=options["group"],
             rows=options["rows"],
             room=options["max_completion_tokens"],
