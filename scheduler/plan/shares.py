@@ -55,10 +55,10 @@ class Shares:
 
         serving, jobs = serving_beside(budget)
         for job in self._without_engine(serving, jobs):
-            width = self.deployments[job.sampled_by].tensor_parallel
-            fewer, smaller = serving_beside(budget - width)
+            left = sum(jobs.sizes.values()) - self.deployments[job.sampled_by].tensor_parallel
+            fewer, smaller = serving_beside(left)
             if job.id in smaller.sizes and fewer.get(job.sampled_by):
-                serving, jobs, budget = fewer, smaller, budget - width
+                serving, jobs, budget = fewer, smaller, left
             elif job.starved:  # by turns: it comes back when its samples are there
                 waiting = tuple(replace(one, lacks=_STARVED) if one is job else one for one in waiting)
                 serving, jobs = serving_beside(budget)

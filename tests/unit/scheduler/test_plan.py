@@ -294,6 +294,14 @@ def test_job_runs_beside_the_engine_that_samples_for_it(policy: Policy) -> None:
         assert sizes(a) == {"j1": 4} and awake(a) == {"s": 1}
 
 
+def test_job_leaves_devices_to_the_engine_of_its_samples_and_to_their_judge() -> None:
+    teacher = DeploymentView("t", "v1", demand=Demand(held=1))
+    idle = replace(S, demand=Demand(last_request_s=999.0))
+    mine = job(max_devices=2, allowed_sizes=(), sampled_by="s", starved=True)
+    a = planned(policy=Policy("train"), devices=box_of(3), jobs=(mine,), deployments=(idle, teacher))
+    assert sizes(a) == {"j1": 1} and awake(a) == {"s": 1, "t": 1}
+
+
 @pytest.mark.parametrize("policy", [Policy("train"), Policy("auto")])
 def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy: Policy) -> None:
     one, mine = box_of(1), job(max_devices=1, allowed_sizes=(), sampled_by="s", phase="running", devices=("n0/0",))
