@@ -540,7 +540,8 @@ FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
-    "train/control/group.py Group._asked": "ends the group",
+    "appliance/controller/grading/rollouts.py Rollouts.follow": "logs what it raises, and is begun again",
+    "appliance/controller/grading/rollouts.py Rollouts._draw": AWAITED,
     "appliance/controller/context/tasks.py finished": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
