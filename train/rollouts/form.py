@@ -27,7 +27,10 @@ class Form:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
         try:
             compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            self._grammar = compiler.compile_json_schema(json.dumps(schema))  # as vLLM compiles it
+            # As engines compile it (serve.vllm.arguments: disable_any_whitespace).
+            self._grammar = compiler.compile_json_schema(
+                json.dumps(schema), any_whitespace=False, separators=(",", ":")
+            )
         except RuntimeError as error:
             raise InvalidSpec(f"response_format: xgrammar does not follow its schema: {error}") from None
 

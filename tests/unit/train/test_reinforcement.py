@@ -246,7 +246,7 @@ def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypat
     form = Form(FORM, tokens, VOCABULARY, [2])
     draw = np.random.default_rng(1)
     prompt = draw.integers(3, 384, 5)
-    answers = [np.array([*tokens.encode(text), 2]) for text in ('{"a": "x"}', '{"a":"yy"}')]
+    answers = [np.array([*tokens.encode(text), 2]) for text in ('{"a":"x"}', '{"a":"yy"}')]
     allowed = np.concatenate([form.allowed(ids) for ids in answers])
     advantages, pairs = draw.standard_normal(len(allowed)), [(prompt, ids) for ids in answers]
     row = learnt_row(pairs, advantages, np.zeros(len(allowed)), allowed=lambda: allowed)
@@ -270,6 +270,7 @@ def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypat
     "schema, why",
     [
         ({"$ref": "#"}, "no text fits"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}, "no text fits"),
         ({"type": "object", "properties": 1}, "does not follow its schema"),
     ],
 )
@@ -349,7 +350,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path, fields):
 
 def test_a_run_learns_within_a_form(tmp_path):
     tokens = load_tokenizer(str(make_model_dir(tmp_path / "base", dtype=torch.float32)))
-    answers = [[*tokens.encode(text), 2] for text in ('{"a": "x"}', '{"a": "yy"}')]
+    answers = [[*tokens.encode(text), 2] for text in ('{"a":"x"}', '{"a":"yy"}')]
 
     def sample(plan, step, prompt, n):
         return [(answers[i % 2], [-0.1] * len(answers[i % 2])) for i in range(n)]
