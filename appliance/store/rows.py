@@ -223,7 +223,7 @@ class JobRow:
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
-    asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
+    allowed_sizes: numbers of devices it may run on that its batch size divides by.
     """
 
     id: str
@@ -248,7 +248,6 @@ class JobRow:
     min_devices: int | None = None
     max_devices: int | None = None
     allowed_sizes: list[int] | None = None
-    asked_sizes: list[int] | None = None
     owner: str = ""
     deadline_s: float | None = None
     preemptible: int = 1

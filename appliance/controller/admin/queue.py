@@ -14,7 +14,7 @@ from appliance.controller.http.views import job_object, job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
+from appliance.controller.jobs.requests import Devices, Moment, Priority
 from appliance.controller.jobs.settings import Wish
 from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.models import node_sizes
@@ -27,14 +27,13 @@ SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 
 
 class JobUpdate(StrictBody):
-    """Only the given fields change; null removes a bound, the sizes or the deadline."""
+    """Only the given fields change; null removes a bound or the deadline."""
 
     priority: Priority | None = None
     deadline_s: Moment | None = None
     preemptible: bool | None = None
     min_devices: Devices | None = None
     max_devices: Devices | None = None
-    allowed_sizes: Sizes | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -110,11 +109,8 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
             raise InvalidValue(f"{name} cannot be null.", name)
     if "preemptible" in given:
         changes["preemptible"] = int(changes["preemptible"])
-    if "allowed_sizes" in given:
-        asked = changes.pop("allowed_sizes")
-        changes["asked_sizes"] = sorted(set(asked)) if asked else None
-    if not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
+    if not given.isdisjoint(("min_devices", "max_devices")):
+        wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
         nodes = node_sizes.known(context)
         wish.check(nodes)
         if row.resolved:

@@ -44,7 +44,6 @@ class Wish:
 
     min_devices: int | None = None
     max_devices: int | None = None
-    asked_sizes: list[int] | None = None
 
     @property
     def least(self) -> int:
@@ -52,47 +51,36 @@ class Wish:
 
     def most(self, nodes: NodeSizes, tensor_parallel: int = 1) -> int:
         """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
-        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel, *(self.asked_sizes or ()))
+        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel)
 
     def check(self, nodes: NodeSizes) -> None:
-        """It must leave at least one size, of which the smallest must fit on a node; a larger `max_devices` only
-        limits. Raises BadRequest."""
-        least, asked = self.least, self.asked_sizes or []
-        most = self.max_devices or max([least, *asked])
-        if least > most:
+        """The fewest must fit on a node; a larger `max_devices` only limits. Raises BadRequest."""
+        least, most = self.least, self.max_devices
+        if most is not None and least > most:
             raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
-        sizes = [size for size in asked if least <= size <= most]
-        if asked and not sizes:
-            raise InvalidValue(
-                f"allowed_sizes is {asked}; expected at least one size from {least} to {most}.", "allowed_sizes"
-            )
         nodes.refuse_more("min_devices", least)
-        if sizes:
-            nodes.refuse_more("allowed_sizes", min(sizes), str(asked))
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
         """Sizes that divide the work of a step, and the requested ones among them."""
         shards = resolved.get("tensor_parallel", 1)
         most = self.most(nodes, shards)
         by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
-        asked = self.asked_sizes
-        return by_batch, [size for size in by_batch if size >= self.least and (asked is None or size in asked)]
+        return by_batch, [size for size in by_batch if size >= self.least]
 
     def check_divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
         """The requested ones of `divided`, including those that only a node yet to join could provide. Raises
         BadRequest when there is none, or none for the known nodes."""
         by_batch, fitting = self.divided(resolved, nodes)
-        param = "allowed_sizes" if self.asked_sizes else "min_devices"
         if not fitting:
-            raise InvalidValue(no_size(resolved, by_batch), param)
+            raise InvalidValue(no_size(resolved, by_batch), "min_devices")
         sizes = ", ".join(map(str, fitting))
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
-        nodes.refuse_more(param, fitting[0], reason)
+        nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
 
 
 def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices, row.asked_sizes)
+    return Wish(row.min_devices, row.max_devices)
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
@@ -101,8 +89,8 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
     return (
         f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
-        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices, max_devices and "
-        "allowed_sizes leave none of them."
+        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
+        "none of them."
     )
 
 
@@ -143,10 +131,9 @@ def choose(
     most = max(1, min(wish.most(nodes, shards if isinstance(shards, int) else 1), nodes.largest))
     resolved = method.resolve(given, dataset, model, most)
     by_batch, sizes = wish.divided(resolved, nodes)
-    least = next((size for size in sorted(wish.asked_sizes or ()) if size >= wish.least), wish.min_devices)
-    if not sizes and least and given.get("batch_size", "auto") == "auto":
+    if not sizes and wish.min_devices and given.get("batch_size", "auto") == "auto":
         # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / least) * least
+        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = wish.divided(resolved, nodes)
     return Settings(resolved, by_batch, sizes)

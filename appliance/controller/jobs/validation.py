@@ -142,8 +142,7 @@ class JobValidation:
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
-            param = "allowed_sizes" if now.asked_sizes else "min_devices"
-            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), param)
+            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), "min_devices")
         verdict = settings.verdict(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""

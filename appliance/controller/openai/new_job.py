@@ -66,8 +66,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
-    sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    wish, nodes = settings.Wish(body.min_devices, body.max_devices, sizes), node_sizes.known(context)
+    wish, nodes = settings.Wish(body.min_devices, body.max_devices), node_sizes.known(context)
     wish.check(nodes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
@@ -87,7 +86,6 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=asked.hyperparameters,
-        asked_sizes=sizes,
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,

@@ -19,18 +19,18 @@ async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     deadline_s = time.time() + 3600
     control.as_key("planner", max_priority=5)
     asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False, "held": True}
-    sizes = {"allowed_sizes": [4, 2, 3], "min_devices": 1, "max_devices": 4}
+    sizes = {"min_devices": 2, "max_devices": 4}
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked | sizes)
     row = jobs.get(control.db, job_id)
-    assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
+    assert row.allowed_sizes == [2, 4], "three do not divide a step of eight"
     shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
     assert shown | asked | {"owner": "planner"} == shown
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
-    with pytest.raises(openai.BadRequestError, match="1, 2, 4, 8 devices") as refused:
-        await control.job(hyperparameters={"batch_size": 8}, extra_body={"allowed_sizes": [3]})
-    assert refused.value.param == "allowed_sizes"
+    with pytest.raises(openai.BadRequestError, match="1, 2, 4 devices") as refused:
+        await control.job(hyperparameters={"batch_size": 8}, extra_body={"min_devices": 5, "max_devices": 7})
+    assert refused.value.param == "min_devices"
 
 
 def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
@@ -41,9 +41,6 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
     ("fields", "param"),
     [
         ({"extra_body": {"min_devices": 20}}, "min_devices"),
-        ({"extra_body": {"allowed_sizes": [3, 16], "min_devices": 4}}, "allowed_sizes"),
-        # Three would fit the box but do not divide the step; sixteen do, and no node has them.
-        ({"hyperparameters": {"batch_size": 16}, "extra_body": {"allowed_sizes": [3, 16]}}, "allowed_sizes"),
         ({"hyperparameters": {"batch_size": 10}, "extra_body": {"min_devices": 6, "max_devices": 10}}, "min_devices"),
     ],
 )
@@ -76,17 +73,14 @@ async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(cont
 
 
 async def test_never_on_more_may_name_more_than_there_are(control: Control):
-    asked = {"max_devices": 100, "allowed_sizes": [4, 16]}
+    asked = {"max_devices": 100, "min_devices": 3}
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked)
-    assert jobs.get(control.db, job_id).allowed_sizes == [4]
+    assert jobs.get(control.db, job_id).allowed_sizes == [4, 8]
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"allowed_sizes": []}, "allowed_sizes"),
-        ({"allowed_sizes": [0]}, "allowed_sizes.0"),
-        ({"allowed_sizes": [8], "max_devices": 4}, "allowed_sizes"),
         ({"deadline_s": -1}, "deadline_s"),
         ({"preemptible": "no"}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"),
@@ -122,11 +116,11 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
     assert jobs.get(control.db, job_id).allowed_sizes == [1, 2, 4, 8]
     changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 7, "max_devices": 4, "deadline_s": 9.0})
     assert (changed["priority"], changed["allowed_sizes"], changed["deadline_s"]) == (7, [1, 2, 4], 9.0)
-    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"deadline_s": None, "allowed_sizes": [2, 8]})
-    assert (changed["priority"], changed["allowed_sizes"], changed["deadline_s"]) == (7, [2], None)
-    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"allowed_sizes": None, "max_devices": None})
+    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"deadline_s": None, "min_devices": 2})
+    assert (changed["priority"], changed["allowed_sizes"], changed["deadline_s"]) == (7, [2, 4], None)
+    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"min_devices": None, "max_devices": None})
     assert changed["allowed_sizes"] == [1, 2, 4, 8]
-    assert "Changed by an operator: deadline_s none, allowed_sizes [2, 8]." in await control.messages(job_id)
+    assert "Changed by an operator: deadline_s none, min_devices 2." in await control.messages(job_id)
     assert actions(control)[0] == ("job.update", job_id, "done")
 
 
@@ -137,7 +131,6 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
         ({"priority": None}, "priority"),
         ({"preemptible": None}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"),
-        ({"allowed_sizes": [3]}, "allowed_sizes"),
         ({"min_devices": 5, "max_devices": 7}, "min_devices"),
         ({"held": True}, "held"),
     ],

@@ -95,5 +95,5 @@ async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control
 
 async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):
     """64 short examples make steps of four rows; on eight devices, if that is asked, of eight."""
-    row = jobs.get(control.db, await control.job(extra_body={"allowed_sizes": [8]}))
+    row = jobs.get(control.db, await control.job(extra_body={"min_devices": 8}))
     assert row.phase == "queued" and row.allowed_sizes == [8] and row.resolved["batch_size"] % 8 == 0

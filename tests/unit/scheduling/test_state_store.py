@@ -114,7 +114,7 @@ def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, event
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
     add_model()
     deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
-    add_job(asked_sizes=[2], allowed_sizes=[2], deadline_s=9.0, preemptible=0, held=1, owner="alice", priority=3)
+    add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, held=1, owner="alice", priority=3)
     write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
     windows.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
     load = states.load(free_devices=0)
