@@ -74,17 +74,3 @@ def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
         "joules_per_1000_tokens": 1000 * row.joules / tokens if tokens else None,
         "kwh": row.joules / J_PER_KWH,
     }
-
-
-def estimate(
-    db: Database, readings: Mapping[str, Reading], model: str, method: str, full: bool, device_hours: float
-) -> dict[str, Any] | None:
-    """The "kwh" of a job to come, "watts_per_device" and "watts_from": "jobs", what jobs like it have drawn here, or
-    "limit", the power limit of the devices, which they do not reach. None: neither is known."""
-    watts, source = jobs.watts_of_alike(db, model, method, full), "jobs"
-    if watts is None:
-        limits = [one.power_limit_w for one in readings.values() if one.power_limit_w is not None]
-        if not limits:
-            return None
-        watts, source = sum(limits) / len(limits), "limit"
-    return {"watts_per_device": watts, "watts_from": source, "kwh": watts * device_hours * 3600 / J_PER_KWH}

@@ -26,7 +26,7 @@ _METERS = (
 def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
     """The node is present. False when that was known: a new controller meets the nodes of its predecessor.
 
-    devices: with the keys of `DeviceStatus`.
+    devices: as `Scheduler.status` has them.
     """
     with db.transaction():
         known = box.get(db, NODES, {})

@@ -103,12 +103,12 @@ class Rollouts:
         """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
         where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
         field: the model has to learn that."""
-        grade = partial(self._grading.grade, row.key_id, grader, item=question["item"], group=row.id, waited_for=True)
         read = [calls_in(text) if question["tools"] else {"text": text} for text in question["texts"]]
-        samples = [Sample(one["text"], one.get("tools", [])) for one in read]
+        samples = [(Sample(one["text"], one.get("tools", [])), question["item"]) for one in read]
         with self._waiting(row, "judge", {one.model for one in judges(grader)}):
-            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
-            graded = [one for one, _ in await asyncio.gather(*grading)]
+            ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+            judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
+            graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from scheduler.core.workload import PolicyKind
 
@@ -11,47 +11,15 @@ TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
 
 
-class DeviceStatus(TypedDict):
-    """One device; `holder` is {"kind": "job" | "replica", "id"} or None."""
+SchedulerStatus = dict[str, Any]
+"""As `Scheduler.status` makes it.
 
-    id: str
-    node: str
-    index: int
-    kind: str
-    name: str
-    memory_bytes: int
-    health: str
-    holder: dict[str, str] | None
-
-
-class ReplicaStatus(TypedDict):
-    id: str
-    model: str
-    version: str
-    state: str
-    devices: list[str]
-    inflight: int
-    rss_bytes: int
-
-
-class SchedulerStatus(TypedDict):
-    """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
-    get now, "host_bytes", the host's total, "reserve_bytes", what is kept of it for others, and "asleep_per_device",
-    the engines that may sleep on one; `handover` the id of the one in progress; `notes` for users (why something waits
-    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `queue` jobs in order, each
-    {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s`
-    duration of the last plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message"
-    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
-
-    devices: list[DeviceStatus]
-    replicas: list[ReplicaStatus]
-    memory: dict[str, int | None]
-    handover: str | None
-    serving_floor: int
-    queue: list[dict[str, Any]]
-    troubles: list[dict[str, Any]]
-    notes: list[str]
-    plan_s: float
+devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
+in the weight store could get now. handover: the id of the one in progress. queue: jobs in order, each {"id",
+"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
+each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
+something waits or was abandoned, for users.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,15 +149,6 @@ def list_metered(db: Database, since_s: float) -> list[JobRow]:
     return db.all(JobRow, f"SELECT * FROM jobs WHERE {recent} ORDER BY joules DESC LIMIT 1000", [since_s])
 
 
-def watts_of_alike(db: Database, model: str, method: str, full: bool) -> float | None:
-    """What a device has drawn on average, in watts, of the 50 newest jobs of this kind; None: nothing was counted."""
-    return db.value(
-        "SELECT sum(joules) / sum(metered_s) FROM (SELECT joules, metered_s FROM jobs WHERE model = ? AND method = ?"
-        " AND json_extract(resolved, '$.full') = ? AND metered_s > 0 ORDER BY seq DESC LIMIT 50)",
-        [model, method, int(full)],
-    )
-
-
 def gated(db: Database) -> list[str]:
     """Ids of ended jobs whose gate is open, oldest first."""
     return db.column(
