@@ -215,8 +215,7 @@ class JobRow:
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
     stable_name: its owner chose that name, and other jobs make versions of it too. activate: the job's last version
         answers at once, also where another version of the model does.
-    snapshot: {"step", "path"} of the newest resumable state, and when the last event told of one ("told_s");
-        stays after the end until its bytes were given back.
+    snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.

@@ -37,7 +37,6 @@ _COLUMNS = {
     "mean_reward": ("train_reward_mean", "valid_reward_mean"),
 }
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
-SNAPSHOT_EVENT_EVERY_S = 60
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
 
@@ -343,16 +342,11 @@ class JobEvents:
         )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Events tell of the first, and then of one a minute: small models on a CPU write one at nearly every step."""
-        step, before, now_s = int(event["step"]), row.snapshot or {}, time.time()
-        told_s = before.get("told_s", 0.0)
-        # A restart reports the newest one again.
-        tells = step > before.get("step", -1) and not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S
-        snapshot = {"step": step, "path": str(event["path"]), "told_s": now_s if tells else told_s}
-        jobs.update(self._db, row.id, snapshot=snapshot)
-        if tells:
+        """An event tells of the first: small models on a CPU write one at nearly every step."""
+        jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
+        if row.snapshot is None:
             data = {key: event.get(key) for key in ("step", "bytes", "seconds")}
-            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
+            add_message(self._db, row.id, f"Snapshot of step {event['step']}{_written(event)}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
