@@ -61,11 +61,11 @@ def _set(control: PowerControl, devices: Mapping[str, str], limit_w: float | Non
         limits = control.limits()
     except PowerRefused as error:
         return dict.fromkeys(devices.values(), str(error))
-    for uuid, device_id in devices.items():
-        wanted_w = limit_w if limit_w is not None or uuid not in limits else limits[uuid].default_w
-        if uuid in limits and wanted_w is not None and limits[uuid].limit_w != wanted_w:
+    for uuid in devices.keys() & limits.keys():
+        wanted_w = limits[uuid].default_w if limit_w is None else limit_w
+        if wanted_w not in (None, limits[uuid].limit_w):
             try:
                 control.set_limit(uuid, wanted_w)
             except PowerRefused as error:
-                refused[device_id] = str(error)
+                refused[devices[uuid]] = str(error)
     return refused

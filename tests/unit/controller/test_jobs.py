@@ -61,11 +61,6 @@ async def test_job_validation_file_equal_to_training_file_fails(control: Control
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
 
 
-async def test_job_validation_file_sharing_rows_warns(control: Control):
-    job_id = await control.job(validation_file=await control.upload(chat_lines(11)))
-    assert jobs.get(control.db, job_id).phase == "queued" and len(await warnings(control, job_id)) == 1
-
-
 async def test_job_learning_rate_far_above_automatic_is_refused(control: Control):
     usual = jobs.get(control.db, await control.job()).resolved["learning_rate"]
     assert not await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 9}))
