@@ -63,14 +63,6 @@ async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
     assert await asked(control, f"/v1/files/{made}/check") == report
 
 
-@pytest.mark.parametrize(
-    "body", [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}]
-)
-async def test_bad_requests_are_refused(control: Control, body: dict):
-    made = await control.upload(TWICE)
-    assert (await control.http.post(f"/v1/files/{made}/check", json=body)).status_code in (400, 404, 422)
-
-
 def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
     """Processes of checks from now on, which do not end by themselves."""
     begun: list[asyncio.subprocess.Process] = []

@@ -97,17 +97,6 @@ async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
     assert cordoned(db) == ["n0/3"]
 
 
-async def test_a_device_that_a_person_drained_too_stays_so(db):
-    clock = Clock()
-    watch = clock.watch(db)
-    for _ in range(2):
-        watch.died(("n0/3",), "model m", "SIGBUS")
-    cordons.drain(db, "n0/3", "new fan", "ann", clock.now_s)
-    clock.now_s += 1e6
-    await watch.look(clock)
-    assert cordoned(db) == ["n0/3"]
-
-
 async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
     """Its driver counts memory errors from 0 again after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])

@@ -102,13 +102,6 @@ async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields
     assert jobs.list_unfinished(taught.db) == []
 
 
-async def test_a_key_that_may_not_ask_models_has_no_teacher(taught: Control):
-    file_id = await taught.upload(prompts())
-    taught.http.headers["x-appliance-scopes"] = "fine_tuning"
-    refused = await asked(taught, training_file=file_id)
-    assert refused.status_code == 403 and "inference" in refused.text
-
-
 async def test_tokens_that_nobody_can_see_are_not_taken_for_the_same(taught: Control):
     models.update_version(taught.db, "teacher", "v1", disk_path=None)
     assert "files of teacher are neither on disk nor in shared memory" in (await asked(taught)).text

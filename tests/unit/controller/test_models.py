@@ -6,7 +6,6 @@ import asyncio
 import time
 from urllib.parse import quote
 
-import openai
 import pytest
 
 from appliance.controller.access.naming import is_model_name, resolve
@@ -69,13 +68,6 @@ async def test_unknown_names_are_not_found(control: Control, name: str):
     answer = await control.http.get(f"/v1/models/{quote(name, safe='')}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert len(answer.json()["error"]["message"]) < 300
-
-
-async def test_a_model_without_an_active_version_is_not_yet_there(control: Control):
-    insert_model(control.db, "coming")
-    models.update(control.db, "coming", active_version=None)
-    with pytest.raises(openai.NotFoundError):
-        await control.sdk.models.retrieve("coming")
 
 
 async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
