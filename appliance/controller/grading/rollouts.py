@@ -48,7 +48,7 @@ becomes NaN."""
 class Rollouts:
     def __init__(self, db: Database, routing: BusRouting, asking: Asking, grading: Grading):
         self._db, self._routing, self._asking, self._grading = db, routing, asking, grading
-        self._said: dict[tuple[Any, ...], float] = {}  # when a job last said something, by the job and what it was
+        self._said: dict[tuple[str, str], float] = {}  # when a job last said something, by the job and what it was
 
     async def sample(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"ids", "log_probs", "verdict"} of the answers to one prompt, a question of train.rollouts.engine_samples;
@@ -112,9 +112,8 @@ class Rollouts:
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
-            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
+            self._say(row, f"the grader failed at {failed}: {errors[first]}", asdict(graded[first].errors))
         return {"rewards": rewards, "errors": errors}
 
     async def _teach(
@@ -163,9 +162,10 @@ class Rollouts:
         finally:
             timer.cancel()
 
-    def _say(self, row: JobRow, text: str, *kind: Any) -> None:
-        """kind: what it is, where it is told in many words."""
-        what, now_s = (row.id, *(kind or (text,))), time.monotonic()
+    def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
+        """flags: what it is, where it is told in many words."""
+        kind = text if flags is None else str([name for name, value in flags.items() if value is True])
+        what, now_s = (row.id, kind), time.monotonic()
         self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
         if what not in self._said:
             self._said[what] = now_s
