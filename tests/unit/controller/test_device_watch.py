@@ -136,13 +136,6 @@ def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
     ]
 
 
-def test_a_node_that_left_in_order_is_not_missed(db, watch):
-    watch.node_changed("n1", "joined", DEVICES)
-    watch.node_changed("n1", "left", DEVICES)
-    watch.began(["n0"])
-    assert seen(db) == {} and [row[0] for row in told(db)] == ["node.left", "node.joined"]
-
-
 def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     watch.node_changed("n2", "joined", logical_devices(1, "n2"))

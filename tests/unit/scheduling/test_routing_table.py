@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from appliance.controller.access.naming import resolve
@@ -114,20 +112,6 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     assert name in bus.table
     routing.keep_policies(lambda one: False)
     assert name not in bus.table
-
-
-async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routing, bus, monkeypatch):
-    applied = asyncio.Event()
-
-    async def wait_applied(generation):
-        await applied.wait()
-
-    monkeypatch.setattr(bus, "wait_applied", wait_applied)
-    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1")) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert not any(one.done() for one in asked)
-    applied.set()
-    await asyncio.gather(*asked)
 
 
 async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):

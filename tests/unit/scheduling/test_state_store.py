@@ -12,7 +12,7 @@ from appliance.controller.interfaces.records import Mode
 from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
-from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
+from appliance.store.rows import CanaryRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
 from tests.unit.scheduling.fakes import states_of
@@ -98,17 +98,6 @@ def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_jo
     states.job_ended("ftjob-1", "succeeded", "")
     assert jobs.get(db, "ftjob-1").phase == "succeeded" and refreshed == [1]
     assert "ft:starter:local::ftjob-1" in {d.model for d in states.load(free_devices=0).deployments}
-
-
-def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, events):
-    add_model()
-    add_job(phase="running")
-    events.ingest("ftjob-1", PUBLISHED)
-    name = job_records.list_checkpoints(db)[0].name
-    assert isinstance(job_records.list_checkpoints(db)[0], CheckpointRow) and name.endswith(":ckpt-step-5")
-    deployment = states.load(free_devices=0).deployments[-1]
-    assert (deployment.model, deployment.version) == (name, "step-5")
-    assert deployment.beside == "ft:starter:local::ftjob-1"
 
 
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
