@@ -441,12 +441,10 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 @dataclass(frozen=True, slots=True)
 class JobJudgeRow:
     """Who judges the answers of a job that learns from its own: {"grader": as OpenAI's API has it, "response_format"?:
-    what answers are held to} or {"teacher": the name of a model}. taught_by: versions of the teacher that have told
-    something, the first one first."""
+    what answers are held to} or {"teacher": the name of a model}."""
 
     job_id: str
     judge: dict[str, Any] = field(default_factory=dict)
-    taught_by: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading import in_tokens
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.jobs.settings import tokenizer_of
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
@@ -124,14 +123,14 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    if why := _why_not(context, teacher, student, longest):
+    if why := _why_not(context, teacher, longest):
         raise BadRequest(
             f"{shown(name)} cannot teach {shown(student.name)}: {why}.", param=param, code="invalid_teacher"
         )
     return name
 
 
-def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, longest: int) -> str:
+def _why_not(context: ControllerContext, teacher: Resolved, longest: int) -> str:
     if teacher.model.task != "generate":
         return "it makes embeddings, and a teacher says how likely a text is"
     longest_text = in_tokens.LONGEST
@@ -141,12 +140,6 @@ def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, l
             f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
             f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
         )
-    for one in (student, teacher):
-        if tokenizer_of(context, one) is None:
-            return (
-                f"whether both have the same tokens cannot be seen while the files of {one.name} are neither on disk "
-                "nor in shared memory; ask it something, which brings them back"
-            )
     return ""
 
 

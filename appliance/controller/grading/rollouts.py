@@ -95,7 +95,7 @@ class Rollouts:
         if how := keys.how_ended(self._db, row.key_id):
             return {"failed": f"the API key of the job {how}, and its answers are judged on behalf of it"}
         if question["judge"] == "teach":
-            return await self._teach(row, found.judge["teacher"], found.taught_by, question)
+            return await self._teach(row, found.judge["teacher"], question)
         grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
         return {"verdict": await self._grade(row, grader, question)}
 
@@ -116,9 +116,7 @@ class Rollouts:
             self._say(row, f"the grader failed at {failed}: {errors[first]}", asdict(graded[first].errors))
         return {"rewards": rewards, "errors": errors}
 
-    async def _teach(
-        self, row: JobRow, teacher: str, taught_by: Collection[str], question: dict[str, Any]
-    ) -> dict[str, Any]:
+    async def _teach(self, row: JobRow, teacher: str, question: dict[str, Any]) -> dict[str, Any]:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*question["tokens"], *ids] for ids in question["ids"]]
         bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
@@ -130,19 +128,16 @@ class Rollouts:
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}"}
-        log_probs, errors, versions = list[list[float] | None](), list[str](), set[str]()
+        log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, ids in zip(answers, texts, question["ids"], strict=True):
             why, scores = answer.error, None
             if not why:
                 try:
                     scores = in_tokens.scores_of(answer.body, tokens, len(ids))
-                    versions |= {answer.version} - {""}
                 except ValueError as error:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
-        if versions.difference(taught_by):
-            job_records.taught(self._db, row.id, versions)
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
             self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")

@@ -79,9 +79,8 @@ _JOB_COLUMNS = (
 
 def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
-    of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
+    of a job that has one."""
     said = judge.judge if judge is not None else {}
-    taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
     status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
     return {
         "id": row.id,
@@ -104,7 +103,6 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         "owner": row.owner or None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
         **columns(row, _JOB_COLUMNS),
-        **taught_by,
     }
 
 

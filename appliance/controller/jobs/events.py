@@ -284,9 +284,6 @@ class JobEvents:
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        # Not of every job: a grader may have megabytes.
-        if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
-            meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
         if models.find_version(db, row.output_model, version) is None:
             source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
             new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
