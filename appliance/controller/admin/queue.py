@@ -111,10 +111,8 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
         changes["preemptible"] = int(changes["preemptible"])
     if not given.isdisjoint(("min_devices", "max_devices")):
         wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
-        nodes = node_sizes.known(context)
-        wish.check(nodes)
-        if row.resolved:
-            changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
+        sizes = wish.check(row.resolved, node_sizes.known(context))
+        changes |= {"allowed_sizes": sizes} if row.resolved else {}
     return changes
 
 

@@ -73,17 +73,14 @@ def undrain(db: Database, device_id: str) -> None:
         write(db, rows)
 
 
-def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str]:
+def follow(db: Database, node: str, present: Mapping[str, str]) -> None:
     """Keep the UUIDs of a node's devices. present: UUID by id, of those that have one or are silent (""), which are
-    taken for those that had their ids. Returns the UUIDs of devices that were there the last time and are not now, by
-    the id they had."""
+    taken for those that had their ids."""
     with db.transaction():
         known = box.get(db, IDENTITIES, {})
-        mine = {device_id: uuid for device_id, uuid in known.items() if device_id.startswith(f"{node}/")}
-        now = {device_id: uuid or mine.get(device_id, "") for device_id, uuid in present.items()}
-        others = {device_id: uuid for device_id, uuid in known.items() if device_id not in mine}
+        now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
+        others = {device_id: uuid for device_id, uuid in known.items() if not device_id.startswith(f"{node}/")}
         box.put(db, IDENTITIES, others | {device_id: uuid for device_id, uuid in now.items() if uuid})
-    return {device_id: uuid for device_id, uuid in mine.items() if uuid not in now.values()}
 
 
 def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:

@@ -102,9 +102,8 @@ class DeviceWatch:
         """These devices are there, as their nodes found them: cordons follow them by UUID, and those that cannot be
         used are cordoned before anything is placed on them."""
         for node in {device.node for device in devices}:
-            present = {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}
-            for device_id, uuid in cordons.follow(self._db, node, present).items() if present else ():
-                self._tell("device.absent", uuid, f"it was {device_id} the last time, and is not there now")
+            if present := {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}:
+                cordons.follow(self._db, node, present)
         self._ours = cordons.faulty(cordons.read(self._db))
         for device in devices:
             if device.unfit:

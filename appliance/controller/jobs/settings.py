@@ -53,13 +53,6 @@ class Wish:
         """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
         return self.max_devices or max(nodes.unasked, self.least, tensor_parallel)
 
-    def check(self, nodes: NodeSizes) -> None:
-        """The fewest must fit on a node; a larger `max_devices` only limits. Raises BadRequest."""
-        least, most = self.least, self.max_devices
-        if most is not None and least > most:
-            raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
-        nodes.refuse_more("min_devices", least)
-
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
         """Sizes that divide the work of a step, and the requested ones among them."""
         shards = resolved.get("tensor_parallel", 1)
@@ -67,9 +60,16 @@ class Wish:
         by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
         return by_batch, [size for size in by_batch if size >= self.least]
 
-    def check_divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
-        """The requested ones of `divided`, including those that only a node yet to join could provide. Raises
-        BadRequest when there is none, or none for the known nodes."""
+    def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
+        """The requested ones of `divided`, including those that only a node yet to join could provide; none before the
+        job is resolved. A `max_devices` that no node has only limits. Raises BadRequest when there is none, or none for
+        the known nodes."""
+        least, most = self.least, self.max_devices
+        if most is not None and least > most:
+            raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
+        nodes.refuse_more("min_devices", least)
+        if resolved is None:
+            return []
         by_batch, fitting = self.divided(resolved, nodes)
         if not fitting:
             raise InvalidValue(no_size(resolved, by_batch), "min_devices")

@@ -67,7 +67,6 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     wish, nodes = settings.Wish(body.min_devices, body.max_devices), node_sizes.known(context)
-    wish.check(nodes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
@@ -76,7 +75,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
         raise requests.refused(error, asked.where) from error
-    wish.check_divided(resolved, nodes)
+    wish.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
