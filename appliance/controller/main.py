@@ -47,14 +47,12 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
-from appliance.controller.devices.power import PowerKeeper
-from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.devices.power import EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
-from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener

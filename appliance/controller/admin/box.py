@@ -14,7 +14,7 @@ from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
@@ -60,7 +60,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             return {
                 **of_loop,
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-                "devices": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings),
+                "devices": cordons.metered(cordons.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
                 "handover": handover_views.by_id(db, now["handover"]),
                 "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
@@ -184,7 +184,7 @@ class ControllerCollector(Collector):
         yield _gauge("engine_requests", text, "replica model state", queue)
 
     def _devices(self) -> Iterator[Metric]:
-        devices = lost_nodes.in_view(self._db, self._now["devices"])
+        devices = cordons.in_view(self._db, self._now["devices"])
         held = _counts((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
         yield _gauge("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
         labels = [(one["id"], one["kind"]) for one in devices]

@@ -15,9 +15,8 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority
-from appliance.controller.jobs.settings import Wish
+from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
-from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
 
@@ -111,7 +110,7 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
         changes["preemptible"] = int(changes["preemptible"])
     if not given.isdisjoint(("min_devices", "max_devices")):
         wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
-        sizes = wish.check(row.resolved, node_sizes.known(context))
+        sizes = wish.check(row.resolved, nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
     return changes
 

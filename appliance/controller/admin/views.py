@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.records import SchedulerStatus
+from appliance.controller.interfaces.records import ModelStates, SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
-from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.devices import cordons
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
@@ -77,25 +77,25 @@ class DeviceWatch:
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
         if what == "joined":
-            if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
+            if cordons.joined(self._db, node, [asdict(device) for device in devices]):
                 self._tell("node.joined", node)
             self.found(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
         if what == "left":
-            lost_nodes.left(self._db, node)
+            cordons.left(self._db, node)
             self._tell("node.left", node)
         else:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
         """These nodes were present when the controller started: mark other expected nodes as lost."""
-        for node in lost_nodes.missed(self._db, present):
+        for node in cordons.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
 
     def _lost(self, node: str, reason: str) -> None:
-        lost_nodes.lost(self._db, node, reason, self._clock())
+        cordons.lost(self._db, node, reason, self._clock())
         self._tell("node.lost", node, reason)
 
     def found(self, devices: Collection[Device]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
-from appliance.controller.interfaces.model_states import ModelStates
+from appliance.controller.interfaces.records import ModelStates
 from appliance.store.database import Database
 from appliance.store.objects import job_records
 from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, columns

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.core.workload import PolicyKind
+from appliance.store.database import Database
+from appliance.store.objects import adapters
+from scheduler.core.workload import AWAKE, PolicyKind
 
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
@@ -58,3 +60,34 @@ class EngineAnswer:
     @property
     def _error(self) -> dict[str, Any]:
         return (self.body.get("error") if isinstance(self.body, dict) else None) or {}
+
+
+class ModelStates:
+    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+
+    def __init__(self, db: Database, status: SchedulerStatus):
+        self._hosts = {row.name: row.host for row in adapters.list_callable(db)}
+        self._replicas: dict[str, set[str]] = {}
+        for replica in status["replicas"]:
+            self._replicas.setdefault(replica["model"], set()).add(replica["state"])
+        self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
+
+    def word(self, name: str) -> str:
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
+        states = self._replicas.get(self._host(name), set())
+        if "open" in states:
+            return "serving"
+        if self.message(name):
+            return "failed"
+        if not states.isdisjoint(AWAKE):
+            return "serving"
+        return "asleep" if "asleep" in states else "cold"
+
+    def message(self, name: str) -> str | None:
+        """Why its engines fail and when the next try is; None if they do not fail."""
+        return self._troubles.get(self._host(name))
+
+    def _host(self, name: str) -> str:
+        """The model on whose engines it is served."""
+        return self._hosts.get(name, name)

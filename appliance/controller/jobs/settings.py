@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
-from appliance.controller.models import capacity, node_sizes
+from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.controller.models.node_sizes import NodeSizes
 from appliance.store.objects import models
 from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
@@ -36,6 +38,64 @@ _NEED_NO_VALIDATION = {
     "early_stopping_patience": (0,),
     "eval_interval": (0,),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """Devices per node: the most that a job, or an engine with tensor parallelism, can have, since neither spans nodes.
+    Lost nodes count, which the box waits for; one that has yet to join does not.
+
+    counts: devices of each node, of the box's own kind. Empty before the first observation: then nothing is
+    refused. cores: of a node whose devices are logical ones, which share them; None for others."""
+
+    counts: tuple[int, ...]
+    cores: int | None = None
+
+    @property
+    def largest(self) -> int:
+        return max(self.counts, default=0)
+
+    @property
+    def unasked(self) -> int:
+        """The most devices of a job that asks for no number: ranks that share a core take longer than fewer ranks."""
+        return max(1, self.largest if self.cores is None else min(self.largest, self.cores))
+
+    def refuse_more(self, name: str, given: int, asked: str = "") -> None:
+        """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
+        if self.counts and given > self.largest:
+            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+            raise BadRequest(
+                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
+                "Ask for less, or join a node with more devices first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+    def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
+        """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
+        most = sum(count // tensor_parallel for count in self.counts)
+        if self.counts and given > most:
+            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
+            raise BadRequest(
+                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
+                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+
+def nodes_of(context: ControllerContext) -> NodeSizes:
+    devices = cordons.in_view(context.db, context.scheduler.status()["devices"])
+    if not devices:
+        return NodeSizes(())
+    # Home's devices come first: other nodes run what home prepared, for its kind of devices.
+    kind = devices[0]["kind"]
+    counts = Counter(d["node"] for d in devices if d["kind"] == kind)
+    return NodeSizes(tuple(counts.values()), host_cores() if kind_of(kind).on_host else None)
+
+
+def host_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +186,7 @@ def choose(
     wish: Wish,
 ) -> Settings:
     """given: the requested hyperparameters. Raises InvalidHyperparameter."""
-    nodes, model = node_sizes.known(context), model_stats(context, base)
+    nodes, model = nodes_of(context), model_stats(context, base)
     shards = given.get("tensor_parallel")
     most = max(1, min(wish.most(nodes, shards if isinstance(shards, int) else 1), nodes.largest))
     resolved = method.resolve(given, dataset, model, most)
@@ -182,7 +242,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
     budget, room = now["memory"]["budget_bytes"], now["memory"].get("room_bytes")
     return BoxFacts(
         devices=max(1, len(devices)),
-        node_devices=max(1, node_sizes.known(context).largest),
+        node_devices=max(1, nodes_of(context).largest),
         device_kind=devices[0]["kind"] if devices else HOST.name,
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,

@@ -13,7 +13,7 @@ import orjson
 from fastapi import APIRouter, Query, Request
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import energy
+from appliance.controller.devices import power
 from appliance.controller.files import storage
 from appliance.controller.http import views
 from appliance.controller.http.paging import MOST, list_object, listed, metadata_of, part
@@ -60,7 +60,7 @@ def reading_routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known(job_id, caller)
-        return _view(context, row, caller) | {"energy": energy.of_job(db, row, time.time())}
+        return _view(context, row, caller) | {"energy": power.of_job(db, row, time.time())}
 
     @router.get("/{job_id}/metrics")
     def metrics(

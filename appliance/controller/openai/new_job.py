@@ -25,7 +25,6 @@ from appliance.controller.jobs import requests, settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Asked, Gate, JobCreate
 from appliance.controller.jobs.wanted import max_priority
-from appliance.controller.models import node_sizes
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, job_records, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
@@ -66,7 +65,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
-    wish, nodes = settings.Wish(body.min_devices, body.max_devices), node_sizes.known(context)
+    wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])

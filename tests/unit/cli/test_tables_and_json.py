@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.cli import output
-from appliance.controller.models import node_sizes
+from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
@@ -190,7 +190,7 @@ def test_jobs_are_listed_shown_paused_and_cancelled(box: ControlledBox, tmp_path
 def test_job_queue_shows_bounds_and_update_changes_them(
     box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(node_sizes, "host_cores", lambda: 8)
+    monkeypatch.setattr(settings, "host_cores", lambda: 8)
     options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
     row = box.do(lambda: jobs.get(box.context.db, job_id))

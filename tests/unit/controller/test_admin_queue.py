@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.devices import lost_nodes
-from appliance.controller.models import node_sizes
+from appliance.controller.devices import cordons
+from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
@@ -58,12 +58,12 @@ async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(cont
     asked = {"hyperparameters": {"batch_size": 16}, "extra_body": {"min_devices": 16}}
     control.scheduler.devices = control.scheduler.devices + away
     await control.job(**asked)
-    lost_nodes.joined(control.db, "n1", away)
-    lost_nodes.lost(control.db, "n1", "gone", 1.0)
+    cordons.joined(control.db, "n1", away)
+    cordons.lost(control.db, "n1", "gone", 1.0)
     control.scheduler.devices = control.scheduler.devices[:8]
     job_id = await control.job(**asked)
     assert jobs.get(control.db, job_id).phase == "queued", "the box waits for the node, and so may the job"
-    lost_nodes.forget(control.db, "n1")
+    cordons.forget(control.db, "n1")
     with pytest.raises(openai.BadRequestError, match="which is all that the box has"):
         await control.job(**asked)
     # What was let in stays, and what has nothing to do with sizes can be changed.
@@ -146,6 +146,6 @@ async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any]
 async def test_job_on_logical_devices_takes_no_more_than_the_cores_unless_asked(
     control: Control, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any], sizes: list[int]
 ):
-    monkeypatch.setattr(node_sizes, "host_cores", lambda: 2)
+    monkeypatch.setattr(settings, "host_cores", lambda: 2)
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=wish)
     assert jobs.get(control.db, job_id).allowed_sizes == sizes

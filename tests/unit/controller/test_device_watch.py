@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.store.records import audit, box
@@ -118,7 +118,7 @@ DEVICES = logical_devices(2, "n1")
 
 
 def seen(db):
-    return {device["id"]: (device["health"], device["lost"]) for device in lost_nodes.in_view(db, [])}
+    return {device["id"]: (device["health"], device["lost"]) for device in cordons.in_view(db, [])}
 
 
 def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):

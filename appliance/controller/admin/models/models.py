@@ -20,9 +20,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import InvalidValue
-from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.models import node_sizes
+from appliance.controller.interfaces.records import ModelStates
+from appliance.controller.jobs import settings
 from appliance.controller.models.canaries import Canaries
 from appliance.store.database import Part
 from appliance.store.objects import adapters, models
@@ -124,7 +124,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
         raise InvalidValue(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.", "max_replicas")
-    nodes = node_sizes.known(context)
+    nodes = settings.nodes_of(context)
     if "tensor_parallel" in changed:
         nodes.refuse_more("tensor_parallel", row.tensor_parallel)
     if "tensor_parallel" in changed or "min_replicas" in changed:
