@@ -542,7 +542,6 @@ TASKS = {
     "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/context/tasks.py finished": AWAITED,
-    "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/tasks.py Tasks._begin": "logs what its task raises, and fails its object",
