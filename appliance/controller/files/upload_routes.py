@@ -127,10 +127,10 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     @router.post("/{upload_id}/cancel")
-    def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
+    async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "cancelled":
             upload_rows.update(db, _pending(context, upload_id, caller).id, status="cancelled")
-            _remove_bytes(context, upload_id)
+            await to_thread.run_sync(_remove_bytes, context, upload_id)
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
     return router
