@@ -312,23 +312,18 @@ async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, q
 
 
 async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):
-    job_id = await control.job()
-    # As a controller that was killed between creation and validation left it.
-    control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL WHERE id = ?", [job_id])
+    whole, vanished = await control.job(), await control.job()
+    # As a controller that was killed between creation and validation left them.
+    control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL")
+    files.delete(control.db, jobs.get(control.db, vanished).training_file)
     await control.context.tasks.stop()
-    control.context.tasks.start(VALIDATIONS, job_id, None)
+    for job_id in (whole, vanished):
+        control.context.tasks.start(VALIDATIONS, job_id, None)
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
         await control.context.tasks.idle(VALIDATIONS)
-    assert jobs.get(control.db, job_id).phase == "queued"
-
-    control.db.execute("UPDATE jobs SET phase = 'validating' WHERE id = ?", [job_id])
-    files.delete(control.db, jobs.get(control.db, job_id).training_file)
-    control.context.tasks.start(VALIDATIONS, job_id, None)
-    again = create_app(control.context)
-    async with again.router.lifespan_context(again):
-        await control.context.tasks.idle(VALIDATIONS)
-    row = jobs.get(control.db, job_id)
+    assert jobs.get(control.db, whole).phase == "queued"
+    row = jobs.get(control.db, vanished)
     assert row.phase == "failed" and row.error["code"] == "file_unreadable"
 
 
