@@ -126,7 +126,7 @@ def asked(request: JobCreate) -> Asked:
                 f"hyperparameters.{name}",
             )
     found = Asked(method, old | new, where if request.method else "hyperparameters", block)
-    # The scheduler reads the job's row in each of its rounds: 8 MB of hyperparameters each took it seconds.
+    # The scheduler reads the job's row in each of its rounds.
     if (size := len(orjson.dumps(found.hyperparameters, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",

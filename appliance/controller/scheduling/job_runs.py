@@ -39,15 +39,14 @@ Unload = Callable[[list[str]], Awaitable[None]]
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
-NUDGE_EVERY_S = 30.0
 _EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
     """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
 
-    What ranks are about to read is leased here until they have read it (`taken`). Without this, versions gave way while
-    memory was short, among them the snapshot that a job had been told to resume from; the job failed.
+    What ranks are about to read is leased here until they have read it (`taken`), so that it does not give way while
+    memory is short.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class JobRuns:
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
-        self._nudged_s = -NUDGE_EVERY_S
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
@@ -212,17 +210,13 @@ class JobRuns:
         return None
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Record the event; the tiers copy snapshots and published versions in the background."""
+        """Record the event; the tiers copy published versions at once, and snapshots in their next pass."""
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
-        elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
-            # Snapshots come every few seconds; the tiers' periodic pass finds those in between without a nudge.
-            self._nudged_s = self._tiers.clock()
-            self._tiers.nudge()
 
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
