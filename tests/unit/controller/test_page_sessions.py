@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from appliance.controller.admin.owners import page_sessions
-from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY
-from appliance.controller.admin.owners.page_sessions import MOVED_BY_S
+from appliance.controller.admin.owners.page_sessions import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
 from appliance.store.records import audit
 from appliance.store.records import page_sessions as rows
 

@@ -1,22 +1,20 @@
 """/admin/v1/oidc: logins of the page by an OpenID provider, by the code flow with PKCE. Authlib speaks the protocol.
 
-Asked without a key, so each request costs little and leaves nothing behind but what is bounded here. A person has a
-key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key itself; it is what
-limits, usage, jobs, the audit log and revocation know a person by. Its owner has a part of the subject's hash in the
+Routes need no key. The browser keeps what its login began with (`binder`), so the box keeps nothing until the end. A
+person has a key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key itself;
+limits, usage, jobs, the audit log and revocation know a person by it. Its owner has a part of the subject's hash in the
 name: a name that a provider gives to somebody else later is another owner here.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
-import secrets
 import ssl
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -28,7 +26,7 @@ from joserfc.errors import JoseError
 from pydantic import Field
 
 from appliance.controller.access.naming import OWNER_PATTERN
-from appliance.controller.admin.owners import logins
+from appliance.controller.admin.owners import page_sessions as logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import make_router, unaudited
@@ -43,11 +41,6 @@ from appliance.store.rows import KeyRow
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 ANSWER_S: Final = 10.0
 _LEEWAY_S: Final = 60
-WAITS_S = 600.0
-"""How long a person who went to the provider has to come back."""
-MOST_WAITING = 20_000
-"""Logins that wait at most; past it the one that left first has to begin again. More than a gateway lets begin in
-WAITS_S, so a few addresses push nobody else's out (appliance.gateway.core.spending)."""
 TRANSPORT: httpx2.AsyncBaseTransport | None = None
 """In place of the network, in tests."""
 SHOWN_CHARACTERS = 12
@@ -67,21 +60,15 @@ class OidcFinish(StrictBody):
     secure: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    binder_sha256: str
-    nonce: str
-    verifier: str
-    until_s: float
-
-
 def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
     router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
-    provider, waiting = Provider(settings), dict[str, _Waiting]()
+    redirect_uri = f"{settings.box_url}/ui"  # the page itself
 
-    def check_there_is_one() -> None:
+    @cache
+    def provider() -> _Client:
         if not settings.issuer:
             raise NotFound("This box has no login provider.", code="no_login_provider")
+        return _client_of(settings)
 
     @router.get("")
     async def about() -> dict[str, Any]:
@@ -92,27 +79,19 @@ def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
     @unaudited  # who comes back is known by `finish`
     async def begin() -> dict[str, Any]:
         """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
-        check_there_is_one()
-        now_s = time.monotonic()
-        while waiting:  # in the order in which they began
-            first = next(iter(waiting))
-            if waiting[first].until_s >= now_s and len(waiting) < MOST_WAITING:
-                break
-            del waiting[first]
-        begun, binder = await provider.begin(), secrets.token_urlsafe(32)
-        waiting[begun["state"]] = _Waiting(_sha256(binder), begun["nonce"], begun["code_verifier"], now_s + WAITS_S)
-        return {"url": begun["url"], "binder": binder}
+        with _refusals():
+            begun: dict[str, str] = await provider().create_authorization_url(redirect_uri)
+        return {"url": begun["url"], "binder": f"{begun['state']}.{begun['nonce']}.{begun['code_verifier']}"}
 
     @router.post("/finish", status_code=201)
     async def finish(body: OidcFinish, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """A login of the page, as `/admin/v1/sessions` begins one."""
-        check_there_is_one()
-        known = waiting.pop(body.state, None)  # once, whatever comes of it
-        if known is None or known.until_s < time.monotonic():
-            raise refused("it was not begun here, or too long ago; begin again")
-        if not hmac.compare_digest(known.binder_sha256, _sha256(body.binder)):
+        state, _, rest = body.binder.partition(".")
+        nonce, _, verifier = rest.partition(".")
+        if state != body.state or not nonce or not verifier:
             raise refused("it was begun in another browser")
-        claims = await provider.claims(body.code, known.nonce, known.verifier)
+        with _refusals():
+            claims = await _claims(provider(), settings, redirect_uri, body.code, nonce, verifier)
 
         def tell(key_id: str, outcome: Any, **detail: Any) -> None:
             who = replace(caller, key_id=key_id or GATEWAY)
@@ -160,58 +139,44 @@ class _Client(StarletteOAuth2App):  # type: ignore[misc]
         return found
 
 
-class Provider:
-    def __init__(self, settings: OidcSettings) -> None:
-        self._settings = settings
-        self._redirect_uri = f"{settings.box_url}/ui"  # where a browser is sent back to: the page itself
-        self._made: _Client | None = None
+def _client_of(settings: OidcSettings) -> _Client:
+    path = settings.client_secret_path
+    return _Client(
+        None,
+        settings.issuer,
+        client_id=settings.client_id,
+        client_secret=Path(path).read_text().strip() if path is not None else None,
+        server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
+        client_kwargs={
+            "scope": " ".join(settings.scopes),
+            "code_challenge_method": "S256",
+            "timeout": ANSWER_S,
+            "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
+            "transport": TRANSPORT,
+        },
+    )
 
-    def _client(self) -> _Client:
-        if self._made is None:
-            settings, path = self._settings, self._settings.client_secret_path
-            self._made = _Client(
-                None,
-                settings.issuer,
-                client_id=settings.client_id,
-                client_secret=Path(path).read_text().strip() if path is not None else None,
-                server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
-                client_kwargs={
-                    "scope": " ".join(settings.scopes),
-                    "code_challenge_method": "S256",
-                    "timeout": ANSWER_S,
-                    "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
-                    "transport": TRANSPORT,
-                },
-            )
-        return self._made
 
-    async def begin(self) -> dict[str, str]:
-        """{"url": where the browser goes, "state", "nonce", "code_verifier"}. Raises ApiError."""
-        with _refusals():
-            found: dict[str, str] = await self._client().create_authorization_url(self._redirect_uri)
-        return found
-
-    async def claims(self, code: str, nonce: str, verifier: str) -> dict[str, Any]:
-        """What the provider says of who came with this code: its identity token's claims, and those of userinfo where
-        the token has no groups. Raises ApiError."""
-        with _refusals():
-            client, settings = self._client(), self._settings
-            token = await client.fetch_access_token(self._redirect_uri, code=code, code_verifier=verifier)
-            options = {
-                "iss": {"essential": True, "value": settings.issuer},
-                "aud": {"essential": True, "value": settings.client_id},
-                "nonce": {"essential": True},
-            }
-            parsed = await client.parse_id_token(token, nonce, claims_options=options, leeway=_LEEWAY_S)
-            if parsed is None:
-                raise refused("the provider gave no identity token for this code")
-            claims = dict(parsed)
-            if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
-                userinfo = await client.userinfo(token=token)
-                if userinfo.get("sub") != claims["sub"]:
-                    raise refused("the provider answered about somebody else")
-                claims = {**userinfo, **claims}
-        return claims
+async def _claims(
+    client: _Client, settings: OidcSettings, redirect_uri: str, code: str, nonce: str, verifier: str
+) -> dict[str, Any]:
+    """The identity token's claims, and those of userinfo where the token has no groups. Raises ApiError."""
+    token = await client.fetch_access_token(redirect_uri, code=code, code_verifier=verifier)
+    options = {
+        "iss": {"essential": True, "value": settings.issuer},
+        "aud": {"essential": True, "value": settings.client_id},
+        "nonce": {"essential": True},
+    }
+    parsed = await client.parse_id_token(token, nonce, claims_options=options, leeway=_LEEWAY_S)
+    if parsed is None:
+        raise refused("the provider gave no identity token for this code")
+    claims = dict(parsed)
+    if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
+        userinfo = await client.userinfo(token=token)
+        if userinfo.get("sub") != claims["sub"]:
+            raise refused("the provider answered about somebody else")
+        claims = {**userinfo, **claims}
+    return claims
 
 
 @contextmanager

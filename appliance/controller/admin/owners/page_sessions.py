@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S, begin, view
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import needs, unaudited
@@ -16,7 +15,16 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import ANY, Caller
 from appliance.store.records import keys, page_sessions
+from appliance.store.rows import PageSessionRow, columns
 
+IDLE_S = 8 * 3600.0
+"""Without a touch of its person's."""
+LONGEST_S = 7 * 86400.0
+MOST_OF_A_KEY = 16
+"""Past it, the one that was touched longest ago ends."""
+COOKIE = "x-appliance-cookie"
+"""For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
+_AGENT_CHARACTERS = 200
 MOVED_BY_S = 300.0
 """A smaller step of its end is not worth a table for all gateways."""
 
@@ -77,6 +85,33 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
         return {"id": row.id, "object": "session", "deleted": True}
+
+
+def begin(
+    context: ControllerContext, key_id: str, request: Request, response: Response, *, secure: bool
+) -> dict[str, Any]:
+    """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
+    the response. secure: the cookie travels by TLS alone."""
+    now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
+    row, halves = page_sessions.create(
+        context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
+    )
+    context.spending.publish_keys()
+    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    return view(context, row) | {"page": halves.page}
+
+
+def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
+    key = keys.find(context.db, row.key_id)
+    return {
+        "id": row.id,
+        "object": "session",
+        "key_id": row.key_id,
+        "key": key.name if key else None,
+        "owner": keys.owner_of(context.db, row.key_id),
+        **columns(row, "agent created_s seen_s until_s"),
+        "ends_s": row.created_s + LONGEST_S,
+    }
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
