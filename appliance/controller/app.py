@@ -60,7 +60,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    operations.Operations(context)
+    context.tasks.add(operations.kind(context))
     checks = data_checks.DataWork(context)
     context.tasks.add(batch_work.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.access.spending import ending_soon
-from appliance.controller.admin import handover_views, views
+from appliance.controller.admin import handover_views
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
@@ -25,6 +25,7 @@ from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Call
 from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
+from appliance.store.rows import AuditRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -100,8 +101,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)
     def list_audit(part: Annotated[Part, RECENT]) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
-        page = audit.page(db, **part)
-        return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+        def view(row: AuditRow) -> dict[str, Any]:
+            """`by`: the key's name, "box" for actions that needed none."""
+            by = names.get(row.key_id or "", row.key_id or "box")
+            return {"by": by, **columns(row, "id key_id action target outcome detail request_id created_s")}
+
+        return list_object(audit.page(db, **part), view)
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
 from appliance.controller.admin import handover_views
@@ -23,7 +22,6 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
@@ -105,7 +103,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "data": [_row(context, row) for row in windows.list_all(db)]}
 
     @router.post("/mode/schedule")
-    async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
@@ -113,16 +111,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
-        def make() -> WindowRow:
+        with db.transaction():
             windows.insert(db, row)
             record(context, caller, "mode.schedule.add", row.id, **body.model_dump())
-            return row
-
-        attempt = Attempt(request, caller, "windows", body.model_dump(mode="json"), partial(windows.find, db))
-        made, new = attempt.once(make)
-        if new:
-            context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
-        return _row(context, made)
+        context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
+        return _row(context, row)
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:

@@ -7,18 +7,20 @@ A route does it by being `def` instead of `async def`. It then gets what it need
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import Depends, Request, Response
+from starlette.requests import ClientDisconnect
 
 from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from runtime.devices.kind import Reading
 
+T = TypeVar("T")
 DATABASE: ContextVar[Database] = ContextVar("database")
 """Set by StrictRoute for the task of each request."""
 
@@ -56,3 +58,23 @@ Status = Annotated[SchedulerStatus, Depends(_status)]
 """The scheduler's status as of the request."""
 Readings = Annotated[Mapping[str, Reading], Depends(_readings)]
 """The newest reading of each device that reports any, as of the request."""
+
+
+async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns or raises. Starlette lets a handler run on once its client has left, or was cut off: call
+    this where it computes for minutes, and when the request's body is read. Raises ClientDisconnect."""
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientDisconnect
+        return doing.result()
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, create_model
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
-from appliance.controller.admin import views
 from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -35,7 +34,7 @@ from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
-from appliance.store.rows import KeyRow
+from appliance.store.rows import KeyRow, columns
 from runtime.moments import minute
 
 DEFAULT_SCOPES = (INFERENCE, FINE_TUNING)
@@ -104,7 +103,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
         if row is None:
             return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
-        return views.key(row)
+        return key_view(row)
 
     @router.get("/keys")
     @needs(ADMIN)
@@ -114,7 +113,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         asked = usage.last_used(db)
 
         def view(row: KeyRow) -> dict[str, Any]:
-            return views.key(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
+            return key_view(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
 
         return list_object(keys.page(db, **part), view)
 
@@ -139,7 +138,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="key_exists",
             ) from error
         context.spending.publish_keys()
-        return views.key(row) | {"key": key}
+        return key_view(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.spending.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
-        return views.key(keys.find(db, row.id) or row)
+        return key_view(keys.find(db, row.id) or row)
 
     @router.post("/keys/{id_or_name}/rotate")
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
@@ -177,7 +176,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.spending.publish_keys()
-        return views.key(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
+        return key_view(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.scheduler.nudge(f"{before.id} was revoked")
         row = keys.find(db, before.id) or before
         return (
-            views.key(row)
+            key_view(row)
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db))}
         )
@@ -212,6 +211,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         rows = [asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
+
+
+def key_view(row: KeyRow) -> dict[str, Any]:
+    limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds expires_s"
+    return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
