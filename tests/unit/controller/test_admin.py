@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus.load import Report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
@@ -214,23 +213,6 @@ async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have
     found = models.find(control.db, "m")
     assert found is not None and found.active_version == "v2"
     assert actions(control) == [("model.rollback", "m", "failed")]
-
-
-async def test_status_has_notes_of_gateways_and_the_first_end_of_a_certificate(control: Control):
-    reports = [
-        Report(f"g-{number}", 1, **more)
-        for number, more in enumerate(
-            (
-                {"notes": ["old", "bad"], "certificate_expires_s": 900.5},
-                {"notes": ["old"]},
-                {"certificate_expires_s": 1000},
-                {"notes": [], "certificate_expires_s": None},
-            )
-        )
-    ]
-    control.context.bus.load = lambda: total(reports)
-    shown = await ask(control, "GET", "/status")
-    assert shown["notes"][-2:] == ["old", "bad"] and shown["box"]["certificate_expires_s"] == 900.5
 
 
 async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):

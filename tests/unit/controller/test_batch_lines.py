@@ -40,14 +40,6 @@ def test_a_line_without_an_end_is_never_in_memory(found):
     assert [(error["code"], error["line"]) for error in lines.errors] == [("line_too_long", 2)]
 
 
-def test_offsets_are_those_of_the_file(found):
-    data = b"\n" + request(1) + b"  \n" + request(2).rstrip()
-    lines = found(data)
-    assert not lines.errors and list(lines.requests) == ["c1", "c2"]
-    for line in lines.requests.values():
-        assert input_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == line.custom_id
-
-
 def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(found):
     mark, lines_of = b"\xef\xbb\xbf", [request(number).rstrip() for number in (1, 2, 3)]
     data = mark + lines_of[0] + b"\r\n\r\n" + lines_of[1] + b"\r\n" + mark + lines_of[2]

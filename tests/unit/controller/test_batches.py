@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from appliance.controller.batches.answers import Answers
-from appliance.controller.bus import asking
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches, models
@@ -177,21 +176,6 @@ async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Con
     assert control.engines.sent == [{"model": "starter", "input": "x", "store": False}]
 
 
-async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, monkeypatch):
-    monkeypatch.setattr(asking, "MOST_RETRY_S", 0.01)
-    spent = {"error": {"message": "This API key has used up its quota.", "code": "insufficient_quota"}}
-
-    async def rule(_: dict[str, Any]) -> EngineAnswer:
-        return EngineAnswer(429, spent)
-
-    control.engines.rule = rule
-    batch_id = await begun(control, [line(n) for n in range(3)])
-    batch = await until(control, batch_id, lambda b: b.waiting_for)
-    assert (batch.status, batch.waiting_for) == ("in_progress", spent["error"]["message"])
-    control.engines.rule = None
-    assert (await ended(control, batch_id)).request_counts.completed == 3
-
-
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
@@ -279,20 +263,6 @@ async def test_a_revoked_key_ends_its_batch(control: Control):
     assert len(await content(control, batch.output_file_id)) == 1
 
 
-async def test_forget_ends_unfinished_batch_and_leaves_nothing(control: Control, caplog: pytest.LogCaptureFixture):
-    control.as_key("ann", owner="ann")
-    await _hang_after(control, 2)
-    batch_id = await begun(control, [line(n) for n in range(9)])
-    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
-    done = await control.http.post("/admin/v1/forget", json={"owner": "ann", "cancel": True}, headers=ADMIN)
-    assert done.json()["done"] and done.json()["unfinished"] == [batch_id]
-    await control.context.tasks.idle("batches")
-    for folder in (control.context.batches_dir, control.context.files_dir):
-        assert list(folder.iterdir()) == []
-    assert [control.db.value(f"SELECT count(*) FROM {table}") for table in ("batches", "files", "tasks")] == [0, 0, 0]
-    assert not [one for one in caplog.records if one.levelname == "ERROR"]
-
-
 async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
@@ -339,24 +309,6 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
-
-
-async def test_failed_batch_keeps_its_answers(control: Control):
-    may_fail = asyncio.Event()
-
-    async def rule(body: dict[str, Any]) -> None:
-        if body.get("user") == "bug":
-            await may_fail.wait()
-            raise RecursionError
-
-    control.engines.rule = rule
-    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
-    batch_id = await begun(control, [line(0), line(1), line(2, body=odd)])
-    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
-    may_fail.set()
-    batch = await ended(control, batch_id)
-    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
-    assert sorted(row["custom_id"] for row in await content(control, batch.output_file_id)) == ["r0", "r1"]
 
 
 def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):

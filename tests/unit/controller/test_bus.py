@@ -270,12 +270,3 @@ async def test_usage_that_cannot_be_stored_breaks_no_connection(tmp_path: Path):
             await reported(bus, "r1", rows)
         assert taken == [1, 2]
         assert [(await gateway.table())["type"] for _ in range(3)] == ["table", "counted", "counted"]
-
-
-async def test_gateways_hear_what_is_degraded_once(bus: Bus, tmp_path: Path):
-    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    assert (await gateway.table())["type"] == "table"
-    for names in (["usage"], ["usage"], []):
-        bus.set_degraded(names)
-        await asyncio.sleep(0)
-    assert [(await gateway.table())["degraded"] for _ in range(2)] == [["usage"], []]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.http import views
-from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from tests.unit.controller.conftest import Control
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -25,6 +25,7 @@ def checked(answer, status: int, code: str | None) -> dict:
     "body",
     [
         b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
+        b'{"a":' * 200 + b"1" + b"}" * 200,  # orjson reads it, and could not write it again
         b'{"seed": NaN}',
         b'{"seed": 1e999}',
         b'{"model": "\\ud800"}',
@@ -76,37 +77,6 @@ async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: 
     error = checked(answer, 500, None)
     assert error["type"] == "server_error" and "req_1" in error["message"] and "secret" not in answer.text
     assert answer.headers["x-should-retry"] == "false"
-
-
-@pytest.mark.parametrize(
-    ("scopes", "method", "path", "allowed"),
-    [
-        ("inference", "GET", "/v1/models", True),
-        ("inference", "GET", "/v1/files", False),
-        ("inference", "DELETE", "/v1/models/starter", False),
-        ("fine_tuning", "GET", "/v1/files", True),
-        ("fine_tuning", "DELETE", "/v1/models/starter", False),  # a base model
-        ("admin", "GET", "/v1/files", True),
-        ("administrator, inference2", "GET", "/v1/models", False),
-    ],
-)
-async def test_scopes(control: Control, scopes: str, method: str, path: str, allowed: bool):
-    headers = {"x-appliance-key-id": "key_x", "x-appliance-scopes": scopes}
-    answer = await control.http.request(method, path, headers=headers)
-    if allowed:
-        assert answer.status_code == 200
-    else:
-        checked(answer, 403, "insufficient_permissions")
-
-
-async def test_the_box_itself_needs_no_key_but_half_an_identity_is_nobodys(control: Control):
-    bare = control.http.build_request("GET", "/admin/v1/status")
-    for name in SCOPES:
-        del bare.headers[name]
-    assert (await control.http.send(bare)).status_code == 200
-    del (only_id := control.http.build_request("GET", "/admin/v1/status")).headers["x-appliance-scopes"]
-    checked(await control.http.send(only_id), 401, "missing_identity")
-    assert (await control.http.get("/admin/v1/status", headers=ADMIN)).status_code == 200
 
 
 async def test_the_document_says_how_refusals_look_and_nothing_of_fastapis_own(control: Control):

@@ -143,25 +143,6 @@ async def test_gate_compares_with_the_version_that_answers_when_it_decides(
     assert (gate(control, by_hand)["verdict"], gate(control, by_hand)["activated"]) == ("undecided", True)
 
 
-async def test_gate_after_a_restart_asks_nothing_twice_and_finds_what_answers(
-    control: Control, events: JobEvents, answers: Answers
-):
-    eval_id = await evaluation(control)
-    answers.asked.clear()
-    job_id = await gated(control, eval_id, pass_rate_at_least=0.5)
-    version = run(control, events, job_id)
-    await Gates(control.context).look()
-    (run_id,) = gate(control, job_id)["runs"].values()
-    await control.context.tasks.stop()
-    control.context.tasks.resume()
-    await looked(control)
-    assert len(answers.asked) == ITEMS and active(control) == version
-    # The controller ended between the switch and its record.
-    jobs.update(control.db, job_id, gate={**gate(control, job_id), "activated": None})
-    await looked(control, rounds=1)
-    assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("passed", True)
-
-
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_gate_after_kill_behind_its_verdict_activates_the_version(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool

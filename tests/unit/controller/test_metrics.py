@@ -16,7 +16,6 @@ from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
-from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
@@ -120,13 +119,6 @@ async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Co
     assert await told(True) == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
     assert await told(False) == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
     assert await told(True, "fp32") is None
-
-
-async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
-    control.context.health.newest = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
-    found = await scrape(control)
-    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
-    assert told == {(("code", "31"), ("device", "n0/0")): 2, (("code", "94"), ("device", "n0/0")): 1}
 
 
 # As vLLM writes them, between hundreds of others.

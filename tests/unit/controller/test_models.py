@@ -39,19 +39,6 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
-async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
-    for number in range(3):
-        insert_model(control.db, f"org/m{number}")
-    names, page = [], {"has_more": True, "last_id": ""}
-    while page["has_more"]:
-        after = {"after": page["last_id"]} if names else {}
-        answer = await control.http.get("/admin/v1/models", params={"limit": 2, **after}, headers=ADMIN)
-        page = answer.raise_for_status().json()
-        names += [row["name"] for row in page["data"]]
-    assert names == ["org/m2", "org/m1", "org/m0", "starter"]
-    assert (await control.http.get("/admin/v1/models?after=nobodys", headers=ADMIN)).status_code == 400
-
-
 async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")

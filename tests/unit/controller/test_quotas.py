@@ -162,17 +162,6 @@ def test_the_floor_fits_the_volume(total: int, floor: float):
     assert floor_of(total) == int(floor)
 
 
-async def test_stored_responses_are_bounded_by_the_key_of_the_newest(control: Control, db: Database):
-    made = [keys.create(db, name, ["inference"], "ann")[0].id for name in ("old", "new")]
-    old, new = sorted(made)
-    keys.update(db, old, bounds={"responses": 1})
-    for number, key_id in enumerate((old, new, new)):
-        row = ResponseRow(f"resp_{number}", key_id, "completed", time.time(), 9, "[]", "{}", owner="ann")
-        responses.insert(db, row)
-    control.app.state.responses.keep_house(time.time())
-    assert db.value("SELECT count(*) FROM responses") == 3
-
-
 async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: Control):
     ann, post = caller(control.db, "ann"), control.http.post
     kept = (await file(control, ann, b"x")).json()["id"]

@@ -195,12 +195,3 @@ async def test_a_keys_end_is_moved_and_lifted_and_never_past(control: Control):
         answer = await control.http.patch("/admin/v1/keys/guest", headers=ADMIN, json=body)
         assert answer.status_code == status
     assert answer.json()["expires_s"] is None
-
-
-async def test_the_key_of_who_comes_by_a_login_provider_has_no_end(control: Control):
-    keys.create(control.db, "ann", ["inference"], subject="ab" * 32)
-    for until_s, status in ((time.time() + 60, 400), (None, 200)):
-        answer = await control.http.patch("/admin/v1/keys/ann", headers=ADMIN, json={"expires_s": until_s})
-        assert answer.status_code == status, answer.text
-    keys_of = keys.find(control.db, "ann")
-    assert keys_of is not None and keys_of.expires_s is None

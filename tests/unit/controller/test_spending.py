@@ -11,7 +11,7 @@ import pytest
 
 from appliance.controller.access.spending import spent_quota
 from appliance.store.records import keys, usage
-from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.conftest import ADMIN, Control
 
 NOON = float(calendar.timegm((2026, 11, 21, 12, 30, 0)))
 
@@ -121,19 +121,6 @@ async def test_time_that_the_box_was_off_is_not_counted(control: Control):
     usage.close_left_open(control.db, {"another"})
     (spent,) = usage.report(control.db, "model", NOON, NOON + 86400)
     assert spent.device_hours == pytest.approx(4.0)
-
-
-async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Control):
-    insert_model(control.db, "secret")
-    key, _ = keys.create(control.db, "trial", ["inference", "fine_tuning"], models=["starter"])
-    headers = {"x-appliance-key-id": key.id, "x-appliance-scopes": "inference,fine_tuning"}
-    listed = (await control.http.get("/v1/models", headers=headers)).json()["data"]
-    assert "secret" not in [model["id"] for model in listed]
-    assert (await control.http.get("/v1/models/secret", headers=headers)).status_code == 404
-    made = await control.http.post(
-        "/v1/fine_tuning/jobs", headers=headers, json={"model": "secret", "training_file": "file-1"}
-    )
-    assert made.status_code == 404 and made.json()["error"]["code"] == "model_not_found"
 
 
 async def test_what_cannot_be_written_now_is_written_later(control: Control, monkeypatch):

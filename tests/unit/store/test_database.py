@@ -41,13 +41,6 @@ def test_new_database_is_private_durable_and_has_the_schema(db: Database, tmp_pa
     assert db.execute("PRAGMA foreign_keys").fetchone()[0] == 1
 
 
-def test_opening_again_keeps_rows(tmp_path: Path):
-    with Database(tmp_path / "a.db") as db:
-        jobs.insert(db, job(1, metadata={"k": "v"}, devices=["n0/0"]))
-    with Database(tmp_path / "a.db") as db:
-        assert jobs.get(db, "ftjob-1") == job(1, metadata={"k": "v"}, devices=["n0/0"])
-
-
 @pytest.mark.parametrize("change", ["ADD COLUMN colour TEXT", "DROP COLUMN loss"])
 def test_database_with_other_columns_is_refused(tmp_path: Path, change: str):
     with Database(tmp_path / "a.db") as db:
