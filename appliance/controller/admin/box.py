@@ -67,7 +67,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
             }
 
-        return await answer(db, of_store)
+        return await answer(of_store)
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
@@ -79,12 +79,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
-        return await answer(db, scraped)
+        return await answer(scraped)
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
         listed = context.tiers.status()
-        return await answer(db, lambda: {"object": "list", "data": listed()})
+        return await answer(lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:

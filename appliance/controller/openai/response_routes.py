@@ -19,6 +19,7 @@ from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import list_object, metadata_of, part, sliced
+from appliance.controller.http.reading import as_json
 from appliance.controller.http.routers import make_router, needs, takes, unaudited
 from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest
@@ -133,7 +134,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @needs(INFERENCE)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        return _json(orjson.dumps(await stored.conversation(id, caller.viewer)))
+        return as_json(await stored.conversation(id, caller.viewer))
 
     return router
 
@@ -166,7 +167,7 @@ def completion_routes(context: ControllerContext, stored: StoredResponses) -> AP
     @router.post("/{completion_id}")
     async def update(row: Completion, body: CompletionUpdate) -> Response:
         responses.update(db, row.id, metadata=body.metadata)
-        return _json(orjson.dumps(completion_object(replace(row, metadata=body.metadata))))
+        return as_json(completion_object(replace(row, metadata=body.metadata)))
 
     @router.delete("/{completion_id}")
     async def delete(row: Completion) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             found = model_view(context, row, now, ModelStates(db, now))
             return found | {"canary": canary}
 
-        return await answer(db, view)
+        return await answer(view)
 
 
 def model_view(
