@@ -218,7 +218,7 @@ class Batch:
                     status=status,
                     completed=answers.completed,
                     failed=answers.failed,
-                    usage=answers.usage_object(),
+                    usage=answers.tokens,
                     **{f"{status}_s": time.time()},
                     **{f"{name}_file_id": file.id for name, file in files.items()},
                     **changes,

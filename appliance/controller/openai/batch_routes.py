@@ -102,7 +102,8 @@ def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "batch",
-        **columns(row, "endpoint model input_file_id status output_file_id error_file_id usage metadata"),
+        **columns(row, "endpoint model input_file_id status output_file_id error_file_id metadata"),
+        "usage": None if row.usage is None else _usage(row.usage),
         "errors": None if row.errors is None else {"object": "list", "data": row.errors},
         "completion_window": "24h",
         "created_at": int(row.created_s),
@@ -110,4 +111,12 @@ def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
         "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,
+    }
+
+
+def _usage(tokens: dict[str, int]) -> dict[str, Any]:
+    return {
+        **{name: tokens.get(name, 0) for name in ("input_tokens", "output_tokens", "total_tokens")},
+        "input_tokens_details": {"cached_tokens": tokens.get("cached_tokens", 0)},
+        "output_tokens_details": {"reasoning_tokens": tokens.get("reasoning_tokens", 0)},
     }

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field, create_model
+from pydantic import Field
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
@@ -48,19 +48,14 @@ Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
 
 
-_BOUNDS: Any = dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None))
-KeyBounds = create_model(
-    "KeyBounds",
-    __base__=StrictBody,
-    __doc__="Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`).",
-    **_BOUNDS,
-)
+Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
     create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
-    jobs, which may be not preemptible or have a deadline if it is above 0. expires_s: Unix time at which it ends by
+    jobs, which may be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that
+    differs from `[controller.bounds]`. expires_s: Unix time at which it ends by
     itself.
     """
 
@@ -70,14 +65,14 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    bounds: KeyBounds | None = None  # type: ignore[valid-type]
+    bounds: dict[Bound, Amount | None] | None = None
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that were given."""
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
-            given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
+            given["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
         if given.get("max_priority", 0) is None:
             given["max_priority"] = 0
         return given
