@@ -10,7 +10,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.jobs.validation import remove_copies
 from appliance.store.database import Database, sql_list
-from appliance.store.objects import evals, files, jobs
+from appliance.store.objects import evals, files
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
 
 DAY_S = 86400.0
@@ -95,4 +95,5 @@ def delete_job(db: Database, job_id: str) -> None:
 
 def _with_folders(db: Database, jobs_dir: Path, before_s: float) -> list[str]:
     """Jobs that ended before this moment and have a folder."""
-    return [entry.name for entry in jobs_dir.iterdir() if jobs.has_ended(db, entry.name, before_s)]
+    folders = {entry.name for entry in jobs_dir.iterdir()}
+    return [job_id for job_id in db.column("SELECT id FROM jobs WHERE finished_s < ?", [before_s]) if job_id in folders]

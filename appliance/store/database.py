@@ -175,11 +175,6 @@ class Database:
             (is_busy, _, _) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return not is_busy
 
-    def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """Run the statement once for each of the parameters, in one transaction."""
-        with self.transaction():
-            self._connection.executemany(sql, parameters)
-
     def one(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         row = self.execute(sql, parameters).fetchone()
         return None if row is None else _decode(kind, row)

@@ -343,15 +343,6 @@ class HandoverRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverTotal:
-    """How many hand-overs ended in one state, and their seconds together."""
-
-    state: str
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverStepRow:
     """One journalled step: written before it runs (state) and after it ran (state, detail)."""
 

@@ -34,7 +34,7 @@ class Spending:
     def __init__(self, db: Database, bus: Bus):
         self._db, self._bus = db, bus
         self._unwritten: dict[tuple[str, ...], Counter[str]] = {}
-        bus.on_usage.append(self.take)
+        bus.on_usage = self.take
 
     def publish_keys(self) -> None:
         """Permissions or quotas of keys changed: the gateways get the keys of now."""

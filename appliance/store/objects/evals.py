@@ -32,10 +32,6 @@ def page_runs(
     return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
 
 
-def is_unfinished(db: Database, run_id: str) -> bool:
-    return run_id in unfinished_ids(db, run_id)
-
-
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
     """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(

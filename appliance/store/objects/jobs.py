@@ -81,11 +81,6 @@ def any_wants_devices(db: Database) -> bool:
     return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
 
 
-def has_ended(db: Database, job_id: str, before_s: float) -> bool:
-    """Whether it ended before this moment."""
-    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
@@ -132,7 +127,7 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:
-    """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
+    """Change columns other than the phase. Raises RowNotFound."""
     assert "phase" not in changes, "set_phase guards the phase"
     JOBS.update(db, job_id, **changes)
 

@@ -262,7 +262,7 @@ async def test_usage_that_cannot_be_stored_breaks_no_connection(tmp_path: Path):
             raise sqlite3.OperationalError("database or disk is full")
 
     async with running(tmp_path) as (bus, path):
-        bus.on_usage.append(take)
+        bus.on_usage = take
         gateway = await GatewayEnd.connect(path)
         for rows in (1, 2):
             await gateway.send({"type": "usage", "rows": [{}] * rows})
