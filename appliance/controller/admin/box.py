@@ -11,7 +11,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.access.spending import ending_soon
-from appliance.controller.admin import handover_views
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
@@ -22,10 +21,10 @@ from appliance.controller.http.routers import needs
 from appliance.controller.http.views import job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
-from appliance.store.database import Part
+from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import AuditRow, columns
+from appliance.store.rows import AuditRow, HandoverRow, HandoverStepRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -63,7 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
                 "devices": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
-                "handover": handover_views.by_id(db, now["handover"]),
+                "handover": handover_by_id(db, now["handover"]),
                 "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
             }
 
@@ -111,11 +110,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
+        return list_object(handovers.page(db, **part), lambda row: _handover(db, row))
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
-        found = handover_views.by_id(db, handover_id)
+        found = handover_by_id(db, handover_id)
         if found is None:
             raise NotFound(
                 f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
@@ -123,3 +122,57 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="handover_not_found",
             )
         return found
+
+
+# --- hand-overs, phase by phase, with bytes and seconds; the CLI and scripts rely on these keys
+
+
+def _handover(db: Database, row: HandoverRow) -> dict[str, Any]:
+    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
+    steps = [step_view(found) for found in handovers.steps(db, row.id)]
+    return {
+        **columns(row, "id reason state started_s ended_s"),
+        "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": sum(s["bytes"] or 0 for s in steps),
+        "asked_by": row.detail.get("asked_by"),
+        "asked_for": row.detail.get("asked_for"),
+        "error": row.detail.get("error"),
+        "detail": row.detail,
+        "steps": steps,
+    }
+
+
+def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
+    """None where there is none, or no more."""
+    row = handovers.find(db, handover_id) if handover_id else None
+    return _handover(db, row) if row else None
+
+
+def step_view(row: HandoverStepRow) -> dict[str, Any]:
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
+    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
+    count, moved_s, path = _moved(row.verb, row.detail)
+    return {
+        **columns(row, "verb target state started_s ended_s"),
+        "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": count,
+        "moved_s": moved_s,
+        "bytes_per_s": count / moved_s if count and moved_s else None,
+        "path": path,
+        "undoes": row.arguments.get("undoes"),
+        "detail": row.detail,
+    }
+
+
+def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, str | None]:
+    """(bytes, seconds in which they moved, path)."""
+    if verb in ("swap_replica", "wake_replica"):
+        read = detail.get("bytes_read") or []
+        seconds, how = detail.get("load_s"), detail.get("how")
+        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
+    if verb == "suspend_group" and detail.get("bytes"):
+        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
+    if verb in ("start_group", "start_replica"):
+        # Read while processes start: most of the step is not copying, so no rate is computed.
+        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
+    return None, None, None

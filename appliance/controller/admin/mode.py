@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
-from appliance.controller.admin import handover_views
+from appliance.controller.admin.box import handover_by_id
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.mode import (
@@ -87,7 +87,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="wait_timeout",
                 headers={"x-should-retry": "false"},
             ) from error
-        return _mode_view(context) | {"handover": handover_views.by_id(db, handover_id)}
+        return _mode_view(context) | {"handover": handover_by_id(db, handover_id)}
 
     @router.post("/mode/plan")
     @unaudited  # a preview
