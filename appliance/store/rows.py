@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from appliance.store.database import sql_list
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 
@@ -598,6 +599,15 @@ class ResponseRow:
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
 
+
+UNFINISHED = {
+    "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
+    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
+    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
+    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
+    "uploads": "status = 'pending'",
+}
+"""Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
 
 KEYS = Table("keys", KeyRow, called="name")
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})

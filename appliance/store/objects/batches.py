@@ -5,10 +5,9 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from appliance.store.database import Database, sql_list
-from appliance.store.rows import BATCHES, UNFINISHED_BATCH, BatchRow
+from appliance.store.database import Database
+from appliance.store.rows import BATCHES, UNFINISHED, BatchRow
 
-_UNFINISHED = sql_list(UNFINISHED_BATCH)
 insert, find, update, page = BATCHES.insert, BATCHES.find_visible, BATCHES.update, BATCHES.page_visible
 
 
@@ -16,6 +15,6 @@ def using_file(db: Database, file_id: str) -> BatchRow | None:
     """An unfinished batch that reads this file."""
     return db.one(
         BatchRow,
-        f"SELECT * FROM batches WHERE input_file_id = ? AND status IN ({_UNFINISHED}) ORDER BY seq LIMIT 1",
+        f"SELECT * FROM batches WHERE input_file_id = ? AND {UNFINISHED['batches']} ORDER BY seq LIMIT 1",
         [file_id],
     )

@@ -9,9 +9,8 @@ from typing import Any, Unpack
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
-from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
+from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
 
-_LIVE = sql_list(UNFINISHED_PHASES)
 insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
 
 
@@ -48,7 +47,7 @@ def page(
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
-    return JOBS.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
+    return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
@@ -85,7 +84,7 @@ def any_wants_devices(db: Database) -> bool:
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
-    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
+    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
     UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
         WHERE jobs.owner = ?1
