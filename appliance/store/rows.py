@@ -511,7 +511,8 @@ class BatchRow:
     """A batch of inference requests.
 
     total, completed, failed: lines of its input file; the last two as of the last look, exact once it has ended.
-    output_keep_s: seconds its output files are kept, None: for ever. errors: of the validation, as the API shows them.
+    output_keep_s: seconds its output files are kept, None: for ever. moments: when it first had each status. errors: of
+        the validation, as the API shows them.
     """
 
     id: str
@@ -529,13 +530,7 @@ class BatchRow:
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    in_progress_s: float | None = None
-    finalizing_s: float | None = None
-    completed_s: float | None = None
-    failed_s: float | None = None
-    expired_s: float | None = None
-    cancelling_s: float | None = None
-    cancelled_s: float | None = None
+    moments: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, str] | None = None
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
 
 WINDOW_S = 24 * 3600.0
-_MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+_MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 BATCHES = Resource(
     "batch",
     "/v1/batches",
@@ -85,7 +85,7 @@ def routes(context: ControllerContext) -> APIRouter:
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
         row = BATCHES.known(db, batch_id, caller)
         if row.status in ("validating", "in_progress"):
-            batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
+            batches.set_status(db, row.id, "cancelling")
             context.tasks.restart(KIND, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(
@@ -98,7 +98,6 @@ def routes(context: ControllerContext) -> APIRouter:
 
 def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
-    moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
         "id": row.id,
         "object": "batch",
@@ -107,7 +106,8 @@ def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
         "errors": None if row.errors is None else {"object": "list", "data": row.errors},
         "completion_window": "24h",
         "created_at": int(row.created_s),
-        **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
+        "expires_at": int(row.expires_s),
+        **{f"{name}_at": int(row.moments[name]) if name in row.moments else None for name in _MOMENTS},
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
         "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,

@@ -263,7 +263,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     answers = Answers(control.context.batches_dir, batch_id)
     answers.append([ANSWER | {"custom_id": "r0"}])
     answers.close()
-    batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
+    batches.set_status(control.db, batch_id, "finalizing")
     control.context.tasks.resume()
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
