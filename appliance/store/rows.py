@@ -621,12 +621,7 @@ JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step",
 CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
 HANDOVERS = Table("handovers", HandoverRow)
 HANDOVER_STEPS = Table(
-    "handover_steps",
-    HandoverStepRow,
-    "handover_id",
-    "position",
-    order="position",
-    parents={"handover_id": "handovers"},
+    "handover_steps", HandoverStepRow, "handover_id", "position", order="position", parents={"handover_id": "handovers"}
 )
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)

@@ -62,8 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/power")
     def power(
-        readings: Readings,
-        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0,
+        readings: Readings, since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0
     ) -> dict[str, Any]:
         """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
         `meters`: how many devices count energy at all."""

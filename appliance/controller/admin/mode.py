@@ -64,10 +64,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.put("/mode")
     async def set_mode(
-        body: ModeSet,
-        caller: Caller,
-        wait: bool = False,
-        timeout_s: Annotated[float | None, Query(gt=0)] = None,
+        body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
     ) -> dict[str, Any]:
         _check(context, body)
         by = name_of(context, caller)

@@ -72,12 +72,7 @@ class Bus:
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: ControllerConfig,
-        *,
-        first_generation: int,
-        background: BackgroundTasks | None = None,
+        self, path: Path, config: ControllerConfig, *, first_generation: int, background: BackgroundTasks | None = None
     ):
         self._path, self._config, self._background = path, config, background or BackgroundTasks()
         self.on_load: Callable[[], Any] = lambda: None

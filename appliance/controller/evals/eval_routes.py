@@ -40,13 +40,7 @@ from train.graders.graders import judge_models
 
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
-EVALS = Resource(
-    "eval",
-    "/v1/evals",
-    (FINE_TUNING,),
-    evals.find,
-    fields=("name",),
-)
+EVALS = Resource("eval", "/v1/evals", (FINE_TUNING,), evals.find, fields=("name",))
 RUNS = Resource(
     "eval_run",
     "/v1/evals/{eval_id}/runs",

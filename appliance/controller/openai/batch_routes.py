@@ -26,13 +26,7 @@ from appliance.store.rows import BatchRow, columns
 
 WINDOW_S = 24 * 3600.0
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-BATCHES = Resource(
-    "batch",
-    "/v1/batches",
-    (INFERENCE,),
-    batches.find,
-    fields=("endpoint", "input_file_id", "status"),
-)
+BATCHES = Resource("batch", "/v1/batches", (INFERENCE,), batches.find, fields=("endpoint", "input_file_id", "status"))
 
 
 class BatchCreate(StrictBody):

@@ -22,15 +22,7 @@ from appliance.controller.http.routers import needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import (
-    ADMIN,
-    ANY,
-    FINE_TUNING,
-    INFERENCE,
-    READ,
-    Caller,
-    Principal,
-)
+from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
 from appliance.paths import BoxPaths
