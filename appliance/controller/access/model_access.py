@@ -91,7 +91,8 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
     may not use, and BadRequest for one that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
-    if not caller_may_use(db, caller, name) or not _has_version(db, name):
+    lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
+    if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
     if chats and (why := why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param=param, code="model_not_supported")
@@ -131,8 +132,3 @@ def base_of(db: Database, job: JobRow) -> Resolved | None:
     Asked at each step of a job: it may wait for weeks between its creation and its run.
     """
     return resolve(db, job.model) if may_use(db, job.key_id, job.model) else None
-
-
-def _has_version(db: Database, name: str) -> bool:
-    """False if a name contains a version that does not exist."""
-    return "@" not in name or models.find(db, name) is not None or resolve(db, name) is not None

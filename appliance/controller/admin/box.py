@@ -28,7 +28,6 @@ from appliance.store.rows import AuditRow, HandoverRow, HandoverStepRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/status", response_model=dict[str, Any])

@@ -26,7 +26,6 @@ class Drain(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/devices")

@@ -55,7 +55,6 @@ class WindowCreate(ModeSet):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/mode")

@@ -46,7 +46,6 @@ class Import(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     def begin(

@@ -51,7 +51,6 @@ class Forget(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
 
     @router.get("/forget")
     @needs(ADMIN)  # it names an owner's keys

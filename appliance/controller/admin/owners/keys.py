@@ -86,7 +86,6 @@ class KeyCreate(KeyLimits):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/me")

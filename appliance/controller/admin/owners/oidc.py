@@ -225,11 +225,7 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
 
 def _subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
     """SHA-256 of who it is there, in hex."""
-    return _sha256(f"{settings.issuer}\n{claims['sub']}")
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
