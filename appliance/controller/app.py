@@ -56,8 +56,8 @@ a database is opened, which has the tables that they declare."""
 def create_app(context: ControllerContext) -> FastAPI:
     """The app; everything it touches is in `context`.
 
-    Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping; run it
-    with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
+    Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping, and ends all
+    background work; run it with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
     context.tasks.add(operations.kind(context))
@@ -67,7 +67,6 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored)
     grading = Grading(context.db, context.graders, context.asking)
     evaluations = EvalRunner(context, grading)
-    gates = Gates(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,29 +74,26 @@ def create_app(context: ControllerContext) -> FastAPI:
         context.tasks.resume()
         context.spending.publish_keys()
         keep_every = context.background.keep_every
-        rounds = (
-            keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s),
-            keep_every("keys that expire", partial(keys.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True),
-            keep_every("gates", gates.look, GATES_EVERY_S),
-            keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s),
-        )
+        keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s)
+        keep_every("keys that expire", partial(keys.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True)
+        keep_every("gates", Gates(context).look, GATES_EVERY_S)
+        keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s)
         try:
             yield
         finally:
-            for task in rounds:
-                task.cancel()
-            await asyncio.gather(*rounds, return_exceptions=True)
+            await context.background.stop()
             await canaries.tasks.stop()
             await context.tasks.stop()
             await context.graders.stop()
 
+    middleware = [Middleware(RequestIds)]
     app = FastAPI(
         title="appliance",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(RequestIds)],
+        middleware=middleware,
     )
     app.state.context = context
     app.state.responses = stored

@@ -318,7 +318,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-        await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()
