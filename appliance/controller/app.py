@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from fastapi import FastAPI
-from starlette.middleware import Middleware
 
 from appliance.controller import admin, data_checks, retention
 from appliance.controller.admin import owners
@@ -86,15 +85,8 @@ def create_app(context: ControllerContext) -> FastAPI:
             await context.tasks.stop()
             await context.graders.stop()
 
-    middleware = [Middleware(RequestIds)]
-    app = FastAPI(
-        title="appliance",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        middleware=middleware,
-    )
+    app = FastAPI(title="appliance", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(RequestIds)
     app.state.context = context
     app.state.responses = stored
     error_handlers.install(app)
