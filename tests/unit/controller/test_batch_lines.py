@@ -29,7 +29,7 @@ def found(tmp_path: Path):
     return read
 
 
-def test_a_line_without_an_end_is_never_in_memory(found):
+def test_read_of_an_endless_line_stops_at_the_limit(found):
     data = request(1) + b"x" * (64 << 20)
     tracemalloc.start()
     try:
@@ -58,7 +58,7 @@ def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, wha
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
 
 
-def test_blank_lines_do_not_count_as_requests(found):
+def test_read_ignores_blank_lines(found):
     data = b"\n \r\n".join(request(number) for number in range(1, 4)) + b"\n" * 9
     assert not found(data, max_lines=3).errors
     assert [(error["code"], error["line"]) for error in found(data, max_lines=2).errors] == [("too_many_requests", 7)]

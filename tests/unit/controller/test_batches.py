@@ -68,7 +68,7 @@ async def content(control: Control, file_id: str) -> list[dict[str, Any]]:
     return [json.loads(row) for row in (await control.sdk.files.content(file_id)).text.splitlines()]
 
 
-async def test_a_batch_answers_every_line_once(control: Control):
+async def test_batch_answers_every_line_once(control: Control):
     batch_id = await begun(control, [line(n) for n in range(10)], metadata={"night": "run"})
     batch = await ended(control, batch_id)
     assert batch.status == "completed" and batch.errors is None and batch.model == "starter"
@@ -107,7 +107,7 @@ async def test_a_batch_answers_every_line_once(control: Control):
         ([line(0, body={"model": "starter", "messages": [], "user": deep(300)})], "invalid_json_line", 1),
     ],
 )
-async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, rows, code, number):
+async def test_batch_with_a_bad_line_fails_with_its_number(control: Control, rows, code, number):
     change(control.context, config=control.context.config.model_copy(update={"batch_max_lines": 50}))
     batch = await ended(control, await begun(control, rows))
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
@@ -118,14 +118,14 @@ async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, 
 @pytest.mark.parametrize(
     ("version", "code"), [("v1", "model_version_not_served"), ("v2", None), ("v3", "model_not_found")]
 )
-async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, code):
+async def test_batch_for_a_version_not_served_fails(control: Control, version, code):
     insert_model(control.db, "two", versions=("v1", "v2"))
     batch = await ended(control, await begun(control, [line(0, body={"model": f"two@{version}", "messages": []})]))
     assert batch.status == ("failed" if code else "completed")
     assert [error.code for error in (batch.errors.data if batch.errors else [])] == ([code] if code else [])
 
 
-async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(control: Control):
+async def test_chat_batch_without_a_chat_template_fails(control: Control):
     """An adapter has the template of its base."""
     insert_model(control.db, "silent")
     models.update_version(control.db, "silent", "v1", meta={"chat_template": False})
@@ -147,7 +147,7 @@ async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Con
     assert control.engines.sent == [{"model": "starter", "input": "x", "store": False}]
 
 
-async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
+async def test_refused_line_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
             return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
@@ -161,7 +161,7 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     assert len(await content(control, batch.output_file_id)) == 2
 
 
-async def test_a_batch_waits_for_room_and_says_why(control: Control):
+async def test_batch_without_engines_says_why_it_waits(control: Control):
     control.engines.lines = 0
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for)
@@ -187,7 +187,7 @@ async def _hang_after(control: Control, answered: int) -> None:
     control.engines.rule = rule
 
 
-async def test_cancelling_keeps_what_was_answered(control: Control):
+async def test_cancelled_batch_keeps_its_answers(control: Control):
     await _hang_after(control, 3)
     batch_id = await begun(control, [line(n) for n in range(8)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 3)
@@ -199,13 +199,13 @@ async def test_cancelling_keeps_what_was_answered(control: Control):
     assert (await control.sdk.batches.cancel(batch_id)).status == "cancelled"
 
 
-async def test_a_batch_that_ended_cannot_be_cancelled(control: Control):
+async def test_cancel_of_an_ended_batch_is_refused(control: Control):
     batch = await ended(control, await begun(control, [line(0)]))
     with pytest.raises(openai.ConflictError, match="status 'completed'"):
         await control.sdk.batches.cancel(batch.id)
 
 
-async def test_an_expired_batch_says_which_lines_were_not_run(control: Control):
+async def test_expired_batch_names_lines_not_run(control: Control):
     await _hang_after(control, 2)
     keep = {"anchor": "created_at", "seconds": 3600}
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
@@ -221,7 +221,7 @@ async def test_an_expired_batch_says_which_lines_were_not_run(control: Control):
     assert file.expires_at == file.created_at + 3600
 
 
-async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Control):
+async def test_delete_of_an_input_file_in_use_is_refused(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
     batch = await control.sdk.batches.retrieve(batch_id)
@@ -233,7 +233,7 @@ async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Cont
     assert (await control.sdk.files.delete(batch.input_file_id)).deleted
 
 
-async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
+async def test_restart_repeats_only_lines_in_flight(control: Control):
     await _hang_after(control, 5)
     batch_id = await begun(control, [line(n) for n in range(9)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 5)
@@ -255,7 +255,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     assert {row["custom_id"] for row in rows[:5]} == answered_before
 
 
-async def test_a_restart_while_finalizing_makes_the_files_once(control: Control):
+async def test_restart_while_finalizing_makes_files_once(control: Control):
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda b: b.status == "in_progress")
@@ -269,7 +269,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
 
 
-def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
+def test_append_on_a_full_disk_leaves_no_half_line(tmp_path):
     """The next line became one with it, and the batch could not be opened any more."""
     answers = Answers(tmp_path, "batch_1")
     answers.append([ANSWER | {"custom_id": "r0"}])
