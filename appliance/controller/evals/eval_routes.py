@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -98,8 +99,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
             evals.insert(db, row)
             return row
 
-        row, _ = attempt.once(make)
-        return shapes.eval_object(row)
+        return shapes.eval_object(attempt.once(make))
 
     @of_evals.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
@@ -131,10 +131,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
             return view(earlier)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
-        row, _ = attempt.once(
-            lambda: insert_run(context, of, caller, source, name=body.name or "", metadata=body.metadata)
-        )
-        return view(row)
+        insert = partial(insert_run, context, of, caller, source, name=body.name or "", metadata=body.metadata)
+        return view(attempt.once(insert))
 
     @of_runs.get("")
     def list_runs(

@@ -76,15 +76,15 @@ class Attempt(Generic[Row]):
             row = self._db.one(IdempotencyRow, newest, [*where, self._body_sha256, self._since_s])
         return None if row is None else self._known(row.resource_id)
 
-    def once(self, make: Callable[[], Row]) -> tuple[Row, bool]:
-        """What the request makes, and whether it was made now. make: checks bounds and inserts the row.
+    def once(self, make: Callable[[], Row]) -> Row:
+        """What the request makes, or an earlier attempt has made. make: checks bounds and inserts the row.
 
         One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
         Conflict for a key that was used with another body, and KeyRevoked for an API key that has ended since.
         """
         with self._db.transaction():
             if (row := self.earlier()) is not None:
-                return row, False
+                return row
             if how := keys.how_ended(self._db, self._key_id):
                 raise KeyRevoked(how)
             row = make()
@@ -96,7 +96,7 @@ class Attempt(Generic[Row]):
             IDEMPOTENCY.insert(
                 self._db, IdempotencyRow(self._key_id, self._route, self._key, self._body_sha256, row.id, now_s)
             )
-        return row, True
+        return row
 
 
 def is_retry(request: Request) -> bool:

@@ -72,8 +72,7 @@ def routes(context: ControllerContext) -> APIRouter:
             context.tasks.start(KIND, row.id, row.key_id)
             return row
 
-        row, _ = attempt.once(make)
-        return view(row)
+        return view(attempt.once(make))
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 context.tasks.start(VALIDATIONS, row.id, row.key_id)
                 return row
 
-            row, _ = attempt.once(make)
+            row = attempt.once(make)
         return _view(context, row, caller)
 
     @router.post("/{job_id}/cancel")

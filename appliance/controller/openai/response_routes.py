@@ -85,7 +85,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 context.tasks.start(RESPONSES, row.id, row.key_id or None)
                 return row
 
-            row, _ = attempt.once(make)
+            row = attempt.once(make)
         return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")

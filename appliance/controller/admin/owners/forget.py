@@ -51,7 +51,6 @@ class Forget(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-
     @router.get("/forget")
     @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
