@@ -32,8 +32,6 @@ FORM_BYTES = 64 << 10
 """Of a form that has a file, apart from the file."""
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
-_PARSED_HERE = 64 << 10
-"""A body of this size takes less time than a change of threads."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -98,8 +96,7 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        body = await self.body()
-        return parsed(body) if len(body) <= _PARSED_HERE else await asyncio.to_thread(parsed, body)
+        return await asyncio.to_thread(parsed, await self.body())
 
 
 def parsed(text: bytes) -> Any:
