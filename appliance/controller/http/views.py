@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.store.database import Database
-from appliance.store.objects import job_records
 from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, columns
 from train.methods.methods import DEFAULT, METHODS
 
@@ -116,12 +113,6 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
         **columns(row, "level message type"),
         "data": row.data if row.data is not None else {},
     }
-
-
-def metrics_object(db: Database, job_id: str, after_step: int, limit: int) -> dict[str, Any]:
-    """Steps behind `after_step`, oldest first."""
-    rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
-    return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
 
 def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:

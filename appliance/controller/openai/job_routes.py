@@ -73,7 +73,8 @@ def routes(context: ControllerContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Steps behind `after_step`, oldest first."""
         known(job_id, caller)
-        return views.metrics_object(db, job_id, after_step, limit)
+        rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
+        return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:

@@ -127,8 +127,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @takes(lambda _: MAX_COPIES_BYTES)
     @unaudited  # copies of answers to requests of inference
     async def take(request: Request) -> dict[str, int]:
-        copies = await request.json()
-        return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
+        return {"stored": await stored.take(await request.json())}
 
     @router.get("/context", include_in_schema=False)
     @needs(INFERENCE)
