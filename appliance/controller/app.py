@@ -17,7 +17,7 @@ from appliance.controller.admin import owners
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import keys, page_sessions
+from appliance.controller.admin.owners import key_ends, keys, logins
 from appliance.controller.batches import work as batch_work
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
@@ -74,7 +74,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         context.spending.publish_keys()
         keep_every = context.background.keep_every
         keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s)
-        keep_every("keys that expire", partial(keys.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True)
+        keep_every("keys that expire", partial(key_ends.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True)
         keep_every("gates", Gates(context).look, GATES_EVERY_S)
         keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s)
         try:
@@ -129,4 +129,4 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses) -> No
         with context.background.guard(f"housekeeping of {what}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
-        page_sessions.keep_house(context, now_s)
+        logins.keep_house(context, now_s)

@@ -18,13 +18,13 @@ from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.routers import needs
-from appliance.controller.http.views import job_object
+from appliance.controller.http.views import handover_by_id, handover_object, job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
-from appliance.store.database import Database, Part
+from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import AuditRow, HandoverRow, HandoverStepRow, columns
+from appliance.store.rows import AuditRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -109,7 +109,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: _handover(db, row))
+        return list_object(handovers.page(db, **part), lambda row: handover_object(db, row))
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
@@ -121,57 +121,3 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="handover_not_found",
             )
         return found
-
-
-# --- hand-overs, phase by phase, with bytes and seconds; the CLI and scripts rely on these keys
-
-
-def _handover(db: Database, row: HandoverRow) -> dict[str, Any]:
-    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
-    steps = [step_view(found) for found in handovers.steps(db, row.id)]
-    return {
-        **columns(row, "id reason state started_s ended_s"),
-        "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
-        "bytes": sum(s["bytes"] or 0 for s in steps),
-        "asked_by": row.detail.get("asked_by"),
-        "asked_for": row.detail.get("asked_for"),
-        "error": row.detail.get("error"),
-        "detail": row.detail,
-        "steps": steps,
-    }
-
-
-def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
-    """None where there is none, or no more."""
-    row = handovers.find(db, handover_id) if handover_id else None
-    return _handover(db, row) if row else None
-
-
-def step_view(row: HandoverStepRow) -> dict[str, Any]:
-    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
-    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
-    count, moved_s, path = _moved(row.verb, row.detail)
-    return {
-        **columns(row, "verb target state started_s ended_s"),
-        "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
-        "bytes": count,
-        "moved_s": moved_s,
-        "bytes_per_s": count / moved_s if count and moved_s else None,
-        "path": path,
-        "undoes": row.arguments.get("undoes"),
-        "detail": row.detail,
-    }
-
-
-def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, str | None]:
-    """(bytes, seconds in which they moved, path)."""
-    if verb in ("swap_replica", "wake_replica"):
-        read = detail.get("bytes_read") or []
-        seconds, how = detail.get("load_s"), detail.get("how")
-        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
-    if verb == "suspend_group" and detail.get("bytes"):
-        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
-    if verb in ("start_group", "start_replica"):
-        # Read while processes start: most of the step is not copying, so no rate is computed.
-        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
-    return None, None, None

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
-from appliance.controller.admin.box import handover_by_id
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.mode import (
@@ -24,6 +23,7 @@ from appliance.controller.devices.mode import (
 )
 from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.views import handover_by_id
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode

@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from appliance.controller.admin.owners import forget, oidc
+from appliance.controller.admin.owners import forget, logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.http.peers import Listener
@@ -108,7 +108,7 @@ async def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     provider = FakeProvider()
     with Database(tmp_path / "appliance.db") as db:
         context = simulated_context(tmp_path, db, oidc=SETTINGS)
-        monkeypatch.setattr(oidc, "TRANSPORT", httpx2.MockTransport(provider.answer))
+        monkeypatch.setattr(logins, "TRANSPORT", httpx2.MockTransport(provider.answer))
         app = create_app(context)
         transport = httpx.ASGITransport(Listener(app), raise_app_exceptions=False)
         async with (

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.admin.owners import page_sessions
-from appliance.controller.admin.owners.page_sessions import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
+from appliance.controller.admin.owners import logins
+from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
 from appliance.store.records import audit
 from appliance.store.records import page_sessions as rows
 
@@ -130,7 +130,7 @@ async def test_touch_moves_the_end_up_to_the_longest(control: Control, monkeypat
     assert until_s <= begun_s + LONGEST_S
     at(monkeypatch, until_s + 1)
     assert (await control.http.post(f"{SESSIONS}/{made['id']}/touch", headers=by(made))).status_code == 401
-    page_sessions.keep_house(control.context, until_s + 1)
+    logins.keep_house(control.context, until_s + 1)
     assert rows.find(control.db, made["id"]) is None and sent(control, key_id) == {}
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
-from appliance.controller.admin.owners.keys import end_key
+from appliance.controller.admin.owners.key_ends import end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage

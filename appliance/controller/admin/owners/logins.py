@@ -1,9 +1,10 @@
-"""/admin/v1/oidc: logins of the page by an OpenID provider, by the code flow with PKCE. Authlib speaks the protocol.
+"""/admin/v1/sessions: logins of the page; /admin/v1/oidc: those by an OpenID provider, by the code flow with PKCE.
 
-Routes need no key. The browser keeps what its login began with (`binder`), so the box keeps nothing until the end. A
-person has a key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key itself;
-limits, usage, jobs, the audit log and revocation know a person by it. Its owner has a part of the subject's hash in the
-name: a name that a provider gives to somebody else later is another owner here.
+A key is exchanged for a login, so that a browser need not keep the key; what a login may do is what its key may. Its
+owner lists them and ends them; the end of its key is theirs. A person who comes by the provider (Authlib speaks the
+protocol) has a key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key
+itself; limits, usage, jobs, the audit log and revocation know a person by it. Its owner has a part of the subject's
+hash in the name: a name that a provider gives to somebody else later is another owner here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,16 +28,26 @@ from joserfc.errors import JoseError
 from pydantic import Field
 
 from appliance.controller.access.naming import OWNER_PATTERN
-from appliance.controller.admin.owners import page_sessions as logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.routers import make_router, unaudited
+from appliance.controller.http.routers import make_router, needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OidcSettings
-from appliance.controller.interfaces.errors import ApiError, NotFound
-from appliance.controller.interfaces.principal import GATEWAY, Caller
+from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller
 from appliance.store.records import keys, page_sessions
-from appliance.store.rows import KeyRow
+from appliance.store.rows import KeyRow, PageSessionRow, columns
+
+IDLE_S = 8 * 3600.0
+"""Without a touch of its person's."""
+LONGEST_S = 7 * 86400.0
+MOST_OF_A_KEY = 16
+"""Past it, the one that was touched longest ago ends."""
+COOKIE = "x-appliance-cookie"
+"""For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
+_AGENT_CHARACTERS = 200
+MOVED_BY_S = 300.0
+"""A smaller step of its end is not worth a table for all gateways."""
 
 # Public keys alone: with the secret's own family, whoever knows the secret could sign.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -50,6 +62,106 @@ _NAME_CHARACTERS = 48
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+class SessionBegin(StrictBody):
+    """secure: the page came by https, if only as far as a proxy; the cookie then never travels otherwise."""
+
+    secure: bool = False
+
+
+def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
+    db = context.db
+
+    @router.post("/sessions", status_code=201)
+    @needs(*ANY)
+    async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+        """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
+        in a cookie. Neither is shown again."""
+        if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
+            raise ApiError(
+                403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
+            )
+        made = _begin(context, caller.key_id, request, response, secure=body.secure)
+        record(context, caller, "session.create", made["id"], key=made["key"], agent=made["agent"])
+        return made
+
+    @router.get("/sessions")
+    @needs(*ANY)
+    def list_sessions(caller: Caller) -> dict[str, Any]:
+        rows = page_sessions.list_live(db, time.time(), caller.viewer)
+        return {"object": "list", "data": [view(context, row) for row in rows]}
+
+    @router.post("/sessions/{session_id}/touch")
+    @needs(*ANY)
+    @unaudited  # its person is still at the page
+    async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
+        """Its person is there: its end moves on, at most to seven days after its beginning."""
+        row = page_sessions.find(db, session_id)
+        if row is None or row.id != caller.session:
+            raise _unknown(session_id)
+        now_s = time.time()
+        until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
+        if until_s - row.until_s >= MOVED_BY_S:
+            page_sessions.update(db, row.id, seen_s=now_s, until_s=until_s)
+            context.spending.publish_keys()
+        return view(context, page_sessions.find(db, row.id) or row)
+
+    @router.delete("/sessions/{session_id}")
+    @needs(*ANY)
+    async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
+        row = page_sessions.find(db, session_id)
+        if row is None or (caller.viewer is not None and keys.owner_of(db, row.key_id) != caller.viewer):
+            raise _unknown(session_id)
+        # At once, however many were begun: the next beginning waits for it.
+        page_sessions.end(db, row.id)
+        record(context, caller, "session.end", row.id)
+        context.spending.publish_keys()
+        if row.id == caller.session:
+            response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
+        return {"id": row.id, "object": "session", "deleted": True}
+
+    return _oidc_routes(context)
+
+
+def _begin(
+    context: ControllerContext, key_id: str, request: Request, response: Response, *, secure: bool
+) -> dict[str, Any]:
+    """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
+    the response. secure: the cookie travels by TLS alone."""
+    now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
+    row, halves = page_sessions.create(
+        context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
+    )
+    context.spending.publish_keys()
+    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    return view(context, row) | {"page": halves.page}
+
+
+def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
+    key = keys.find(context.db, row.key_id)
+    return {
+        "id": row.id,
+        "object": "session",
+        "key_id": row.key_id,
+        "key": key.name if key else None,
+        "owner": keys.owner_of(context.db, row.key_id),
+        **columns(row, "agent created_s seen_s until_s"),
+        "ends_s": row.created_s + LONGEST_S,
+    }
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
+    if page_sessions.forget_ended(context.db, now_s):
+        context.spending.publish_keys()
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(f"No login of the page with the id {shown(session_id)}.", param="id", code="session_not_found")
+
+
+# --- by a provider
+
+
 class OidcFinish(StrictBody):
     """code, state: as the provider gave them. binder: as `begin` gave it to this browser. secure: as for a login with a
     key."""
@@ -60,7 +172,8 @@ class OidcFinish(StrictBody):
     secure: bool = False
 
 
-def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
+def _oidc_routes(context: ControllerContext) -> APIRouter:
+    """A browser without a key calls these. It keeps what its login began with (`binder`), so the box keeps nothing."""
     router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
     redirect_uri = f"{settings.box_url}/ui"  # the page itself
 
@@ -102,7 +215,7 @@ def routes(context: ControllerContext, _: APIRouter) -> APIRouter:
         except ApiError as error:
             tell("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
             raise
-        shown = logins.begin(context, key.id, request, response, secure=body.secure)
+        shown = _begin(context, key.id, request, response, secure=body.secure)
         tell(key.id, "done", key=key.name, scopes=key.scopes)
         return shown
 
