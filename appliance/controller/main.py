@@ -155,7 +155,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Gateways and nodes.
     generation = first_generation(db)
     bus = Bus(paths.bus_socket, config.controller, first_generation=generation, background=background)
-    bus.on_load.append(inbox.nudge)
+    bus.on_load = inbox.nudge
     spending = Spending(db, bus)
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
     nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
@@ -169,7 +169,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
-    bus.on_table.append(asking.table_changed)
+    bus.on_table = asking.table_changed
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
@@ -316,7 +316,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-        await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from appliance.store.database import sql_list
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 
@@ -341,15 +342,6 @@ class HandoverRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverTotal:
-    """How many hand-overs ended in one state, and their seconds together."""
-
-    state: str
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverStepRow:
     """One journalled step: written before it runs (state) and after it ran (state, detail)."""
 
@@ -515,7 +507,8 @@ class BatchRow:
     """A batch of inference requests.
 
     total, completed, failed: lines of its input file; the last two as of the last look, exact once it has ended.
-    output_keep_s: seconds its output files are kept, None: for ever. errors: of the validation, as the API shows them.
+    output_keep_s: seconds its output files are kept, None: for ever. moments: when it first had each status. errors: of
+        the validation, as the API shows them.
     """
 
     id: str
@@ -533,13 +526,7 @@ class BatchRow:
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    in_progress_s: float | None = None
-    finalizing_s: float | None = None
-    completed_s: float | None = None
-    failed_s: float | None = None
-    expired_s: float | None = None
-    cancelling_s: float | None = None
-    cancelled_s: float | None = None
+    moments: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, str] | None = None
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
@@ -604,6 +591,15 @@ class ResponseRow:
         return self.status not in UNFINISHED_RESPONSE
 
 
+UNFINISHED = {
+    "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
+    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
+    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
+    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
+    "uploads": "status = 'pending'",
+}
+"""Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
+
 KEYS = Table("keys", KeyRow, called="name")
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
 FILES = Table("files", FileRow)
@@ -621,12 +617,7 @@ JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step",
 CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
 HANDOVERS = Table("handovers", HandoverRow)
 HANDOVER_STEPS = Table(
-    "handover_steps",
-    HandoverStepRow,
-    "handover_id",
-    "position",
-    order="position",
-    parents={"handover_id": "handovers"},
+    "handover_steps", HandoverStepRow, "handover_id", "position", order="position", parents={"handover_id": "handovers"}
 )
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)

@@ -26,7 +26,6 @@ class Drain(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/devices")
@@ -62,8 +61,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/power")
     def power(
-        readings: Readings,
-        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0,
+        readings: Readings, since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0
     ) -> dict[str, Any]:
         """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
         `meters`: how many devices count energy at all."""

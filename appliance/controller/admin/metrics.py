@@ -155,12 +155,11 @@ class ControllerCollector(Collector):
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
         yield _gauge("mode", "1 for the mode in force.", "policy", [([one], float(one == holds)) for one in POLICIES])
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        totals = {total.state: total for total in handovers.totals(self._db)}
+        totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
             if state != "running":
-                total = totals.get(state)
-                ended.add_metric([state], total.count if total else 0, total.seconds if total else 0.0)
+                ended.add_metric([state], *totals.get(state, (0, 0.0)))
         yield ended
         yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), len(handovers.list_open(self._db)))])
         yield _gauge("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])

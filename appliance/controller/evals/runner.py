@@ -175,7 +175,7 @@ class EvalRunner:
         if not total:
             raise TaskFailed("invalid_data", "The data has no items.")
         with self._db.transaction():
-            if evals.is_unfinished(self._db, row.id):
+            if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
     async def _check_items(self, row: EvalRunRow, of: EvalRow, place: int, items: list[dict[str, Any]]) -> None:
@@ -253,7 +253,7 @@ class EvalRunner:
     def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
         with self._db.transaction():
-            if evals.is_unfinished(self._db, row.id):
+            if evals.unfinished_ids(self._db, row.id):
                 evals.insert_items(self._db, [item for item, _ in judged])
                 evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
 

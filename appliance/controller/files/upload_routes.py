@@ -90,8 +90,7 @@ def routes(context: ControllerContext) -> APIRouter:
             upload_rows.insert(db, row)
             return row
 
-        row, _ = UPLOADS.attempt(request, caller, body.model_dump(mode="json")).once(make)
-        return _view(context, row)
+        return _view(context, UPLOADS.attempt(request, caller, body.model_dump(mode="json")).once(make))
 
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)

@@ -13,7 +13,7 @@ from pydantic import Field
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.grading import Grading
-from appliance.controller.http.presence import while_present
+from appliance.controller.http.reading import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, InvalidValue

@@ -9,9 +9,8 @@ from typing import Any, Unpack
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
-from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
+from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
 
-_LIVE = sql_list(UNFINISHED_PHASES)
 insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
 
 
@@ -48,7 +47,7 @@ def page(
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
-    return JOBS.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
+    return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
@@ -81,16 +80,11 @@ def any_wants_devices(db: Database) -> bool:
     return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
 
 
-def has_ended(db: Database, job_id: str, before_s: float) -> bool:
-    """Whether it ended before this moment."""
-    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
-    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
+    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
     UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
         WHERE jobs.owner = ?1
@@ -132,7 +126,7 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:
-    """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
+    """Change columns other than the phase. Raises RowNotFound."""
     assert "phase" not in changes, "set_phase guards the phase"
     JOBS.update(db, job_id, **changes)
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack, cast, get_args
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import RESPONSES, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
+from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.rows import RESPONSES, UNFINISHED, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 COMPLETION = "chat.completion"
-_UNFINISHED = sql_list(UNFINISHED_RESPONSE)
 _ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
 find, find_visible, update, delete = RESPONSES.find, RESPONSES.find_visible, RESPONSES.update, RESPONSES.delete
 
@@ -68,7 +67,7 @@ def page_completions(
 
 def delete_before(db: Database, before_s: float) -> None:
     """Delete those made before this moment; unfinished ones stay."""
-    db.delete("responses", f"created_s < ? AND status NOT IN ({_UNFINISHED})", [before_s])
+    db.delete("responses", f"created_s < ? AND NOT {UNFINISHED['responses']}", [before_s])
 
 
 def delete_of_leavers(db: Database) -> None:
@@ -89,5 +88,5 @@ def shrink(db: Database, owner: str, *, number: int, size: int) -> None:
     """Delete an owner's oldest until at most `number` are left with at most `size` bytes. Unanswered ones stay."""
     newer = "sum(1) OVER newer > ?2 OR sum(bytes) OVER newer > ?3 AS is_over"
     held = f"SELECT seq, status, {newer} FROM responses WHERE owner = ?1 WINDOW newer AS (ORDER BY seq DESC)"
-    over = f"SELECT seq FROM ({held}) WHERE is_over AND status NOT IN ({_UNFINISHED})"
+    over = f"SELECT seq FROM ({held}) WHERE is_over AND NOT {UNFINISHED['responses']}"
     db.delete("responses", f"seq IN ({over})", [owner, number, size])

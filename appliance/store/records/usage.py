@@ -32,11 +32,11 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
     and maybe refused. A refused request may have an empty model: it named none that exists."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     sums = ", ".join(f"{count} = {count} + excluded.{count}" for count in _COUNTS)
-    db.many(
-        f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        f" ON CONFLICT DO UPDATE SET {sums}",
-        [[hour_s, row["key"], row["model"], row["version"], *(row.get(name, 0) for name in _COUNTS)] for row in rows],
-    )
+    counted = f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES ({', '.join('?' * 9)})"
+    with db.transaction():
+        for row in rows:
+            values = [hour_s, row["key"], row["model"], row["version"], *(row.get(name, 0) for name in _COUNTS)]
+            db.execute(f"{counted} ON CONFLICT DO UPDATE SET {sums}", values)
 
 
 def last_used(db: Database) -> dict[str, float]:

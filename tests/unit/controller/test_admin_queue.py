@@ -82,7 +82,6 @@ async def test_never_on_more_may_name_more_than_there_are(control: Control):
     ("fields", "param"),
     [
         ({"deadline_s": -1}, "deadline_s"),
-        ({"preemptible": "no"}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"),
     ],
 )
@@ -128,11 +127,9 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
     ("body", "param"),
     [
         ({}, None),
-        ({"priority": None}, "priority"),
         ({"preemptible": None}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"),
         ({"min_devices": 5, "max_devices": 7}, "min_devices"),
-        ({"held": True}, "held"),
     ],
 )
 async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):

@@ -150,18 +150,11 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
-@pytest.mark.parametrize(
-    ("metadata", "code"),
-    [
-        ({f"k{n}": "v" for n in range(17)}, "object_above_max_properties"),
-        ({"k" * 65: "v"}, "string_above_max_length"),
-        ({"k": "v" * 513}, "string_above_max_length"),
-    ],
-)
-async def test_metadata_beyond_openais_bounds_is_refused_with_its_codes(control: Control, metadata: Any, code: str):
+@pytest.mark.parametrize("metadata", [{f"k{n}": "v" for n in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}])
+async def test_metadata_beyond_openais_bounds_is_refused(control: Control, metadata: Any):
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(metadata=metadata)
-    assert refused.value.code == code
+    assert refused.value.code == "invalid_value"
 
 
 async def test_job_with_large_hyperparameters_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -299,8 +292,8 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
 @pytest.mark.parametrize(
     ("path", "query", "code"),
     [
-        ("/v1/batches", "limit=101", "integer_above_max_value"),
-        ("/v1/batches", "limit=-1", "integer_below_min_value"),
+        ("/v1/batches", "limit=101", "invalid_value"),
+        ("/v1/batches", "limit=-1", "invalid_value"),
         ("/v1/files", "limit=0", None),
         ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
     ],
