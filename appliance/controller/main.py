@@ -56,7 +56,6 @@ from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
-from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
@@ -70,7 +69,6 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -342,17 +340,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
         keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
-    if every_s := config.observability.profile_jobs_every_s:
-        keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
-
-
-async def _profile_jobs(context: ControllerContext) -> None:
-    """A step of each running job."""
-    for row in jobs.list_in_phase(context.db, "running"):
-        try:
-            await context.scheduler.profile_job(row.id, 1)
-        except OperationFailed as error:
-            log.info("no profile: %s", error, extra={"job_id": row.id})  # it ends, or moves
 
 
 async def _report_degraded(context: ControllerContext) -> None:

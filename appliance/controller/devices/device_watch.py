@@ -9,6 +9,7 @@ Every cordon, and every node that joins or leaves, is a row of the audit log und
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -71,7 +72,7 @@ class DeviceWatch:
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
             self.judge()
-        except Exception as error:  # noqa: BLE001 - the caller has more to do than to count a death against a device
+        except sqlite3.Error as error:  # the caller has more to do than to count a death against a device
             log.exception("a device cannot be cordoned now (%s); the next check tries again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
