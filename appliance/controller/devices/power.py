@@ -123,7 +123,7 @@ class EnergyMeter:
 
 
 def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
-    """What a job has drawn so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
+    """Energy of a job so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
     they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
     if row.joules is None:
         return None

@@ -26,7 +26,7 @@ from appliance.controller.evals.shapes import (
     fields_of,
 )
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.given import check_asked, check_code, check_form, check_schema, grader_of
+from appliance.controller.grading.given import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.http.paging import list_object, part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
@@ -192,7 +192,7 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
         where = f"{param}.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_asked, fields_of(given), f"{param}.sampling_params")
+    await asyncio.to_thread(check_completion, fields_of(given), f"{param}.sampling_params")
     if (sampling := given.sampling_params) is not None:
         await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
         if sampling.text is not None:

@@ -58,8 +58,9 @@ Judgement = tuple[EvalItemRow, list[ModelAnswer]]
 """An item with its sample and results, and what models answered for it."""
 
 
-class Asked(NamedTuple):
-    """An item before it is graded. error: why there is no sample. answers: of the model. judged: by grader."""
+class Answered(NamedTuple):
+    """An item before it is graded. error: empty, or the reason for a missing sample. answers: of the model. judged: of
+    each grader."""
 
     place: int
     item: dict[str, Any]
@@ -133,8 +134,8 @@ class EvalRunner:
                 if row.status == "queued":
                     await self._check_data(row, of, source)
                 async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
-                    async for asked in groups:
-                        judged = await self._graded(row, graders, asked)
+                    async for answered in groups:
+                        judged = await self._graded(row, graders, answered)
                         row = _counted(row, judged)
                         await to_thread.run_sync(self._store, row, judged)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
@@ -205,18 +206,18 @@ class EvalRunner:
 
     def _left(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
-    ) -> Iterator[Coroutine[Any, Any, Asked]]:
+    ) -> Iterator[Coroutine[Any, Any, Answered]]:
         """Asks models about each item that has no row. Raises TaskFailed."""
         have = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
             if place not in have:
-                yield self._asked(row, source, graders, place, entry)
+                yield self._answered(row, source, graders, place, entry)
 
-    async def _asked(
+    async def _answered(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
-    ) -> Asked:
+    ) -> Answered:
         item = entry.item
         body: dict[str, Any] = {"messages": []}
         if isinstance(source, Sampled):
@@ -234,11 +235,11 @@ class EvalRunner:
             await self._grading.ask_judges(row.key_id, grader, sample, item)
             for grader in (() if answer.error else graders)
         ]
-        return Asked(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
+        return Answered(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
 
-    async def _graded(self, row: EvalRunRow, graders: list[Grader], asked: list[Asked]) -> list[Judgement]:
-        results = [list[dict[str, Any]]() for _ in asked]
-        with_sample = [(of, one) for of, one in zip(results, asked, strict=True) if not one.error]
+    async def _graded(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> list[Judgement]:
+        results = [list[dict[str, Any]]() for _ in items]
+        with_sample = [(of, one) for of, one in zip(results, items, strict=True) if not one.error]
         for number, grader in enumerate(graders):
             # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
             each = MOST_TIMEOUTS if sources(grader) else AT_ONCE
@@ -248,7 +249,7 @@ class EvalRunner:
                 graded = await self._grading.grade(row.key_id, grader, samples, judged)
                 for (of, _), result, answers in zip(together, graded, judged, strict=True):
                     of.append(_result(grader, result, list(answers.values())))
-        return [_judgement(row, one, of) for one, of in zip(asked, results, strict=True)]
+        return [_judgement(row, one, of) for one, of in zip(items, results, strict=True)]
 
     def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
@@ -282,13 +283,13 @@ def _counted(row: EvalRunRow, judged: list[Judgement]) -> EvalRunRow:
     return replace(row, results=results, usage=usage, counts=counts, bytes=size)
 
 
-def _judgement(row: EvalRunRow, asked: Asked, results: list[dict[str, Any]]) -> Judgement:
+def _judgement(row: EvalRunRow, item: Answered, results: list[dict[str, Any]]) -> Judgement:
     status = "pass" if all(one["passed"] for one in results) else "fail"
-    if asked.error or any("error" in one for one in results):
+    if item.error or any("error" in one for one in results):
         status = "error"
-    answers = [*asked.answers, *(answer for judged in asked.judged for _, answer in judged.values())]
-    shown, at_s = asked.sample_shown, time.time()
-    return EvalItemRow(new_id("outputitem_"), row.id, asked.place, at_s, status, asked.item, shown, results), answers
+    answers = [*item.answers, *(answer for judged in item.judged for _, answer in judged.values())]
+    shown, at_s = item.sample_shown, time.time()
+    return EvalItemRow(new_id("outputitem_"), row.id, item.place, at_s, status, item.item, shown, results), answers
 
 
 def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], ModelAnswer]]) -> dict[str, Any]:

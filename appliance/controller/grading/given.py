@@ -51,7 +51,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
                 field = "labels" if isinstance(leaf, LabelModel) else "range"
                 path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
-                check_asked({"structured_outputs": leaf.answers_by}, path)
+                check_completion({"structured_outputs": leaf.answers_by}, path)
                 forms.add(form)
     return grader
 
@@ -101,7 +101,7 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
     named = given.get("json_schema")
     if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
         raise _missing(f"{param}.json_schema.schema")
-    check_asked({"response_format": given}, param)
+    check_completion({"response_format": given}, param)
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
         why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
         raise _invalid(param, why, "unsupported_value")
@@ -156,7 +156,7 @@ def _not_checked(what: str, error: WorkerBroke) -> ApiError:
     return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
-def check_asked(fields: dict[str, Any], param: str) -> None:
+def check_completion(fields: dict[str, Any], param: str) -> None:
     """Checks whether an engine takes a chat completion with these fields: once, and not for each of 10,000 items,
     because a check takes up to 50 ms. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
