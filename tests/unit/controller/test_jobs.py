@@ -119,7 +119,6 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(eval_interval=5), "hyperparameters.eval_interval"),
         (hyper(n_epoch=3), "hyperparameters.n_epoch"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
-        (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),
