@@ -25,9 +25,8 @@ from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
-from appliance.controller.responses.background import RESPONSES, BackgroundResponses
 from appliance.controller.responses.objects import asked_messages, completion_object, items_of, listed, stored_messages
-from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.responses.stored import RESPONSES, StoredResponses
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -54,7 +53,7 @@ Stored = Annotated[ResponseRow, Depends(_stored)]
 Completion = Annotated[ResponseRow, Depends(_completion)]
 
 
-def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
+def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
     router = make_router("/v1/responses", INFERENCE, noun="response", fields=("status",))
 
     @router.post("", include_in_schema=False)
@@ -86,7 +85,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 return row
 
             row = attempt.once(make)
-        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     def retrieve(
@@ -96,7 +95,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
+        return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(row: Stored) -> dict[str, Any]:
@@ -108,7 +107,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def cancel(row: Stored) -> Response:
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        background.cancel(row.id)
+        stored.cancel(row.id)
         return _json((responses.find(context.db, row.id) or row).response.encode())
 
     @router.get("/{response_id}/input_items")
