@@ -58,7 +58,7 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    bounds: dict[Bound, Amount | None] | None = None
+    bounds: dict[Bound, Amount | None] | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
