@@ -40,7 +40,6 @@ from appliance.controller.openai import (
     model_routes,
     response_routes,
 )
-from appliance.controller.responses.background import BackgroundResponses
 from appliance.controller.responses.stored import StoredResponses
 
 ADMIN_FILES = [
@@ -63,7 +62,6 @@ def create_app(context: ControllerContext) -> FastAPI:
     checks = data_checks.DataWork(context)
     context.tasks.add(batch_work.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
-    background = BackgroundResponses(context, stored)
     grading = Grading(context.db, context.graders, context.asking)
     evaluations = EvalRunner(context, grading)
 
@@ -104,9 +102,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         upload_routes.routes(context),
         data_checks.routes(context, checks),
         batch_routes.routes(context),
-        response_routes.routes(context, stored, background),
-        response_routes.internal_routes(stored),
-        response_routes.completion_routes(context, stored),
+        *response_routes.routes(context, stored),
         job_routes.routes(context),
         job_routes.method_routes(),
         grader_routes.routes(context, grading),

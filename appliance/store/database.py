@@ -242,6 +242,10 @@ class Database:
         return Page(rows, has_more)
 
 
+HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
+"""A condition on the metadata of a row."""
+
+
 def owned_by(viewer: str | None) -> dict[str, str]:
     """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
     return {} if viewer is None else {"owner": viewer}

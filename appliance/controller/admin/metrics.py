@@ -6,12 +6,13 @@ Nothing is counted here: the store keeps the counters, so they survive restarts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 import httpx
 from prometheus_client import ProcessCollector
@@ -40,34 +41,28 @@ Samples = Iterable[tuple[Sequence[str], float | None]]
 """Values of labels, and the measured value; None is left out."""
 
 
-class EngineReading(NamedTuple):
-    """figures: vLLM's own, by its names, each summed up over its labels."""
-
-    replica: str
-    model: str
-    figures: Mapping[str, float]
+Engines = Mapping[tuple[str, str], Mapping[str, float]]
+"""By replica and model: vLLM's own figures, by its names, each summed up over its labels."""
 
 
-async def read_engines(engines: Mapping[str, tuple[str, str]]) -> list[EngineReading]:
-    """What engines say of themselves; all that answer in time, side by side. engines: (model, address) by replica."""
-    found = await asyncio.gather(*(_read(replica, *engine) for replica, engine in engines.items()))
-    return [reading for reading in found if reading is not None]
+async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
+    """What engines say of themselves, those that answer in time. engines: (model, address) by replica."""
+    found = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
+    return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), found, strict=True)}
 
 
-async def _read(replica: str, model: str, address: str) -> EngineReading | None:
+async def _figures(address: str) -> Counter[str]:
     base_url, options = http_options(address)
-    try:
+    figures = Counter[str]()
+    with contextlib.suppress(TimeoutError, httpx.TransportError):
         async with (
             asyncio.timeout(ENGINE_WAIT_S),
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(**options), base_url=base_url) as client,
         ):
             answer = await client.get("/metrics")
-    except (TimeoutError, httpx.TransportError):
-        return None
-    figures = Counter[str]()
-    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
-        figures[name] += float(value)
-    return EngineReading(replica, model, figures)
+        for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
+            figures[name] += float(value)
+    return figures
 
 
 _ENGINE_METERS: tuple[tuple[str, str, str], ...] = (
@@ -131,7 +126,7 @@ class ControllerCollector(Collector):
     """All series, with the process's memory, CPU time and descriptors. Made on the loop, whose state it takes, for one
     scrape that reads the store on a thread."""
 
-    def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
+    def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: Engines):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
         self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
         self._readings = context.health.newest()
@@ -172,11 +167,11 @@ class ControllerCollector(Collector):
 
     def _of_engines(self) -> Iterator[Metric]:
         for name, text, figure in _ENGINE_METERS:
-            samples = [((one.replica, one.model), one.figures.get(figure)) for one in self._engines]
+            samples = [(engine, figures.get(figure)) for engine, figures in self._engines.items()]
             yield (_counter if figure.endswith("_total") else _gauge)(name, text, "replica model", samples)
         queue = [
-            ((one.replica, one.model, state), one.figures.get(figure))
-            for one in self._engines
+            ((*engine, state), figures.get(figure))
+            for engine, figures in self._engines.items()
             for state, figure in _REQUESTS
         ]
         text = "Requests that an engine computes, and those in its queue."

@@ -25,9 +25,8 @@ from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
-from appliance.controller.responses.background import RESPONSES, BackgroundResponses
 from appliance.controller.responses.objects import asked_messages, completion_object, items_of, listed, stored_messages
-from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.responses.stored import RESPONSES, StoredResponses
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -54,7 +53,8 @@ Stored = Annotated[ResponseRow, Depends(_stored)]
 Completion = Annotated[ResponseRow, Depends(_completion)]
 
 
-def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
+def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRouter]:
+    db = context.db
     router = make_router("/v1/responses", INFERENCE, noun="response", fields=("status",))
 
     @router.post("", include_in_schema=False)
@@ -71,22 +71,22 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 param="background",
                 code="unsupported_parameter",
             )
-        attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, context.db))
+        attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, db))
         if (row := attempt.earlier()) is None:
             previous = body.get("previous_response_id")
             if previous is not None:
                 await stored.conversation(previous, caller.viewer)
-            check_may_ask(context.db, caller, str(body.get("model")))
+            check_may_ask(db, caller, str(body.get("model")))
 
             def make() -> ResponseRow:
                 row = _queued(body, caller)
                 context.quotas.check(caller, row.bytes, begins=True)
-                responses.insert(context.db, row)
+                responses.insert(db, row)
                 context.tasks.start(RESPONSES, row.id, row.key_id or None)
                 return row
 
             row = attempt.once(make)
-        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     def retrieve(
@@ -96,11 +96,11 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
+        return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(row: Stored) -> dict[str, Any]:
-        responses.delete(context.db, row.id)
+        responses.delete(db, row.id)
         context.tasks.restart(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
@@ -108,41 +108,32 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def cancel(row: Stored) -> Response:
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        background.cancel(row.id)
-        return _json((responses.find(context.db, row.id) or row).response.encode())
+        stored.cancel(row.id)
+        return _json((responses.find(db, row.id) or row).response.encode())
 
     @router.get("/{response_id}/input_items")
     def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
         turns = [listed(turn, answered=turn.id != row.id) for turn in stored.turns(row.id, caller.viewer)]
         return sliced([item for turn in reversed(turns) for item in turn], "input item", **part)
 
-    return router
+    # For gateways; none of them forwards a client's request here.
+    internal = make_router("/internal/responses", GATEWAY)
 
-
-def internal_routes(stored: StoredResponses) -> APIRouter:
-    """For gateways; none of them forwards a client's request here."""
-    router = make_router("/internal/responses", GATEWAY)
-
-    @router.post("", include_in_schema=False)
+    @internal.post("", include_in_schema=False)
     @takes(lambda _: MAX_COPIES_BYTES)
     @unaudited  # copies of answers to requests of inference
     async def take(request: Request) -> dict[str, int]:
         return {"stored": await stored.take(await request.json())}
 
-    @router.get("/context", include_in_schema=False)
+    @internal.get("/context", include_in_schema=False)
     @needs(INFERENCE)
-    async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
+    async def conversation(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
         return as_json(await stored.conversation(id, caller.viewer))
 
-    return router
+    completions = make_router("/v1/chat/completions", INFERENCE, noun="completion")
 
-
-def completion_routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
-    router = make_router("/v1/chat/completions", INFERENCE, noun="completion")
-    db = context.db
-
-    @router.get("")
+    @completions.get("")
     def list_completions(
         request: Request,
         caller: Caller,
@@ -159,25 +150,25 @@ def completion_routes(context: ControllerContext, stored: StoredResponses) -> AP
             page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
         )
 
-    @router.get("/{completion_id}")
-    def retrieve(row: Completion) -> dict[str, Any]:
+    @completions.get("/{completion_id}")
+    def retrieve_completion(row: Completion) -> dict[str, Any]:
         return completion_object(row)
 
-    @router.post("/{completion_id}")
+    @completions.post("/{completion_id}")
     async def update(row: Completion, body: CompletionUpdate) -> Response:
         responses.update(db, row.id, metadata=body.metadata)
         return as_json(completion_object(replace(row, metadata=body.metadata)))
 
-    @router.delete("/{completion_id}")
-    async def delete(row: Completion) -> dict[str, Any]:
+    @completions.delete("/{completion_id}")
+    async def delete_completion(row: Completion) -> dict[str, Any]:
         responses.delete(db, row.id)
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
-    @router.get("/{completion_id}/messages")
+    @completions.get("/{completion_id}/messages")
     def list_messages(row: Completion, part: Annotated[Part, part(20, most=100, order="asc")]) -> dict[str, Any]:
         return sliced(stored_messages(row), "message", **part)
 
-    return router
+    return [router, internal, completions]
 
 
 def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:

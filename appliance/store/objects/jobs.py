@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Unpack
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
+from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
@@ -32,16 +32,9 @@ def page(
 ) -> Page[JobRow]:
     """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
     null_metadata: only jobs without metadata."""
-    conditions, parameters = ["1"], list[Any]()
-    if metadata:
-        # Keys are bound like values: a JSON path built from a key would be an injection. All pairs in one look.
-        pairs = ", ".join(["(?, ?)"] * len(metadata))
-        among = f"SELECT count(*) FROM json_each(jobs.metadata) AS m WHERE (m.key, m.value) IN (VALUES {pairs})"
-        conditions.append(f"({among}) = ?")
-        parameters += [*(part for pair in metadata.items() for part in pair), len(metadata)]
-    if null_metadata:
-        conditions.append("metadata IS NULL")
-    where = " AND ".join(conditions)
+    pairs = metadata or {}
+    where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
+    parameters = [part for pair in pairs.items() for part in pair]
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
 
 

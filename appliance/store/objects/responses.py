@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack, cast, get_args
 
-from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by
 from appliance.store.rows import RESPONSES, UNFINISHED, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 COMPLETION = "chat.completion"
@@ -50,10 +50,9 @@ def page_completions(
     """Chat completions of this model, with all of this metadata; the viewer's, or all for None. messages: with what
     they were asked with."""
     # As a parameter the kind would lead to no partial index, which has all that these conditions ask.
-    conditions, parameters = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)"], list[str | None]([model, model])
-    for name, value in metadata.items():
-        conditions.append("EXISTS (SELECT 1 FROM json_each(responses.metadata) WHERE key = ? AND value = ?)")
-        parameters += [name, value]
+    # The kind as a literal, for the partial index.
+    conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
+    parameters = [model, model, *(part for pair in metadata.items() for part in pair)]
     return db.page(
         ResponseRow,
         "responses",

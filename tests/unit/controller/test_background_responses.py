@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses import background
+from appliance.controller.responses import stored
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
@@ -163,7 +163,7 @@ async def test_restart_resumes_background_responses(control: Control):
 
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
-    monkeypatch.setattr(background, "DAY_S", 0.05)
+    monkeypatch.setattr(stored, "DAY_S", 0.05)
     control.engines.lines = 0
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "no answer within" in found.error.message

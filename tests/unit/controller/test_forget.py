@@ -89,7 +89,7 @@ def written(control: Control) -> str:
 
 
 def spent(control: Control) -> dict[str, int]:
-    return {row.name: row.completion_tokens for row in usage.report(control.db, "owner", 0.0, 9000.0)}
+    return {row["name"]: row["completion_tokens"] for row in usage.report(control.db, "owner", 0.0, 9000.0)}
 
 
 async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control, people: list[Person]):

@@ -77,14 +77,14 @@ async def test_usage_report_sums_by_key_owner_model_and_hour(control: Control):
     usage.add(control.db, [row(alice.id), row(alice.id, model="n", errors=1)], NOON)
     usage.add(control.db, [row(alice.id), row(bob.id, requests=3)], NOON + 3600)
     report = {by: usage.report(control.db, by, NOON, NOON + 7200) for by in ("key", "owner", "model", "hour")}
-    assert [(r.name, r.requests, r.prompt_tokens, r.completion_tokens) for r in report["key"]] == [
+    assert [(r["name"], r["requests"], r["prompt_tokens"], r["completion_tokens"]) for r in report["key"]] == [
         ("alice", 3, 30, 15),
         ("bob", 3, 10, 5),
     ]
-    assert [(r.name, r.requests, r.errors) for r in report["owner"]] == [("lab", 6, 1)]
-    assert {r.name: r.requests for r in report["model"]} == {"m": 5, "n": 1}
-    assert [r.name for r in report["hour"]] == ["2026-11-21T12:00Z", "2026-11-21T13:00Z"]
-    assert [r.requests for r in usage.report(control.db, "key", NOON + 3600, NOON + 7200)] == [1, 3]
+    assert [(r["name"], r["requests"], r["errors"]) for r in report["owner"]] == [("lab", 6, 1)]
+    assert {r["name"]: r["requests"] for r in report["model"]} == {"m": 5, "n": 1}
+    assert [r["name"] for r in report["hour"]] == ["2026-11-21T12:00Z", "2026-11-21T13:00Z"]
+    assert [r["requests"] for r in usage.report(control.db, "key", NOON + 3600, NOON + 7200)] == [1, 3]
     told = await ask(control, "GET", "/usage?by=owner&since_s=0")
     assert told["data"][0]["name"] == "lab" and told["by"] == "owner"
     await ask(control, "GET", "/usage?by=colour", 400)
@@ -97,8 +97,8 @@ async def test_usage_report_counts_refused_requests(control: Control):
     spending.take([row(alice.id) | {"refused": 2}, row(alice.id, requests=0) | nameless])
     spending.take([row(alice.id) | {"refused": 1}, row(alice.id)])
     (spent,) = usage.report(control.db, "key", 0, NOON)
-    assert (spent.requests, spent.refused) == (3, 6)
-    by_model = {r.name: r.refused for r in usage.report(control.db, "model", 0, NOON)}
+    assert (spent["requests"], spent["refused"]) == (3, 6)
+    by_model = {r["name"]: r["refused"] for r in usage.report(control.db, "model", 0, NOON)}
     assert by_model == {"m": 3, "(no model)": 3}
 
 
@@ -109,9 +109,9 @@ async def test_usage_report_counts_device_hours(control: Control):
     for at, devices in ((0, 4), (600, 4), (1800, 8), (3600, 0), (7200, 0)):
         usage.devices_held(control.db, job_id, devices, NOON + at)
     (spent,) = usage.report(control.db, "key", NOON, NOON + 7200)
-    assert spent.name == "alice" and spent.device_hours == pytest.approx(0.5 * 4 + 0.5 * 8)
+    assert spent["name"] == "alice" and spent["device_hours"] == pytest.approx(0.5 * 4 + 0.5 * 8)
     (later,) = usage.report(control.db, "owner", NOON + 2700, NOON + 7200)
-    assert later.name == "lab" and later.device_hours == pytest.approx(0.25 * 8)
+    assert later["name"] == "lab" and later["device_hours"] == pytest.approx(0.25 * 8)
 
 
 async def test_device_time_ends_at_the_last_step_before_a_crash(control: Control):
@@ -120,7 +120,7 @@ async def test_device_time_ends_at_the_last_step_before_a_crash(control: Control
     control.db.execute("INSERT INTO job_metrics (job_id, step, created_s) VALUES (?, 1, ?)", [job_id, NOON + 1800])
     usage.close_left_open(control.db, {"another"})
     (spent,) = usage.report(control.db, "model", NOON, NOON + 86400)
-    assert spent.device_hours == pytest.approx(4.0)
+    assert spent["device_hours"] == pytest.approx(4.0)
 
 
 async def test_usage_on_a_full_disk_is_written_later(control: Control, monkeypatch):

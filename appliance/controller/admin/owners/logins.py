@@ -128,12 +128,12 @@ def _begin(
     """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
     the response. secure: the cookie travels by TLS alone."""
     now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-    row, halves = page_sessions.create(
+    row, (cookie, page) = page_sessions.create(
         context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
     )
     context.spending.publish_keys()
-    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
-    return view(context, row) | {"page": halves.page}
+    response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    return view(context, row) | {"page": page}
 
 
 def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
