@@ -206,7 +206,7 @@ class Asking:
         except orjson.JSONDecodeError:
             message = "The engine's answer is not JSON."
             return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
-        answer = EngineAnswer(response.status_code, body, response.headers.get("x-appliance-model-version", ""))
+        answer = EngineAnswer(response.status_code, body)
         if answer.status == 401 and not keys.how_ended(self._db, key_id):  # the gateway does not know the key yet
             return answer, AWAY_RETRY_S
         if answer.status not in (429, 503):

@@ -40,11 +40,10 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
+    """body: the answer's JSON."""
 
     status: int
     body: Any
-    version: str = ""
 
     @property
     def error(self) -> str:

@@ -21,7 +21,7 @@ def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
     left = list(answers)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
-        given = left.pop(0) if left else EngineAnswer(200, answer(99, "later"), "v1")
+        given = left.pop(0) if left else EngineAnswer(200, answer(99, "later"))
         if isinstance(given, LineReturned):
             raise given
         return given
@@ -46,7 +46,7 @@ async def asked(control: Control, given: Any = "1+1?", model: str = "starter", *
 
 async def test_background_response_is_queued_then_completed(control: Control):
     control.engines.lines = 0
-    scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
+    scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter")))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
     while not control.engines.models:
@@ -67,7 +67,7 @@ async def test_background_response_is_queued_then_completed(control: Control):
 
 async def test_background_response_continues_a_conversation(control: Control):
     await send(control, copy(1, "1+1?"))
-    scripted(control, EngineAnswer(200, answer(2, "3"), "v1"))
+    scripted(control, EngineAnswer(200, answer(2, "3")))
     made = await asked(control, "and 1?", previous_response_id=name(1))
     found = await ended(control, made.id)
     assert found.previous_response_id == name(1)
@@ -138,7 +138,7 @@ async def test_cancel_or_delete_stops_the_engine(control: Control, verb: str):
 
 
 async def test_background_stream_resumes_after_any_event(control: Control):
-    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
+    scripted(control, EngineAnswer(200, answer(1, "two")))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
     seen = [event async for event in stream]
     kinds = [event.type.removeprefix("response.") for event in seen]
@@ -157,7 +157,7 @@ async def test_restart_resumes_background_responses(control: Control):
     await control.context.tasks.stop()
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     control.engines.lines = 4
-    scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
+    scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
 

@@ -108,7 +108,7 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
     assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
     places = [{str(one): {"logprob": -one / 10, "rank": 1, "decoded_token": "x"}} for one in body["prompt"]]
     used = {"prompt_tokens": len(places), "completion_tokens": 1, "total_tokens": len(places) + 1}
-    return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used}, "v1")
+    return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used})
 
 
 def question(*answers: list[int]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
         sent.append(body)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
         used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
-        return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": used})
 
     control.engines.rule = rule
     return sent

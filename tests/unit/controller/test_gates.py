@@ -35,7 +35,7 @@ class Answers:
         good = next((right for part, right in self.right.items() if part in body["model"]), 8)
         text = "yes" if place < good else "no"
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": {}})
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ async def test_revoke_fails_background_responses(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         at_engine.set()
         await answers.wait()
-        return EngineAnswer(200, {"output": []}, "v1")
+        return EngineAnswer(200, {"output": []})
 
     control.engines.rule, control.engines.lines = rule, 1
     flying, waiting = [
