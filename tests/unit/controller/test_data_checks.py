@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from appliance.controller import data_checks
-from appliance.store.objects import tasks
 from tests.unit.controller.conftest import Control
 
 
@@ -45,14 +44,6 @@ async def test_every_upload_of_training_data_is_checked_after_it(control: Contro
     assert report["file"]["file"] == made and report["checks"]["duplicates"]["first"] == [{"line": 2, "of": 1}]
     (listed,) = (await control.sdk.files.list()).data
     assert listed.check == {"status": "done"}, "a list reads no reports"  # type: ignore[attr-defined]
-
-
-async def test_what_is_no_training_data_or_cannot_be_trained_on_is_not_checked(control: Control):
-    other = await control.upload(b"anything", purpose="user_data")
-    bad = await control.upload(b"{no json\n")
-    for one in (other, bad):
-        assert "check" not in await asked(control, f"/v1/files/{one}")
-    assert tasks.list_all(control.db) == []
 
 
 @pytest.mark.usefixtures("checked_here")

@@ -84,14 +84,6 @@ async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: C
     assert (told["supervised"]["takes"], told["distillation"]["takes"]) == ([], ["teacher"])
 
 
-async def test_extra_hyperparameters_pass_through_and_come_back(control: Control):
-    job_id = await control.job(hyperparameters={"lora_rank": 8, "zero_stage": 2, "n_epochs": 2, "precision": "fp32"})
-    row = jobs.get(control.db, job_id)
-    assert (row.resolved["lora_rank"], row.resolved["zero_stage"], row.resolved["full"]) == (8, 2, False)
-    shown = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
-    assert shown["hyperparameters"]["lora_rank"] == 8 and shown["hyperparameters"]["precision"] == "fp32"
-
-
 async def test_devices_that_share_a_model_come_in_groups(control: Control):
     asked = {"tensor_parallel": 2, "batch_size": 4}
     made = jobs.get(control.db, await control.job(hyperparameters=asked))
@@ -317,14 +309,6 @@ async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(c
     assert jobs.get(control.db, whole).phase == "queued"
     row = jobs.get(control.db, vanished)
     assert row.phase == "failed" and row.error["code"] == "file_unreadable"
-
-
-async def test_deleting_the_file_afterwards_does_not_hurt_the_job(control: Control):
-    file_id = await control.upload()
-    job_id = await control.job(training_file=file_id)
-    await control.sdk.files.delete(file_id)
-    assert jobs.get(control.db, job_id).phase == "queued"
-    assert (control.context.jobs_dir / job_id / "train.jsonl").exists()
 
 
 @pytest.mark.parametrize(("mode", "level"), [(None, "warn"), ("offline", "info"), ("online", "info")])
