@@ -26,6 +26,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
+from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
@@ -130,10 +131,7 @@ def make_result(db: Database, files_dir: Path, content: bytes, filename: str, ow
         owner=owner,
     )
     with growing(files_dir, row.id) as (incoming,):
-        with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        replace_file(incoming, content, durable=True)
         with db.transaction():
             os.rename(incoming, files_dir / row.id)
             files.insert(db, row)
