@@ -129,9 +129,7 @@ class JobEvents:
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
         reached = job_records.last_step(self._db, job_id)
         if (lost := reached - step) > 0:
-            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job starts over"
-            span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
-            text = f"{where}: {span} repeated ({lost} in all)"
+            text = f"The job resumed from step {step}: {lost} steps up to step {reached} are repeated"
             add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
 
     def suspended(self, job_id: str, step: int, reason: str) -> None:
