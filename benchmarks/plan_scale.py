@@ -23,7 +23,8 @@ from benchmarks._claims import at_most, record
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Allocation, Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
-from scheduler.handover.moves import Box, GroupView, moves
+from scheduler.handover.effects import Box, GroupView
+from scheduler.handover.moves import moves
 from scheduler.plan.plan import plan
 
 SIZES = ((8, 10), (64, 80), (1024, 1250), (8192, 10_000))

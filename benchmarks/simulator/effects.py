@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import Cluster
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
 from scheduler.core.workload import (
     Build,
@@ -24,7 +24,7 @@ from scheduler.core.workload import (
     Standby,
     Workload,
 )
-from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed
+from scheduler.handover.effects import Box, Event, GroupEnded, GroupView
 
 MODEL = "model"
 """The first model; further ones have the names that the set-up gives them."""
@@ -116,7 +116,7 @@ class SimStore:
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:
         self.jobs.pop(job_id, None)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         assert trouble is None, f"simulated engines do not fail: {trouble}"
 
     def model_served(self, model: str, build: Build) -> None: ...
@@ -268,12 +268,9 @@ class SimEffects:
             if group.ended is None:
                 self._stop_training(job_id)
 
-    async def observe(self) -> Observed:
-        return Observed(
-            devices=self._devices,
-            replicas=tuple(self._replicas.values()),
-            groups=tuple(GroupObserved(job_id, g.devices, g.run, g.ended) for job_id, g in self._groups.items()),
-        )
+    async def observe(self) -> Box:
+        groups = (GroupView(job_id, g.devices, ended=g.ended, run=g.run) for job_id, g in self._groups.items())
+        return Box.of(self._devices, self._replicas.values(), groups)
 
     async def next_event(self) -> Event:
         return await self._events.get()

@@ -19,7 +19,6 @@ from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
 from scheduler.autoscale.standby import StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
 from scheduler.loop.loop import SchedulerLoop
@@ -55,7 +54,7 @@ class Setup:
     def __post_init__(self) -> None:
         for name, seconds in (("slo_ttft_s", self.slo_ttft_s), ("slo_tpot_s", self.slo_tpot_s)):
             if not 0 < seconds < math.inf:
-                raise InvalidWorkload(name, seconds, "seconds, more than 0")
+                raise ValueError(f"{name}: {seconds!r} given, more than 0 seconds expected")
 
     @property
     def devices(self) -> int:

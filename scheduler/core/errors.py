@@ -1,7 +1,6 @@
 """Errors of the scheduler.
 
 SchedulerError
-├── InvalidWorkload      a job, deployment or policy with values that contradict each other
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
 ├── NodeNameTaken        a node joined under a name that another node of the box has
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
@@ -21,14 +20,6 @@ version, and a new one may. The last three are not counted against the job or mo
 
 class SchedulerError(Exception):
     """Base of everything raised by `scheduler`."""
-
-
-class InvalidWorkload(SchedulerError, ValueError):
-    """A job, deployment or policy whose values contradict each other; the message names value and remedy."""
-
-    def __init__(self, what: str, given: object, expected: str):
-        super().__init__(f"{what}: {given!r} given, {expected} expected")
-        self.what, self.given, self.expected = what, given, expected
 
 
 class InvalidSchedule(SchedulerError, ValueError):

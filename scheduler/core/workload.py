@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
-from scheduler.core.errors import InvalidWorkload
 from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
 
@@ -41,14 +40,6 @@ class Policy:
     kind: PolicyKind = "auto"
     train_devices: int | None = None
     serving_floor: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in POLICIES:
-            raise InvalidWorkload("policy", self.kind, "serve, train, split or auto")
-        if self.kind == "split" and (self.train_devices is None or self.train_devices < 0):
-            raise InvalidWorkload("train_devices of policy split", self.train_devices, "a number of devices, 0 or more")
-        if self.serving_floor < 0:
-            raise InvalidWorkload("serving_floor", self.serving_floor, "a number of devices, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +76,6 @@ class JobView:
     failed: str = ""
     busy: Busy = None
     pause_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_devices <= self.max_devices:
-            raise InvalidWorkload(
-                f"devices of job {self.id}", (self.min_devices, self.max_devices), "1 <= min_devices <= max_devices"
-            )
-        if self.allowed_sizes and not self.sizes:
-            raise InvalidWorkload(
-                f"allowed_sizes of job {self.id}",
-                self.allowed_sizes,
-                f"at least one size from {self.min_devices} to {self.max_devices}",
-            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -226,14 +205,6 @@ class DeploymentView:
     @property
     def family(self) -> str:
         return self.beside or self.model
-
-    def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise InvalidWorkload(f"tensor_parallel of {self.model}", self.tensor_parallel, "1 or more")
-        if not 0 <= self.min_replicas <= self.max_replicas:
-            raise InvalidWorkload(
-                f"replicas of {self.model}", (self.min_replicas, self.max_replicas), "0 <= min_replicas <= max_replicas"
-            )
 
     @property
     def floor_replicas(self) -> int:

@@ -15,12 +15,12 @@ Contract of every verb:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.errors import Blame
-from scheduler.core.inventory import Device
+from scheduler.core.inventory import Device, Holder
 from scheduler.core.workload import ReplicaPlan, ReplicaView
 
 Detail = Mapping[str, Any] | None
@@ -54,26 +54,49 @@ class GroupEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupObserved:
-    """A group of ranks that was started and neither suspended nor stopped.
+class GroupView:
+    """A group of ranks that was started and neither suspended nor stopped. `run`: see GroupEnded.
 
-    `ended`: it ended by itself; repeats its GroupEnded event until `stop_group` cleans it up, so that an end while no
-    loop is listening is not lost.
+    `ended`: it ended by itself, and only its processes remain; `observe` repeats the event until `stop_group` cleans it
+    up, so that an end while no loop is listening is not lost.
     """
 
     job_id: str
     devices: tuple[str, ...]
-    run: str = ""
+    since_s: float = 0.0
     ended: GroupEnded | None = None
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """The observed state, read from the processes themselves, never from a record of requests."""
+class Box:
+    """Devices, engines and groups at one moment, as read from the processes themselves; whoever has a process on a
+    device holds it. Never changed in place."""
 
-    devices: tuple[Device, ...]
-    replicas: tuple[ReplicaView, ...] = ()
-    groups: tuple[GroupObserved, ...] = ()
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaView] = field(default_factory=dict)
+    groups: Mapping[str, GroupView] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, devices: Iterable[Device], replicas: Iterable[ReplicaView], groups: Iterable[GroupView]) -> Box:
+        return cls({d.id: d for d in devices}, {r.id: r for r in replicas}, {g.job_id: g for g in groups})
+
+    @property
+    def holders(self) -> dict[str, Holder]:
+        """By device: the engine that is not asleep, or the job."""
+        found = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
+        return found | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
+
+    def with_replica(self, replica: ReplicaView) -> Box:
+        return replace(self, replicas={**self.replicas, replica.id: replica})
+
+    def with_group(self, group: GroupView) -> Box:
+        return replace(self, groups={**self.groups, group.job_id: group})
+
+    def without(self, holder: Holder) -> Box:
+        if holder.kind == "job":
+            return replace(self, groups={k: g for k, g in self.groups.items() if k != holder.id})
+        return replace(self, replicas={k: r for k, r in self.replicas.items() if k != holder.id})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,7 @@ class Effects(Protocol):
     async def stop_group(self, job_id: str) -> Detail:
         """End all ranks by force, without a snapshot; earlier snapshots stay. Unknown or ended: succeeds."""
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> Box:
         """Read the current state. Called at start, after failures and periodically."""
 
     async def next_event(self) -> Event:

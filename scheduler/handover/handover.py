@@ -17,8 +17,8 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaState, ReplicaView
-from scheduler.handover.effects import Effects
-from scheduler.handover.moves import SERVING, Box, GroupView, Handover, Move
+from scheduler.handover.effects import Box, Effects, GroupView
+from scheduler.handover.moves import SERVING, Handover, Move
 from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)

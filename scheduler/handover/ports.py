@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Workload
 
 StepState = Literal["doing", "done", "failed", "skipped"]
@@ -100,7 +100,7 @@ class StateStore(Protocol):
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         """It has ended; the next `load` omits it. May be repeated after a crash."""
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: the trouble is
         over."""
 

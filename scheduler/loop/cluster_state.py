@@ -16,8 +16,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaView
-from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
-from scheduler.handover.moves import Box
+from scheduler.handover.effects import Box, Effects, Event, GroupEnded, InventoryChanged, ReplicaDied
 from scheduler.handover.ports import Clock, StateStore
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class ClusterState:
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
-        self.failures = Failures(config, store.model_trouble)
+        self.failures = Failures(config)
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
@@ -48,18 +47,17 @@ class ClusterState:
             self.look_again_s = self._clock.now_s() + self._config.backoff_first_s
             return False
         self._merge(observed, busy | frozenset(moving))
-        self._events.extend(g.ended for g in observed.groups if g.ended is not None)
+        self._events.extend(g.ended for g in observed.groups.values() if g.ended is not None)
         self.apply_events(moving)
         return True
 
-    def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
+    def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:
         """Apply the observed state of every holder except those whose moves changed it during the reading."""
         now_s, old = self._clock.now_s(), self.box
-        fresh = Box.of(observed, now_s)
-        replicas = dict(fresh.replicas)
-        silent = {replica.id for replica in observed.replicas if not replica.answered}
+        replicas = {r.id: replace(r, since_s=now_s, answered=True) for r in observed.replicas.values()}
+        silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
         # "ended" means ended and reported to the store: the events applied after this report the remaining ones.
-        groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
+        groups = {g.job_id: replace(g, since_s=now_s, ended=None) for g in observed.groups.values()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
             if seen is not None:
@@ -84,7 +82,7 @@ class ClusterState:
                 replicas.pop(holder.id, None)
             if holder.kind == "job" and holder.id not in old.groups:
                 groups.pop(holder.id, None)
-        self.box = Box(fresh.devices, replicas, groups)
+        self.box = Box(observed.devices, replicas, groups)
 
     # --- events
 
@@ -134,17 +132,17 @@ class ClusterState:
 
     def _group_ended(self, event: GroupEnded) -> None:
         group = self.box.groups.get(event.job_id)
-        if group is not None and (group.ended or group.run != event.run):
+        if group is not None and (group.ended is not None or group.run != event.run):
             return  # already reported, or about an earlier incarnation
         if group is not None:
-            self.box = self.box.with_group(replace(group, ended=True))
+            self.box = self.box.with_group(replace(group, ended=event))
         if event.outcome == "failed" and event.retryable:
             if group is not None:  # else it was stopped in the meantime, for a reason in the store
                 lived_s = self._clock.now_s() - group.since_s
                 self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
             self._store.job_ended(event.job_id, event.outcome, event.error)
-            self.failures.forget_job(event.job_id)
+            self.failures.jobs.pop(event.job_id, None)
 
     # --- failures
 
@@ -153,7 +151,8 @@ class ClusterState:
         now_s = self._clock.now_s()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
-                self.failures.model_stable(replica.model, replica.version)
+                if self.failures.model(replica.model, replica.version) is not None:
+                    del self.failures.models[replica.model]
 
     def version_refused(self, model: str, version: str, reason: str) -> None:
         """A running engine does not load the version: no other of the model is asked, new ones take their places."""
@@ -169,6 +168,6 @@ class ClusterState:
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
             self._store.job_ended(job_id, "failed", f"{error}{often}")
-            self.failures.forget_job(job_id)
+            self.failures.jobs.pop(job_id, None)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Policy, ReplicaView, Workload
-from scheduler.handover.moves import Box, Handover
+from scheduler.handover.effects import Box
+from scheduler.handover.moves import Handover
 from scheduler.loop.view import Transition
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import FULL, Allocation, DeploymentView, PlanInput, Policy, ReplicaView, Standby
 from scheduler.handover.handover import STEPS, Doing
@@ -129,9 +129,9 @@ def waits_for(doing: Doing, now_s: float) -> str:
     )
 
 
-def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float) -> str:
+def not_serving(model: str, trouble: Failure, replicas: Iterable[ReplicaView], now_s: float) -> str:
     """Status text of a model whose engines fail, without a full stop."""
-    states = {replica.state for replica in replicas if replica.model == trouble.model}
+    states = {replica.state for replica in replicas if replica.model == model}
     is_open = "open" in states
     if "starting" in states or "ready" in states:
         when = "it is tried again now"

@@ -15,24 +15,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
-from scheduler.core.failures import Trouble, first_line, goes_back_to
+from scheduler.core.failures import Failure, first_line, goes_back_to
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
-from scheduler.handover.effects import Effects
+from scheduler.handover.effects import Box, Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
-from scheduler.handover.moves import Box, Handover, Move
+from scheduler.handover.moves import Handover, Move
 from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
-from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.view import Transition
@@ -70,6 +70,7 @@ class SchedulerLoop:
         self._config = config or SchedulerConfig()
         self._state = ClusterState(effects, self._clock, self._config, store)
         self._reasons: dict[str, tuple[str, bool]] = {}
+        self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
@@ -128,13 +129,12 @@ class SchedulerLoop:
 
     def reset_failures(self, model: str) -> None:
         """This model was changed: try it again at once."""
-        self._state.failures.forget_model(model)
+        self._state.failures.models.pop(model, None)
         self.nudge()
 
-    def trouble(self, model: str, version: str) -> Trouble | None:
+    def trouble(self, model: str, version: str) -> Failure | None:
         """What keeps engines of this version from starting; None if nothing does."""
-        failure = self._state.failures.model(model, version)
-        return None if failure is None else self._state.failures.trouble(model, failure)
+        return self._state.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
@@ -144,8 +144,9 @@ class SchedulerLoop:
         return {
             **view.status(self.box, plan_input, self._allocation, self._in_force, queue),
             "troubles": [
-                {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
-                for t in self._troubles(plan_input)
+                view.trouble(deployment.model, failure, self.box.replicas.values(), now_s)
+                for deployment in plan_input.deployments
+                if (failure := self.trouble(deployment.model, deployment.version)) is not None
             ],
             "waits": [
                 waits_for(doing, now_s)
@@ -156,13 +157,6 @@ class SchedulerLoop:
             "handovers": sorted(self._running),
             "plan_s": self._plan_s,
         }
-
-    def _troubles(self, plan_input: PlanInput) -> Iterator[Trouble]:
-        """Troubles of the models that should be served, in the versions that should be served."""
-        for deployment in plan_input.deployments:
-            trouble = self.trouble(deployment.model, deployment.version)
-            if trouble is not None:
-                yield trouble
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
@@ -237,6 +231,7 @@ class SchedulerLoop:
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
         self._state.failures.keep(self._workload)
+        self._report_troubles()
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
         plan_input = self._plan_input()
@@ -257,6 +252,13 @@ class SchedulerLoop:
             return False
         self._launch(handover, reason_of(handover, plan_input.policy))
         return True
+
+    def _report_troubles(self) -> None:
+        """Tell the store which models fail, once per change."""
+        before, self._troubles = self._troubles, {m: replace(f) for m, f in self._state.failures.models.items()}
+        for model in sorted(before.keys() | self._troubles.keys()):
+            if before.get(model) != (now := self._troubles.get(model)):
+                self._store.model_trouble(model, now)
 
     def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
         """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
@@ -309,7 +311,7 @@ class SchedulerLoop:
             served = goes_back_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
             log.warning("its settings are those that served before: %s", reason, extra={"model": model})
-            self._state.failures.forget_model(model)
+            self._state.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock.now_s()
             self._state.failures.model_failed(model, build.version, reason, now_s, blame=blame, at_start=True)
@@ -326,7 +328,7 @@ class SchedulerLoop:
             forced={
                 j
                 for j in self.box.groups
-                if self._state.failures.move_failures(f"free job {j}") >= self._config.suspend_attempts
+                if self._state.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },
         )
 
@@ -447,7 +449,7 @@ class SchedulerLoop:
             self._state.look_again_s = 0.0
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
-                self._state.failures.move_done(move.name)
+                self._state.failures.moves.pop(move.name, None)
             elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
             self._clear_in_progress(holder)
@@ -455,7 +457,9 @@ class SchedulerLoop:
         if move.side == "free":
             if holder.kind == "replica":
                 self._transitions[holder].target = ()  # it should have stayed after all, but could not
-            wait_s = self._state.failures.move_failed(move.name)
+            failures = self._state.failures
+            failures.moves[move.name] += 1
+            wait_s = failures.backoff_s(failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)

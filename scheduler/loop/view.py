@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core.failures import Failures, first_line
+from scheduler.core.failures import Failure, Failures
 from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.workload import (
     Allocation,
@@ -18,7 +18,9 @@ from scheduler.core.workload import (
     ReplicaView,
     Workload,
 )
-from scheduler.handover.moves import Box, Move
+from scheduler.handover.effects import Box
+from scheduler.handover.moves import Move
+from scheduler.loop.explain import not_serving
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce
 from scheduler.plan.queue import QueuePosition
@@ -72,8 +74,8 @@ def _job(
 ) -> JobView:
     group = box.groups.get(job.id)
     moving = all_moving.get(Holder("job", job.id))
-    failure = failures.job(job.id)
-    alive = group is not None and not group.ended
+    failure = failures.jobs.get(job.id)
+    alive = group is not None and group.ended is None
     phase = job.phase
     if phase != "paused":
         phase = "running" if alive else "suspended" if phase == "running" else phase
@@ -88,7 +90,7 @@ def _job(
         devices=devices,
         since_s=group.since_s if group else 0.0,
         not_before_s=failure.not_before_s if failure else 0.0,
-        failed=first_line(failure.reason) if failure else "",
+        failed=failure.reason if failure else "",
         busy=busy,
         pause_s=pauses.pause_s(job.id),
     )
@@ -98,11 +100,7 @@ def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentVie
     failure = failures.model(deployment.model, deployment.version)
     if failure is None:
         return deployment
-    return replace(
-        deployment,
-        failed=first_line(failure.reason),
-        not_before_s=failure.not_before_s,
-    )
+    return replace(deployment, failed=failure.reason, not_before_s=failure.not_before_s)
 
 
 def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
@@ -119,6 +117,13 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         if found is not None:
             views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
     return list(views.values())
+
+
+def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
+    """A model whose engines fail, as plain values for JSON."""
+    shown = ("version", "reason", "blame", "count", "tries", "not_before_s", "lasting")
+    message = not_serving(model, failure, replicas, now_s)
+    return {"model": model, **{name: getattr(failure, name) for name in shown}, "message": message}
 
 
 _OF_DEVICES = ("id", "node", "index", "kind", "name", "memory_bytes", "health", "health_reason")

@@ -95,7 +95,7 @@ class ResultTransfer:
         self.stop()
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
-                await self._nodes.forget_job(self._node, self._job_id, leases_only=suspended)
+                await self._nodes.on(self._node, "forget_job", self._job_id, "forget_job", self._job_id, suspended)
         return self._missing
 
     def stop(self) -> None:

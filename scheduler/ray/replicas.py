@@ -107,9 +107,10 @@ class Replicas:
         versions: Versions,
         engine: EngineConfig,
         tell: Callable[[Event], None],
+        on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
-        self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
-        self.on_death: OnDeath = lambda device_ids, holder, reason: None
+        self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
+        self._tell, self._on_death = tell, on_death
         self._engines: dict[str, _Engine] = {}
 
     async def start_replica(self, plan: ReplicaPlan) -> Detail:
@@ -304,7 +305,7 @@ class Replicas:
             if not engine.stopping and blame == "own":
                 status = await engine.supervisor.call("status")
                 devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
-                self.on_death(devices, f"model {status['model']}", reason)
+                self._on_death(devices, f"model {status['model']}", reason)
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
         if not engine.stopping:
@@ -312,14 +313,11 @@ class Replicas:
             self._tell(ReplicaDied(replica_id, reason, blame))
         return blame
 
-    async def observe(self) -> tuple[ReplicaView, ...]:
+    async def observe_replicas(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
         names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
         found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
-
-    async def stop_all(self) -> None:
-        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._engines)))
 
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
         engine = self._living(replica_id)

@@ -28,7 +28,7 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.ports import Outcome
@@ -191,7 +191,7 @@ class SqliteStateStore:
             case "cancelled":
                 self._events.cancelled(job_id)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._routing.trouble(model, trouble)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.simulator import virtual_time
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
-from scheduler.handover.effects import Event, GroupEnded, GroupObserved, InventoryChanged, Observed, ReplicaDied
+from scheduler.handover.effects import Box, Event, GroupEnded, GroupView, InventoryChanged, ReplicaDied
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -94,15 +94,13 @@ class World:
         engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.state in awake}
         return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
-    def observed(self) -> Observed:
-        return Observed(
-            devices=self.devices,
-            replicas=tuple(
-                ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
-                for r in self.replicas.values()
-            ),
-            groups=tuple(GroupObserved(g.job_id, g.devices, g.run, g.ended) for g in self.groups.values()),
+    def observed(self) -> Box:
+        replicas = (
+            ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
+            for r in self.replicas.values()
         )
+        groups = (GroupView(g.job_id, g.devices, ended=g.ended, run=g.run) for g in self.groups.values())
+        return Box.of(self.devices, replicas, groups)
 
 
 class FakeEffects:
@@ -247,7 +245,7 @@ class FakeEffects:
     async def stop_group(self, job_id: str) -> dict[str, float]:
         return await self._verb("stop_group", job_id, lambda: self.world.groups.pop(job_id, None) and None)
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> Box:
         return self.world.observed()
 
     async def next_event(self) -> Event:
@@ -314,7 +312,7 @@ class FakeStore:
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
         self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
-        self.troubles: dict[str, Trouble] = {}
+        self.troubles: dict[str, Failure] = {}
         self.gone_back: list[str] = []
 
     def load(self, *, free_devices: int = 0) -> Workload:
@@ -337,7 +335,7 @@ class FakeStore:
         self.jobs.pop(job_id, None)
         self.ended[job_id] = (outcome, error)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         if trouble is None:
             self.troubles.pop(model, None)
         else:

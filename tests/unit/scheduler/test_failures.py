@@ -11,7 +11,7 @@ from scheduler.core.workload import Build, DeploymentView
 
 @pytest.fixture
 def failures() -> Failures:
-    return Failures(SchedulerConfig(), lambda model, trouble: None)
+    return Failures(SchedulerConfig())
 
 
 def test_an_echo_of_a_death_is_no_second_one(failures: Failures) -> None:
@@ -58,7 +58,7 @@ def test_backoff_of_a_model_that_dies_in_the_same_way_grows_to_ten_minutes(failu
 def test_backoff_of_another_version_begins_at_once(failures: Failures) -> None:
     waits(failures, ["SIGILL"] * 12)
     assert failures.model("m", "v2") is None and waits(failures, ["SIGILL"], "v2") == [1]
-    failures.forget_model("m")  # its settings changed
+    failures.models.pop("m")  # its settings changed
     assert waits(failures, ["SIGILL"], "v2") == [1]
 
 

@@ -14,7 +14,7 @@ from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import Build, DeploymentView, JobView, Policy
-from scheduler.handover.effects import Observed, ReplicaDied
+from scheduler.handover.effects import Box, ReplicaDied
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
@@ -200,9 +200,11 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
         (engine,) = rig.world.replicas.values()
         done, observe = len(rig.world.verbs_done), rig.effects.observe
 
-        async def silent() -> Observed:
+        async def silent() -> Box:
             seen = await observe()
-            return replace(seen, replicas=tuple(replace(r, state="asleep", answered=False) for r in seen.replicas))
+            return replace(
+                seen, replicas={k: replace(r, state="asleep", answered=False) for k, r in seen.replicas.items()}
+            )
 
         rig.effects.observe = silent
         await asyncio.sleep(3 * rig.config.observe_every_s)
@@ -390,7 +392,7 @@ async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
     effects = FakeEffects(world)
     observe = effects.observe
 
-    async def observed() -> Observed:
+    async def observed() -> Box:
         looked.append(1)
         return await observe()
 

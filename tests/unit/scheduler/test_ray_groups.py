@@ -117,6 +117,7 @@ class Box:
             release_job=self.release_job,
         )
         jobs = SimpleNamespace(
+            answer=self.nothing,
             catch_up=self.nothing,
             prepare=self.nothing,
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
@@ -193,7 +194,7 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
     await box.groups.start_group(*START)
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
-        assert [group.job_id for group in await box.groups.observe()] == ["j"]
+        assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
 )
 async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted):
     died: list[str] = []
-    box.groups.on_death = lambda devices, holder, reason: died.extend(devices)
+    box.groups._on_death = lambda devices, holder, reason: died.extend(devices)
     await box.groups.start_group(*START)
     box.hosts[1].raised = raised
     box.hosts[1].died.set()
@@ -219,7 +220,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
     box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
     with pytest.raises(EffectFailed, match="has not answered"):
-        await box.groups.observe()
+        await box.groups.observe_groups()
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
@@ -229,8 +230,8 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     stopping = asyncio.create_task(box.groups.stop_group("j"))  # the job was cancelled
     while not all("kill" in host.asked for host in box.hosts):
         await asyncio.sleep(0)
-    assert await box.groups.observe() == ()
-    looking = asyncio.create_task(box.groups.observe())
+    assert await box.groups.observe_groups() == ()
+    looking = asyncio.create_task(box.groups.observe_groups())
     await asyncio.sleep(0)
     for host in box.hosts:
         host.killing.set()

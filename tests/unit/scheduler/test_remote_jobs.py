@@ -38,7 +38,7 @@ class Nodes:
             raise EffectFailed("bring_home", job_id, "node n1 is gone")
         return Path("/dev/shm/home") / remote.relative_to(THERE), 10
 
-    async def forget_job(self, node, job_id, leases_only):
+    async def on(self, node, verb, target, method, job_id, leases_only):
         self.forgotten.append((job_id, leases_only))
 
 

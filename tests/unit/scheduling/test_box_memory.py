@@ -37,7 +37,7 @@ class World:
     def alike(self) -> tuple[str, ...]:
         return ("n0", "n1") if self.there else ("n0",)
 
-    async def of_agent(self, name: str, method: str, *arguments: int) -> Any:
+    async def of_store(self, name: str, method: str, *arguments: int) -> Any:
         if method == "idle_bytes":
             return self.pool_bytes, self.idle
         self.done.append((method, name))
@@ -144,7 +144,7 @@ async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeyp
     async def gone(name: str, method: str, *_: int) -> Any:
         raise EffectFailed(method, name, "its node died")
 
-    monkeypatch.setattr(world, "of_agent", gone)
+    monkeypatch.setattr(world, "of_store", gone)
     short(world)
     await box.look(world.status())
     assert "its node died" in caplog.text

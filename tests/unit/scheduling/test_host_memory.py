@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.memory.box_memory import STARTING_FOR_S, HostMemory, Means, stored_here
+from appliance.memory.box_memory import STARTING_FOR_S, HostMemory, Means
 from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from scheduler.devices.host_reading import MemoryReading, read_memory
+from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
 
 GB = 10**9
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\n"
@@ -98,7 +99,7 @@ def host(db, store, world: World) -> HostMemory:
         on_enough=lambda: world.count("enough"),
         save=lambda: world.count("saved"),
     )
-    return HostMemory(db, stored_here(store), GB, means, lambda: world.reading, lambda: world.now_s)
+    return HostMemory(db, partial(ask_store, store), GB, means, lambda: world.reading, lambda: world.now_s)
 
 
 async def looks(host: HostMemory, world: World, available: int, seconds: float) -> list[str]:
