@@ -24,7 +24,7 @@ from scheduler.core.workload import (
     Standby,
     Workload,
 )
-from scheduler.handover.effects import Box, Event, GroupEnded, GroupView
+from scheduler.handover.effects import Box, Detail, GroupEnded, GroupView
 
 MODEL = "model"
 """The first model; further ones have the names that the set-up gives them."""
@@ -135,7 +135,7 @@ class SimEffects:
         self._devices, self._jobs, self._times = devices, jobs, times
         self._replicas: dict[str, ReplicaView] = {}
         self._groups: dict[str, _Group] = {}
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._changed = asyncio.Event()
         self.counted_s = (0.0, math.inf)
         """The time in which training counts."""
         self.trained: list[tuple[float, float, int]] = []
@@ -233,15 +233,19 @@ class SimEffects:
     def _finish(self, job_id: str) -> None:
         group = self._groups[job_id]
         self._stop_training(job_id)
-        group.ended = GroupEnded(job_id, group.run, "succeeded")
-        self._events.put_nowait(group.ended)
+        group.ended = GroupEnded("succeeded")
+        self._changed.set()
 
-    async def suspend_group(self, job_id: str) -> None:
+    async def suspend_group(self, job_id: str) -> Detail:
         group = self._groups.get(job_id)
         if group is not None and group.ended is None:
             await self._end_step(job_id, group)
         await self._take(self._times.suspend_s)
+        if group is not None and group.ended is not None:
+            group.devices = ()
+            return {"ended": group.ended.outcome}
         self._groups.pop(job_id, None)
+        return None
 
     async def _end_step(self, job_id: str, group: _Group) -> None:
         """Finish the step under way or abandon it."""
@@ -272,8 +276,9 @@ class SimEffects:
         groups = (GroupView(job_id, g.devices, ended=g.ended, run=g.run) for job_id, g in self._groups.items())
         return Box.of(self._devices, self._replicas.values(), groups)
 
-    async def next_event(self) -> Event:
-        return await self._events.get()
+    async def changed(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
 
 def elastic_job(devices: int) -> SimJob:

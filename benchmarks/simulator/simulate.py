@@ -17,7 +17,7 @@ from benchmarks.simulator.gateway import Gateway, Reports, Sample
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
-from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
@@ -105,13 +105,8 @@ class Setup:
         )
 
     def learner(self) -> StandbyLearner:
-        costs = standby_costs(self.config, self.devices)
         return StandbyLearner(
-            costs,
-            least=self.min_replicas,
-            most=self.devices,
-            target_s=self.slo_ttft_s,
-            late_share=self.config.late_requests_share,
+            self.config, self.devices, least=self.min_replicas, most=self.devices, target_s=self.slo_ttft_s
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
+from scheduler.core.errors import Blame
 from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
 
@@ -218,7 +219,7 @@ class ReplicaView:
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
     it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
-    engines of the model do not load while they run, so that a new one takes its place.
+    engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 
     id: str
@@ -231,6 +232,8 @@ class ReplicaView:
     settings: str = ""
     answered: bool = True
     refused: str = ""
+    failed: str = ""
+    blame: Blame = "own"
 
     @property
     def awake(self) -> bool:

@@ -27,25 +27,14 @@ Detail = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDied:
-    """An engine process ended without being stopped. `blame`: whose fault that was."""
-
-    replica_id: str
-    reason: str
-    blame: Blame = "own"
-
-
-@dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """A job's group ended by itself: it finished, or failed. Not sent for an end that the loop requested.
+    """How a job's group ended by itself.
 
-    `run`: which incarnation, as `start_group` named it; "" of one that this controller found running. `step`: the last
-    training step that is safe (in a snapshot or published); a higher value than at the previous failure counts as
-    progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose fault it was.
+    `step`: the last training step that is safe (in a snapshot or published); a higher value than at the previous
+    failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`:
+    whose fault it was.
     """
 
-    job_id: str
-    run: str
     outcome: Literal["succeeded", "failed", "cancelled"]
     step: int = 0
     error: str = ""
@@ -55,10 +44,10 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group of ranks that was started and neither suspended nor stopped. `run`: see GroupEnded.
+    """A group of ranks that was started and neither suspended nor stopped.
 
-    `ended`: it ended by itself, and only its processes remain; `observe` repeats the event until `stop_group` cleans it
-    up, so that an end while no loop is listening is not lost.
+    `ended`: it ended by itself, and only its processes remain, until `stop_group` cleans them up. `run`: which
+    incarnation, as `start_group` named it; "" of one that this controller found running.
     """
 
     job_id: str
@@ -99,16 +88,8 @@ class Box:
         return replace(self, replicas={k: r for k, r in self.replicas.items() if k != holder.id})
 
 
-@dataclass(frozen=True, slots=True)
-class InventoryChanged:
-    """Devices or nodes were added or removed: call `observe`."""
-
-
-Event = ReplicaDied | GroupEnded | InventoryChanged
-
-
 class Effects(Protocol):
-    """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
+    """The verbs. All but `observe` and `changed` are steps of a hand-over."""
 
     async def start_replica(self, plan: ReplicaPlan) -> Detail:
         """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
@@ -132,15 +113,15 @@ class Effects(Protocol):
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         """Change the version of an awake replica, keeping its requests. EffectFailed: the old version is still served,
-        or the engine is dead and a ReplicaDied event reports it."""
+        or the engine is dead."""
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
         """Start one rank per device, from the job's newest snapshot if it has one. Ends when the ranks are in their
-        training loop, or have already ended (a GroupEnded event reports that)."""
+        training loop, or have already ended."""
 
     async def suspend_group(self, job_id: str) -> Detail:
-        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished or failed
-        first, it succeeds too: the group has no process any more, and a GroupEnded event says what happened.
+        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished
+        first, it succeeds too: the detail has "ended", and `observe` shows the group, on no device, until `stop_group`.
         EffectFailed: no snapshot was made; the group still runs or is dead."""
 
     async def stop_group(self, job_id: str) -> Detail:
@@ -149,5 +130,5 @@ class Effects(Protocol):
     async def observe(self) -> Box:
         """Read the current state. Called at start, after failures and periodically."""
 
-    async def next_event(self) -> Event:
-        """Wait for the next spontaneous event, in order. Events may repeat what `observe` already returned."""
+    async def changed(self) -> None:
+        """Wait until a process has ended by itself, or a node has come or gone: call `observe`."""

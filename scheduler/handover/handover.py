@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import ReplicaState, ReplicaView
-from scheduler.handover.effects import Box, Effects, GroupView
+from scheduler.core.workload import Policy, ReplicaState, ReplicaView, Workload
+from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
 from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
@@ -72,13 +72,14 @@ class Listener(Protocol):
     def unwanted(self, move: Move) -> str:
         """Why a move that is about to take devices should no longer do so; empty if it should."""
 
-    def step_done(self, move: Move, verb: str, took_s: float) -> None: ...
+    def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
     def move_ended(self, end: MoveEnd) -> None: ...
 
 
 class Runner:
-    """One hand-over. `run` returns when every move has ended; it raises only for bugs."""
+    """One hand-over. `run` returns when every move has ended; it raises only for bugs. `before`, `policy`, `workload`:
+    as they were when it was decided."""
 
     def __init__(
         self,
@@ -88,8 +89,10 @@ class Runner:
         journal: Journal,
         clock: Clock,
         config: SchedulerConfig,
+        policy: Policy,
+        workload: Workload,
     ):
-        self.handover = handover
+        self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
         self._listener, self._effects, self._journal = listener, effects, journal
         self._clock, self._config = clock, config
         self._left: dict[Holder, asyncio.Future[bool]] = {}
@@ -282,7 +285,7 @@ class Runner:
             failure = StepCancelled(doing.off)
         else:
             self._end(move, record, "done", detail)
-            return self._listener.step_done(move, verb, self._now_s() - doing.since_s)
+            return self._listener.step_done(move, verb, self._now_s() - doing.since_s, detail)
         finally:
             del self._doing[record.seq]
         if undoes is None:

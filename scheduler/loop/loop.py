@@ -25,19 +25,17 @@ from scheduler.core.failures import Failure, first_line, goes_back_to
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
-from scheduler.handover.effects import Box, Effects
+from scheduler.handover.effects import Box, Detail, Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
 from scheduler.handover.moves import Handover, Move
 from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
-from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
-from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +72,6 @@ class SchedulerLoop:
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
-        self._drains: dict[Holder, Drain] = {}
         self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
@@ -140,9 +137,8 @@ class SchedulerLoop:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
         plan_input = self._plan_input()
         now_s = self._clock.now_s()
-        queue = positions(plan_input.jobs, now_s)
         return {
-            **view.status(self.box, plan_input, self._allocation, self._in_force, queue),
+            **view.status(self.box, plan_input, self._allocation, self._in_force, now_s),
             "troubles": [
                 view.trouble(deployment.model, failure, self.box.replicas.values(), now_s)
                 for deployment in plan_input.deployments
@@ -181,10 +177,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                self._state.apply_events(self._transitions)
                 if self._clock.now_s() >= self._state.look_again_s:
                     await self._state.look(self._transitions)
-                if not self._round() and not self._transitions and not self._running and not self._state.unheard:
+                rests = not self._round() and not self._transitions and not self._running
+                if rests and self._clock.now_s() < self._state.look_again_s:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()
@@ -214,7 +210,8 @@ class SchedulerLoop:
 
     async def _pump(self) -> None:
         while True:
-            self._state.hear(await self._effects.next_event())
+            await self._effects.changed()
+            self._state.look_again_s = 0.0
             self._wake.set()
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -347,22 +344,18 @@ class SchedulerLoop:
 
     def _cancel_drains(self, now_s: float) -> None:
         """Cancel drains that the loop would not start now; see drain_cancellation.py."""
-        under_way = {
-            doing.move.holder: (runner, doing)
-            for runner in self._running.values()
-            for doing in runner.doing
-            if doing.verb == "drain_replica" and doing.move.holder in self._drains
-        }
         policy = self._in_force.policy
-        drains = drain_cancellation.worth_asking((self._drains[h] for h in under_way), policy, self._workload)
+        drains = drain_cancellation.worth_asking(self._running.values(), policy, self._workload)
         if not drains:
             return
         box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
-        for drain in drain_cancellation.to_cancel(drains, wanted):
-            runner, doing = under_way[drain.holder]
-            runner.cancel(doing, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
-            self._transitions[drain.holder].target = drain.replica.devices
+        stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
+        for runner, doing in drains:
+            holder, devices = doing.move.holder, runner.before.replicas[doing.move.holder.id].devices
+            if (holder.id, devices) in stays:
+                runner.cancel(doing, f"{mode_of(policy)} keeps replica {holder.id} open")
+                self._transitions[holder].target = devices
 
     def _cancel_starts(self, now_s: float) -> None:
         """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
@@ -389,7 +382,6 @@ class SchedulerLoop:
                 self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
-        self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
         for move in handover.moves:
             moving = self._transitions.setdefault(move.holder, Transition(0, (), None))
             moving.moves += 1
@@ -400,7 +392,8 @@ class SchedulerLoop:
                     self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
             elif move.side == "swap":
                 moving.target = move.devices
-        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config)
+        policy, workload = self._in_force.policy, self._workload
+        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config, policy, workload)
         runner.begin(reason, *self._requested())
         self._running[handover.id] = runner
         task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
@@ -433,20 +426,17 @@ class SchedulerLoop:
     # --- what the runner reports --------------------------------------------------------------------------------
 
     def unwanted(self, move: Move) -> str:
-        if move.holder.kind == "job" and move.side == "take" and self._state.ended_meanwhile(move.holder.id):
-            return "the job ended by itself in the meantime"
-        return ""
+        return "the job ended by itself in the meantime" if self._transitions[move.holder].over else ""
 
-    def step_done(self, move: Move, verb: str, took_s: float) -> None:
+    def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None:
+        self._transitions[move.holder].over = verb == "suspend_group" and "ended" in (detail or {})
         self._pauses.step_done(verb, move.holder.id, took_s)
         if verb == "start_group":
             self._store.job_running(move.holder.id, move.devices)
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
-        self._drains.pop(holder, None)
-        if end.state != "done":
-            self._state.look_again_s = 0.0
+        self._state.look_again_s = 0.0  # what was seen of the holder meanwhile was discarded
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
                 self._state.failures.moves.pop(move.name, None)

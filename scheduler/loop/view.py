@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +23,18 @@ from scheduler.handover.moves import Move
 from scheduler.loop.explain import not_serving
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce
-from scheduler.plan.queue import QueuePosition
+from scheduler.plan.queue import positions
 
 
 @dataclass(slots=True)
 class Transition:
-    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any)."""
+    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
+    ended by itself before it was suspended."""
 
     moves: int
     target: tuple[str, ...]
     take: Move | None
+    over: bool = False
 
 
 def plan_input(
@@ -129,11 +131,8 @@ def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s
 _OF_DEVICES = ("id", "node", "index", "kind", "name", "memory_bytes", "health", "health_reason")
 
 
-def status(
-    box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
-) -> dict[str, Any]:
+def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
-    jobs = {j.id: j for j in shown.jobs}
     held = box.holders
     return {
         "policy": {
@@ -161,14 +160,14 @@ def status(
         ],
         "jobs": [
             {
-                "id": position.job_id,
-                "position": position.position,
-                "phase": "running" if position.job_id in box.groups else jobs[position.job_id].phase,
-                "devices": list(box.groups[position.job_id].devices) if position.job_id in box.groups else [],
-                "reason": position.reason,
-                "message": allocation.waiting.get(position.job_id, ""),
+                "id": job.id,
+                "position": position,
+                "phase": "running" if job.id in box.groups else job.phase,
+                "devices": list(box.groups[job.id].devices) if job.id in box.groups else [],
+                "reason": reason,
+                "message": allocation.waiting.get(job.id, ""),
             }
-            for position in queue
+            for position, (job, reason) in enumerate(positions(shown.jobs, now_s), 1)
         ],
         "notes": dict(allocation.notes),
     }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import groupby
 
 from scheduler.core.inventory import Device, node_of
 
@@ -98,65 +97,39 @@ class FreeDevices:
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
-    """`count` of one node's devices: closest together first, those in `prefer` first among equals."""
+    """`count` of one node's devices: most direct links among them, then as few NUMA nodes as possible, then most of
+    those in `prefer`, then the tightest NUMA node. A node is small (at most 16), so a group grows from every device."""
     if count < len(devices):
-        if count > 1 and _partly_linked(devices):
-            devices = _closest_by_links(devices, count, prefer)
-        else:
-            devices = _closest_by_numa(devices, count, prefer)
+        on_numa = Counter(d.numa_node for d in devices)
+
+        def score(group: list[Device]) -> tuple[int, ...]:
+            ids = {d.id for d in group}
+            numa = {d.numa_node for d in group}
+            return (
+                -sum(len(d.linked & ids) for d in group),
+                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links of the others that it breaks
+                len(numa),
+                -len(ids & prefer),
+                sum(on_numa[n] for n in numa),
+                *sorted(d.index for d in group),
+            )
+
+        seeds: Iterable[Device] = devices
+        if not any(d.linked for d in devices):  # then one of each NUMA node is enough
+            first = sorted(devices, key=lambda d: (d.id not in prefer, d.index), reverse=True)
+            seeds = {d.numa_node: d for d in first}.values()
+        devices = min((_grown(seed, devices, count, prefer) for seed in seeds), key=score)
     return tuple(d.id for d in sorted(devices, key=lambda d: d.index))
 
 
-def _partly_linked(devices: list[Device]) -> bool:
-    """Whether some pairs have a direct link and some do not; where all or none have one, only NUMA matters."""
-    ids = frozenset(d.id for d in devices)
-    links = sum(len(d.linked & ids) for d in devices)
-    return 0 < links < len(devices) * (len(devices) - 1)
-
-
-def _closest_by_numa(devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    def numa(d: Device) -> int:
-        return -1 if d.numa_node is None else d.numa_node
-
-    groups = [
-        sorted(group, key=lambda d: (d.id not in prefer, d.index))
-        for _, group in groupby(sorted(devices, key=numa), key=numa)
-    ]
-    kept = {id(g): sum(d.id in prefer for d in g) for g in groups}
-    fitting = [g for g in groups if len(g) >= count]
-    if fitting:
-        return min(fitting, key=lambda g: (-min(kept[id(g)], count), len(g), g[0].index))[:count]
-    groups.sort(key=lambda g: (-kept[id(g)], -len(g), g[0].index))
-    return [d for group in groups for d in group][:count]
-
-
-def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """From every seed add the best linked device; keep the group with most links (a node is small: at most 16)."""
-    best: tuple[tuple[int, int, int, int], list[Device]] | None = None
-    for seed in devices:
-        group, rest = [seed], [d for d in devices if d is not seed]
-        while len(group) < count:
-            ids = {d.id for d in group}
-            nxt = min(
-                rest,
-                key=lambda d: (
-                    -len(d.linked & ids),
-                    d.numa_node != seed.numa_node,
-                    d.id not in prefer,
-                    d.index,
-                ),
-            )
-            group.append(nxt)
-            rest.remove(nxt)
+def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
+    """`count` devices around this one: the best linked next, then the nearest."""
+    group, rest = [seed], [d for d in devices if d is not seed]
+    while len(group) < count:
         ids = {d.id for d in group}
-        outside = {d.id for d in rest}
-        score = (
-            -sum(len(d.linked & ids) for d in group),
-            sum(len(d.linked & outside) for d in group),  # breaks as few links of the others as possible
-            -sum(d.id in prefer for d in group),
-            min(d.index for d in group),
+        nearest = min(
+            rest, key=lambda d: (-len(d.linked & ids), d.numa_node != seed.numa_node, d.id not in prefer, d.index)
         )
-        if best is None or score < best[0]:
-            best = (score, group)
-    assert best is not None
-    return best[1]
+        group.append(nearest)
+        rest.remove(nearest)
+    return group

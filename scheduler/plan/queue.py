@@ -62,36 +62,20 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
     return sorted(jobs, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """A job's place in the queue. `reason`: why it waits, as one of Slurm's reason codes; None while it has devices.
+def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
+    """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
 
     Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
     are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
     """
-
-    job_id: str
-    position: int
-    reason: str | None
-
-
-def positions(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
-    """Every job in queue order, from position 1."""
     out, waiting = [], False
-    for position, job in enumerate(order(jobs, now_s), 1):
-        reason = None
-        if job.held:
-            reason = "Held"
-        elif job.phase == "paused":
-            reason = "JobHeldUser"
-        elif job.not_before_s > now_s:
-            reason = "BeginTime"
-        elif job.lacks:
-            reason = "Resources"
-        elif not job.devices or job.busy == "leaving":
+    for job in order(jobs, now_s):
+        barred = _barred(job, now_s)
+        reason = barred[0] if barred else None
+        if not reason and (barred or not job.devices):
             reason = "Priority" if waiting else "Resources"
             waiting = True
-        out.append(QueuePosition(job.id, position, reason))
+        out.append((job, reason))
     return out
 
 
@@ -121,19 +105,22 @@ def _ahead(job: JobView, ahead: JobView) -> str:
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
-def _barred(job: JobView, now_s: float) -> tuple[str, float | None] | None:
-    """Why the job gets nothing, however many devices are free, and when that ends by itself; None: it may have some."""
+def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
+    """Why the job gets nothing, however many devices are free (code, sentence), and when that ends by itself; None: it
+    may have some."""
     if job.phase == "paused":
-        return "Paused by request; `appliance job resume` puts it back into the queue.", None
+        why = "Paused by request; `appliance job resume` puts it back into the queue."
+        return "JobHeldUser", why, None
     if job.held:
-        return "Held by an operator; release it to let it run.", None
+        return "Held", "Held by an operator; release it to let it run.", None
     if job.lacks:
-        return job.lacks, None
+        return "Resources", job.lacks, None
     if job.not_before_s > now_s:
         cause = f" ({job.failed})" if job.failed else ""
-        return f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s.", job.not_before_s
+        why = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
+        return "BeginTime", why, job.not_before_s
     if job.busy == "leaving":
-        return "Is being suspended.", None
+        return "", "Is being suspended.", None
     return None
 
 
@@ -173,7 +160,7 @@ def allot(
             ahead = ahead or job
             continue
         if (barred := _barred(job, now_s)) is not None:
-            waiting[job.id], again_s = barred
+            _, waiting[job.id], again_s = barred
             reviews += [] if again_s is None else [again_s]
             continue
         most = min(left, rooms.most(job, rooms.left, left))

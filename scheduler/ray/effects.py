@@ -16,7 +16,7 @@ import logging
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import Box, Event
+from scheduler.handover.effects import Box
 from scheduler.ray.groups import Groups, Jobs
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.replicas import Replicas, Routing, Versions
@@ -39,26 +39,27 @@ class RayEffects(Replicas, Groups):
     ):
         """on_death: called for each rank or engine that ends without being stopped. Logical CPU devices are left out:
         they are one piece of hardware, so a death on one of them is not evidence against it."""
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._changed = asyncio.Event()
 
         def died(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
             real = tuple(d.id for d in nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
             if real:
                 on_death(real, holder, reason)
 
-        Replicas.__init__(self, nodes, routing, versions, engine, self._events.put_nowait, died)
-        Groups.__init__(self, nodes, jobs, self._events.put_nowait, died)
+        Replicas.__init__(self, nodes, routing, versions, engine, self._changed.set, died)
+        Groups.__init__(self, nodes, jobs, self._changed.set, died)
 
     async def watch(self) -> None:
-        """Turn nodes that join and leave into events, for as long as it runs."""
-        await self._nodes.watch(self._events.put_nowait)
+        """Notice nodes that join and leave, for as long as it runs."""
+        await self._nodes.watch(self._changed.set)
 
     async def observe(self) -> Box:
         await self._nodes.look()
         return Box.of(self._nodes.devices, await self.observe_replicas(), await self.observe_groups())
 
-    async def next_event(self) -> Event:
-        return await self._events.get()
+    async def changed(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""

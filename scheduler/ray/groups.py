@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import Detail, Event, GroupEnded, GroupView, InventoryChanged
+from scheduler.handover.effects import Detail, GroupEnded, GroupView
 from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
@@ -71,7 +71,7 @@ class Groups:
         self,
         nodes: Nodes,
         jobs: Jobs,
-        tell: Callable[[Event], None],
+        tell: Callable[[], None],
         on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
         self._nodes, self._jobs, self._tell, self._on_death = nodes, jobs, tell, on_death
@@ -150,6 +150,9 @@ class Groups:
             await running.watcher
             if report is None and running.ended is not None and running.ended.outcome == "failed":
                 raise EffectFailed("suspend_group", job_id, running.ended.error, running.ended.blame)
+            if running.ended is not None:  # before it could be suspended: the next observation reports it
+                running.in_order = ()
+                return {"ended": running.ended.outcome}
             self._groups.pop(job_id, None)
             return asdict(report) if report is not None else None
 
@@ -186,7 +189,7 @@ class Groups:
         if outcome.outcome == "suspended":
             if not running.leaving:  # an earlier controller suspended it: its devices are free, the job waits
                 self._groups.pop(job_id, None)
-                self._tell(InventoryChanged())
+                self._tell()
             return
         error = outcome.error or {}
         if missing and outcome.outcome == "succeeded":
@@ -194,15 +197,13 @@ class Groups:
         if outcome.outcome == "succeeded":
             await self._jobs.will_succeed(job_id)
         running.ended = GroupEnded(
-            job_id,
-            running.run,
             outcome.outcome,
             outcome.step,
             error.get("message", ""),
             error.get("retryable", True),
             error.get("blame", "own"),
         )
-        self._tell(running.ended)
+        self._tell()
         # Only after reporting the end: whatever fails below, the job's end is recorded.
         if error.get("by_device"):
             device_id = running.in_order[error["rank"]]
@@ -284,7 +285,7 @@ class Groups:
             elif any(status["alive"] for status in statuses.values()):
                 # The world was starting or dying: end it, and the job resumes from its snapshot.
                 why = "the controller restarted while the ranks were starting"
-                lost = GroupEnded(job_id, "", "failed", 0, why, blame="outside")
+                lost = GroupEnded("failed", 0, why, blame="outside")
                 found[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
         for job_id, running in self._groups.items():
             found[job_id] = GroupView(job_id, running.in_order, ended=running.ended, run=running.run)
@@ -306,8 +307,8 @@ class Groups:
 @dataclass(slots=True)
 class _RunningGroup:
     group: Group
-    run: str  # see GroupEnded
-    in_order: tuple[str, ...]  # device of each rank
+    run: str  # see GroupView
+    in_order: tuple[str, ...]  # device of each rank; none once they left
     coming: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None

@@ -22,7 +22,6 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
-from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
@@ -81,12 +80,12 @@ class Nodes:
         await announce(self.home)
         await self.look()
 
-    async def watch(self, tell: Callable[[Event], None]) -> None:
+    async def watch(self, tell: Callable[[], None]) -> None:
         """Report every node that joins or leaves."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if await self.look():
-                tell(InventoryChanged())
+                tell()
 
     async def look(self) -> bool:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""

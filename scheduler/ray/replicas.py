@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import ReplicaPlan, ReplicaView
-from scheduler.handover.effects import Detail, Event, ReplicaDied
+from scheduler.handover.effects import Detail
 from scheduler.ray.actors import (
     ANSWER_S,
     LOOK_S,
@@ -87,7 +87,8 @@ class Versions(Protocol):
 @dataclass(slots=True)
 class _Engine:
     """What the controller knows of an engine. seen: its last report. watcher: waits for its end. hanging: gateways
-    prefer others, because it gives no sign of life. stopping: its end is nobody's failure."""
+    prefer others, because it gives no sign of life. stopping: its end is nobody's failure. died: of what, and whose
+    fault it was."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
@@ -95,6 +96,7 @@ class _Engine:
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
     stopping: bool = False
+    died: tuple[str, Blame] = ("", "own")
 
 
 class Replicas:
@@ -106,7 +108,7 @@ class Replicas:
         routing: Routing,
         versions: Versions,
         engine: EngineConfig,
-        tell: Callable[[Event], None],
+        tell: Callable[[], None],
         on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
         self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
@@ -310,7 +312,8 @@ class Replicas:
             reason, blame = first_line(error), "outside"
         if not engine.stopping:
             self._routing.close(replica_id)
-            self._tell(ReplicaDied(replica_id, reason, blame))
+            engine.died = reason, blame
+            self._tell()
         return blame
 
     async def observe_replicas(self) -> tuple[ReplicaView, ...]:
@@ -335,7 +338,7 @@ class Replicas:
             log.warning("%s", error, extra={"replica": replica_id})
             return replace(last, answered=False)
         except (SupervisorDied, RayError):
-            return ReplicaView(replica_id, "", "", "dead", ())
+            return ReplicaView(replica_id, "", "", "dead", (), failed="its supervisor is gone", blame="outside")
         state, node = status["state"], status["node"]
         engine.node_config = self._nodes.config(node) or engine.node_config
         if status.get("silent", False) != engine.hanging:
@@ -349,7 +352,14 @@ class Replicas:
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         engine.seen = ReplicaView(
-            replica_id, status["model"], status["version"], state, devices, settings=status["settings"]
+            replica_id,
+            status["model"],
+            status["version"],
+            state,
+            devices,
+            settings=status["settings"],
+            failed=engine.died[0],
+            blame=engine.died[1],
         )
         return engine.seen
 

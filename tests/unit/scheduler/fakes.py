@@ -18,7 +18,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
-from scheduler.handover.effects import Box, Event, GroupEnded, GroupView, InventoryChanged, ReplicaDied
+from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -59,6 +59,8 @@ class FakeReplica:
     has_requests: bool = False
     """It has been opened and neither drained nor died since: to stop it would cut requests off."""
     settings: str = ""
+    failed: str = ""
+    blame: Blame = "own"
 
 
 @dataclass
@@ -80,7 +82,6 @@ class World:
     devices: tuple[Device, ...]
     replicas: dict[str, FakeReplica] = field(default_factory=dict)
     groups: dict[str, FakeGroup] = field(default_factory=dict)
-    steps_trained: dict[str, int] = field(default_factory=dict)
     verbs_done: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self) -> None:
@@ -96,7 +97,9 @@ class World:
 
     def observed(self) -> Box:
         replicas = (
-            ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
+            ReplicaView(
+                r.id, r.model, r.version, r.state, r.devices, settings=r.settings, failed=r.failed, blame=r.blame
+            )
             for r in self.replicas.values()
         )
         groups = (GroupView(g.job_id, g.devices, ended=g.ended, run=g.run) for g in self.groups.values())
@@ -112,7 +115,7 @@ class FakeEffects:
         self.seconds = dict(SECONDS)
         self.late_s: dict[str, float] = {}
         """By target: what its verbs take longer."""
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.hint = asyncio.Event()
         self.under_way: set[str] = set()
         self.gone: tuple[Device, ...] = ()
         self.not_yet: dict[str, Callable[[], None]] = {}
@@ -236,11 +239,14 @@ class FakeEffects:
 
     async def suspend_group(self, job_id: str) -> dict[str, float]:
         def effect() -> None:
-            group = self.world.groups.pop(job_id, None)
-            if group is not None:
-                self.world.steps_trained[job_id] = self.world.steps_trained.get(job_id, 0) + 1
+            group = self.world.groups.get(job_id)
+            if group is not None and group.ended is not None:
+                group.devices = ()
+            elif group is not None:
+                del self.world.groups[job_id]
 
-        return await self._verb("suspend_group", job_id, effect)
+        detail = await self._verb("suspend_group", job_id, effect)
+        return detail | ({"ended": 1.0} if job_id in self.world.groups else {})
 
     async def stop_group(self, job_id: str) -> dict[str, float]:
         return await self._verb("stop_group", job_id, lambda: self.world.groups.pop(job_id, None) and None)
@@ -248,8 +254,9 @@ class FakeEffects:
     async def observe(self) -> Box:
         return self.world.observed()
 
-    async def next_event(self) -> Event:
-        return await self.events.get()
+    async def changed(self) -> None:
+        await self.hint.wait()
+        self.hint.clear()
 
     # --- things that happen by themselves
 
@@ -268,14 +275,15 @@ class FakeEffects:
     def kill_replica(self, replica_id: str, reason: str = "killed", blame: Blame = "own") -> None:
         replica = self.world.replicas[replica_id]
         replica.state, replica.has_requests = "dead", False
-        self.events.put_nowait(ReplicaDied(replica_id, reason, blame))
+        replica.failed, replica.blame = reason, blame
+        self.hint.set()
 
     def end_group(
         self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True, blame: Blame = "own"
     ) -> None:
         group = self.world.groups[job_id]
-        group.ended = GroupEnded(job_id, group.run, outcome, step, error, retryable, blame)
-        self.events.put_nowait(group.ended)
+        group.ended = GroupEnded(outcome, step, error, retryable, blame)
+        self.hint.set()
 
     def lose_node(self, node: str) -> None:
         """Its devices, engines and ranks are gone at once; a group across nodes keeps the ranks that are left."""
@@ -288,12 +296,12 @@ class FakeEffects:
                 group.devices = tuple(d for d in group.devices if d not in gone)
                 if group.ended is None:
                     self.end_group(group.job_id, "failed", error="its node was lost")
-        self.events.put_nowait(InventoryChanged())
+        self.hint.set()
 
     def node_is_back(self) -> None:
         self.world.devices = tuple(sorted((*self.world.devices, *self.gone), key=lambda d: d.id))
         self.gone = ()
-        self.events.put_nowait(InventoryChanged())
+        self.hint.set()
 
 
 class FakeStore:

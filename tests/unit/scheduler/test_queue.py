@@ -59,14 +59,14 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
-    assert [(p.position, p.job_id, p.reason) for p in positions(jobs, 10.0)] == [
-        (1, "paused", "JobHeldUser"),
-        (2, "held", "Held"),
-        (3, "backoff", "BeginTime"),
-        (4, "next", "Resources"),
-        (5, "running", None),
-        (6, "after", "Priority"),
-        (7, "leaving", "Priority"),
+    assert [(job.id, reason) for job, reason in positions(jobs, 10.0)] == [
+        ("paused", "JobHeldUser"),
+        ("held", "Held"),
+        ("backoff", "BeginTime"),
+        ("next", "Resources"),
+        ("running", None),
+        ("after", "Priority"),
+        ("leaving", "Priority"),
     ]
 
 

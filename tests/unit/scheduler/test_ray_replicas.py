@@ -54,7 +54,7 @@ async def two(monkeypatch):
     monkeypatch.setattr(replicas, "LOOK_S", 0.02)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
     nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(version=lambda replica_id: "v1")
-    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
+    found = Replicas(nodes, routing, None, EngineConfig(), lambda: None)
     yield found, list(actors.values())
     for engine in found._engines.values():
         if engine.watcher is not None:
@@ -109,7 +109,7 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
         None,  # type: ignore[arg-type]
         SimpleNamespace(engine_settings=refuses),  # type: ignore[arg-type]
         EngineConfig(),
-        lambda event: None,
+        lambda: None,
     )
     order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",), tensor_parallel=1)
     with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
+from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -29,7 +29,8 @@ def lived(
     work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, late_share: float = 0.01
 ) -> list[Standby]:
     """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
-    found = StandbyLearner(standby_costs(CONFIG, 8), least=1, most=8, target_s=2.0, late_share=late_share)
+    config = CONFIG.model_copy(update={"late_requests_share": late_share})
+    found = StandbyLearner(config, 8, least=1, most=8, target_s=2.0)
     rng, chosen = random.Random(seed), []
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
