@@ -11,8 +11,6 @@ from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
 from scheduler.loop.job_pauses import USUAL_S, JobPauses
 from scheduler.plan.shares import Shares
-from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
-from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
 CONFIG = SchedulerConfig()
 
@@ -30,18 +28,6 @@ def test_pause_adds_to_its_steps_what_they_do_not_show() -> None:
     assert pauses.pause_s("j") == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
     pauses.keep({"other"})
     assert pauses.pause_s("j") is None
-
-
-@in_virtual_time
-async def test_a_loop_measures_what_its_hand_overs_take() -> None:
-    async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
-        rig.effects.seconds["start_group"] = 30.0
-        await rig.settle()
-        assert rig.loop._plan_input().jobs[0].pause_s is None
-        for policy in (Policy("split", 2), Policy("train")):
-            rig.store.policy = policy
-            await rig.settle()
-        assert (rig.loop._plan_input().jobs[0].pause_s or 0) > 30.0
 
 
 def held_for_s(pause_s: float | None) -> float:

@@ -81,27 +81,6 @@ async def test_a_job_that_fails_without_progress_is_given_up_with_the_reason() -
 
 
 @in_virtual_time
-async def test_what_cannot_succeed_is_not_tried_again() -> None:
-    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-        await rig.settle()
-        rig.effects.end_group("j1", "failed", error="bad data", retryable=False)
-        await asyncio.sleep(5)
-        assert rig.store.ended == {"j1": ("failed", "bad data")}
-
-
-@in_virtual_time
-async def test_an_end_that_nobody_heard_is_read_from_the_world() -> None:
-    rig = Rig(FakeStore(Policy("train"), (JOB,)))
-    async with rig:
-        await rig.settle()
-    rig.effects.end_group("j1", "succeeded")
-    rig.effects = FakeEffects(rig.world)  # a new controller: the event is lost
-    async with rig:
-        await rig.settle()
-        assert rig.store.ended == {"j1": ("succeeded", "")} and rig.world.held == {}
-
-
-@in_virtual_time
 async def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_each_time() -> None:
     async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
         await rig.settle()
@@ -277,21 +256,6 @@ async def test_a_version_that_a_running_engine_refuses_gets_a_new_one_and_the_ne
 
 
 @in_virtual_time
-async def test_the_old_version_serves_on_while_no_new_engine_starts_in_its_place() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), devices=2) as rig:
-        await rig.settle()
-        rig.effects.hook = refusing("version", "swap_replica", "start_replica")
-        rig.store.deployments["m"] = replace(MODEL, version="v2")
-        for _ in range(300):
-            await asyncio.sleep(1)
-            assert any((r.version, r.state) == ("v1", "open") for r in rig.world.replicas.values())
-        assert "the loader raised" in rig.store.troubles["m"].reason
-        rig.effects.hook = refusing("version", "swap_replica")
-        await asyncio.sleep(120)
-        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
-
-
-@in_virtual_time
 async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
         await rig.settle()
@@ -318,36 +282,6 @@ async def test_a_hung_step_ends_at_its_limit() -> None:
         rig.effects.seconds["start_replica"] = 1.0
         await asyncio.sleep(100)
         assert rig.states() == ["open"]
-
-
-@in_virtual_time
-async def test_a_slow_holder_does_not_delay_the_others() -> None:
-    two = (MODEL, DeploymentView("other", "v1", max_replicas=1))
-    async with Rig(FakeStore(Policy("auto"), (replace(JOB, max_devices=2),), two)) as rig:
-        rig.effects.seconds["start_group"] = 500.0
-        rig.loop.nudge()
-        await asyncio.sleep(5)
-        assert rig.states() == ["open"]
-        rig.store.ask("other", held=1, now_s=rig.now_s)
-        rig.loop.nudge()
-        await asyncio.sleep(5)
-        assert rig.states() == ["open", "open"], "while the job's ranks are still starting"
-        assert rig.loop.status()["handovers"], "the first hand-over is still under way"
-
-
-@in_virtual_time
-async def test_paused_and_cancelled_jobs_leave() -> None:
-    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-        await rig.settle()
-        rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="paused")
-        await rig.settle()
-        assert rig.jobs() == {} and ("suspend_group", "j1") in rig.world.verbs_done
-        rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="suspended")
-        await rig.settle()
-        assert rig.jobs() == {"j1": 4}
-        del rig.store.jobs["j1"]
-        await rig.settle()
-        assert rig.jobs() == {} and rig.world.verbs_done[-1][0] == "stop_group" and rig.world.held == {}
 
 
 @in_virtual_time
@@ -458,21 +392,6 @@ async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, 
         change(rig, settings="new", **changes)
         await rig.settle()
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
-
-
-@in_virtual_time
-async def test_settings_are_taken_back_though_the_box_restarts_while_an_engine_starts_with_them() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
-        await rig.settle()
-        change(rig, settings="new")
-        rig.loop.nudge()
-        while ("new" not in {settings for _, settings in set_ups(rig)}) and rig.now_s < 2000:
-            await asyncio.sleep(0.1)
-    rig.world.replicas.clear()
-    no_engine_starts(rig, "new")
-    async with rig:
-        await rig.settle()
-        assert set_ups(rig) == [("open", "old")] and rig.store.gone_back == ["the engine refused"]
 
 
 @in_virtual_time

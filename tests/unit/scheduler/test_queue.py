@@ -24,15 +24,6 @@ def test_everybodys_first_job_before_anybodys_second() -> None:
     assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
 
 
-def test_one_owner_is_plain_order_of_submission_within_priority() -> None:
-    assert names([job("x", 2), job("y", 1), job("z", 3, priority=1)]) == ["z", "y", "x"]
-
-
-def test_a_share_that_runs_is_not_taken_by_an_equal_one() -> None:
-    running = job("b0", 10, "bob", phase="running")
-    assert names([job("a1", 1, "ann"), running]) == ["b0", "a1"]
-
-
 def test_jobs_that_cannot_run_do_not_push_their_owners_next_back() -> None:
     jobs = [job("a0", 0, "ann", phase="paused"), job("a1", 1, "ann"), job("b0", 0.5, "bob")]
     assert names(jobs).index("a1") == 2 and names([replace(j, phase="wanted") for j in jobs])[-1] == "a1"

@@ -18,25 +18,6 @@ START = "j", ("n0/0", "n0/1"), "l1:job:j"
 IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
 
 
-def status(rank, size=3, alive=True, done=False):
-    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
-
-
-@pytest.mark.parametrize(
-    "statuses, whole",
-    [
-        ([status(2), status(0), status(1)], True),
-        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
-        ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0), status(1, alive=False), status(2)], False),  # one died
-        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
-        ([status(0), status(0), status(1)], False),
-    ],
-)
-def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
-    assert is_whole(statuses) is whole
-
-
 class RankHost:
     """The body of a supervisor: a rank that is ready at once and then says nothing. `dead`: what Ray says of it."""
 
@@ -184,11 +165,6 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
         assert detail["snapshot"] is None and box.made == 4
 
 
-async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
-    await box.groups.start_group(*START)
-    assert [host.spec["device_kind"] for host in box.hosts] == ["cuda", "cuda"]
-
-
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
     await box.groups.start_group(*START)
@@ -238,3 +214,22 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
         host.killing.set()
     await stopping
     assert await looking == () and box.groups._groups == {} and box.told == []
+
+
+def status(rank, size=3, alive=True, done=False):
+    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
+
+
+@pytest.mark.parametrize(
+    "statuses, whole",
+    [
+        ([status(2), status(0), status(1)], True),
+        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
+        ([status(0), status(1)], False),  # the controller died before it had started the third
+        ([status(0), status(1, alive=False), status(2)], False),  # one died
+        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
+        ([status(0), status(0), status(1)], False),
+    ],
+)
+def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
+    assert is_whole(statuses) is whole

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from array import array
 from pathlib import Path
 
@@ -12,15 +11,6 @@ from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.simulate import Setup, run_policy
 from benchmarks.simulator.trace import Requests, TraceError, read_requests
 from scheduler.core.workload import Policy
-
-DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
-
-
-def data(name: str) -> Path:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} is not here; APPLIANCE_TEST_DATA names the folder of the shared data")
-    return path
 
 
 def steady(rate: float, seconds: float, prompt: int = 500, output: int = 100) -> Requests:
@@ -74,22 +64,7 @@ def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> 
         read_requests(path)
 
 
-def test_scale_keeps_the_shape_and_is_reproducible() -> None:
-    path = data("traces/azure2023_code.csv.gz")
-    once, twice = read_requests(path), read_requests(path, scale=2.5, seed=3)
-    assert len(once) == 8819
-    assert len(twice) == pytest.approx(2.5 * len(once), rel=0.02)
-    assert list(read_requests(path, scale=2.5, seed=3).arrival_s) == list(twice.arrival_s)
-    assert twice.horizon_s == pytest.approx(once.horizon_s, abs=1.5)
-
-
 # --- engines
-
-
-def test_the_default_engine_is_the_fit_of_the_public_profile() -> None:
-    fitted = EngineModel.from_profile(data("profiles/vidur_h100_llama2_7b_mlp.csv.gz"))
-    assert fitted.base_s == pytest.approx(EngineModel().base_s, rel=0.02)
-    assert fitted.per_token_s == pytest.approx(EngineModel().per_token_s, rel=0.02)
 
 
 def test_one_request_alone_takes_its_steps() -> None:
@@ -101,33 +76,6 @@ def test_one_request_alone_takes_its_steps() -> None:
     first_s, end_s = cluster.served.first_token_s[0], cluster.served.end_s[0]
     assert first_s == pytest.approx(model.step_s(0, 0, 1000), rel=1e-6)
     assert end_s - first_s == pytest.approx(10 * model.step_s(1, 1001, 0), rel=0.01)
-
-
-def test_every_request_is_served_once() -> None:
-    requests = steady(40, 120, prompt=3000, output=300)
-    cluster = Cluster(requests, EngineModel())
-    for name in ("a", "b"):
-        cluster.start(name)
-        cluster.open(name)
-    for second in range(120):
-        cluster.advance(float(second))
-    cluster.advance(1e5)
-    assert min(cluster.served.end_s) > 0 and cluster.inflight_total == 0
-    assert all(e >= f >= a for a, f, e in zip(requests.arrival_s, *_times(cluster), strict=True))
-
-
-def _times(cluster: Cluster) -> tuple[list[float], list[float]]:
-    return cluster.served.first_token_s, cluster.served.end_s
-
-
-def test_requests_are_held_until_something_opens_and_given_up_at_the_bound() -> None:
-    cluster = Cluster(steady(1, 10), EngineModel(), hold_s=5)
-    cluster.advance(7.5)
-    assert len(cluster.held) == 5 and cluster.expired == 3
-    cluster.start("r")
-    cluster.open("r")
-    cluster.advance(100)
-    assert not cluster.held and sum(e > 0 for e in cluster.served.end_s) == 7
 
 
 # --- whole runs
@@ -161,11 +109,6 @@ def test_a_request_is_heard_of_though_the_standby_for_it_is_forgotten_by_the_clo
         Setup(Requests(array("d", arrivals), array("l", [4000] * count), array("l", [20] * count))), Policy("auto")
     )
     assert all(first_s < 3.0 for at_s, first_s in figures.first_tokens if at_s > arrivals[-3])
-
-
-def test_a_run_is_reproducible() -> None:
-    first, second = (run_policy(Setup(burst(150, 300, 400)), Policy("auto")) for _ in range(2))
-    assert first == second
 
 
 def test_models_share_the_devices_and_each_has_its_own_engines_and_demand() -> None:

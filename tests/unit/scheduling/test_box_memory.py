@@ -78,16 +78,6 @@ def short(world: World, available: int = GB // 2) -> None:
     world.away = replace(world.away, available=available)
 
 
-async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, world):
-    short(world, 2 * GB)
-    await box.look(world.status())
-    assert not box.book_engine("chat", "n1") and box.book_engine("chat", "n0")
-    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
-    await box.look(world.status())
-    assert box.book_engine("code", "n1") and not box.book_engine("other", "n0")
-    assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
-
-
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
     box, world, db, add_model, add_job
 ):

@@ -73,16 +73,3 @@ async def test_with_its_job_the_last_one_goes_and_what_is_in_use_goes_later(stor
     assert left(store)
     await policies.tidy(engines.unload)
     assert left(store) == []
-
-
-async def test_what_a_question_is_asked_about_stays_until_it_is_answered(store):
-    ours = policy_name("ftjob-1")
-    for version in ("step-1.new", "step-2.new", "step-3.new"):
-        write(store, ours, version)
-    policies = Policies(store, lambda job: True)
-    with policies.sampled("ftjob-1", "step-2.new"):
-        with policies.sampled("ftjob-1", "step-3.new"):
-            await policies.tidy(Engines().unload)
-        assert left(store) == [(ours, "step-2.new"), (ours, "step-3.new")]
-    await policies.tidy(Engines().unload)
-    assert left(store) == [(ours, "step-3.new")]
