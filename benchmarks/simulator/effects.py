@@ -159,14 +159,6 @@ class SimEffects:
         await asyncio.sleep(seconds)
         self._now()
 
-    @property
-    def serving_devices(self) -> int:
-        return sum(len(r.devices) for r in self._replicas.values() if r.state != "asleep")
-
-    @property
-    def training_devices(self) -> int:
-        return sum(len(g.devices) for g in self._groups.values() if g.ended is None)
-
     async def start_replica(self, plan: ReplicaPlan) -> None:
         await self._take(self._times.start_s)
         self._replicas[plan.id] = ReplicaView(
