@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from pathlib import Path
@@ -117,8 +117,10 @@ class Replicas:
 
     async def start_replica(self, plan: ReplicaPlan) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
-        path, copied_bytes = await self._version_path("start_replica", plan.id, plan.model, plan.version, node_config)
-        try:
+        async with self._brought("start_replica", plan.id, plan.model, plan.version, node_config) as (
+            path,
+            copied_bytes,
+        ):
             spec = self._replica_spec(plan, node_config, path)
             await self._nodes.wait_warm(node_config, "serve", "start_replica", plan.id)
             engine = self._living(plan.id)
@@ -128,8 +130,6 @@ class Replicas:
                 engine = self._take_in(plan.id, actor)
             engine.node_config = node_config
             detail = await ask("start_replica", plan.id, engine.supervisor.call("start", spec))
-        finally:
-            self._versions.taken(plan.model, plan.version)
         engine.seen = ReplicaView(plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings)
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
@@ -140,8 +140,6 @@ class Replicas:
     async def stop_replica(self, replica_id: str) -> Detail:
         self._routing.close(replica_id)
         engine = self._living(replica_id)
-        if engine is None and (actor := find_actor(REPLICA + replica_id)) is not None:
-            engine = self._take_in(replica_id, actor)
         if engine is not None:
             engine.stopping = True
             if engine.watcher is not None:
@@ -206,16 +204,13 @@ class Replicas:
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed(verb, replica_id, "there is no such engine")
-        path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
-        try:
+        async with self._brought(verb, replica_id, model, version, engine.node_config) as (path, copied_bytes):
             if verb == "swap_replica":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(verb, replica_id, withheld, "before it loaded the new weights")
             load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
             detail = await ask(verb, replica_id, load)
-        finally:
-            self._versions.taken(model, version)
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -265,18 +260,19 @@ class Replicas:
             **settings,
         )
 
-    async def _version_path(
+    @contextlib.asynccontextmanager
+    async def _brought(
         self, verb: str, target: str, model: str, version: str, node_config: NodeConfig
-    ) -> tuple[Path, int]:
+    ) -> AsyncIterator[tuple[Path, int]]:
+        """The version's directory on the engine's node, held there until the engine has it, and the bytes copied."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
             raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
         try:
-            return await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
-        except BaseException:
+            yield await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
+        finally:
             self._versions.taken(model, version)
-            raise
 
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
         engine = self._engines.get(replica_id)
@@ -285,8 +281,12 @@ class Replicas:
         return await ask(verb, replica_id, engine.supervisor.call(method, *arguments))
 
     def _living(self, replica_id: str) -> _Engine | None:
+        """The engine as known, or found by its actor's name."""
         known = self._engines.get(replica_id)
-        return None if known is None or known.supervisor.over else known
+        if known is not None and not known.supervisor.over:
+            return known
+        actor = find_actor(REPLICA + replica_id)
+        return None if actor is None else self._take_in(replica_id, actor)
 
     def _take_in(self, replica_id: str, actor: Any) -> _Engine:
         found = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
@@ -325,10 +325,7 @@ class Replicas:
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
         engine = self._living(replica_id)
         if engine is None:
-            actor = find_actor(REPLICA + replica_id)
-            if actor is None:
-                return None
-            engine = self._take_in(replica_id, actor)
+            return None
         last, asked = engine.seen, engine.supervisor.call("status")
         try:
             status = await within("observe", replica_id, asked, ANSWER_S if last is None else LOOK_S)
@@ -364,11 +361,11 @@ class Replicas:
         return engine.seen
 
     async def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id."""
+        """Resident memory of each engine, by replica id. Leaves out silent ones, and dead ones, whose watchers report
+        them."""
         found = {}
 
         async def ask_one(replica_id: str, engine: _Engine) -> None:
-            # A dead one is being replaced and its watcher reports it; a silent one is skipped.
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
                 status = await within("resident_bytes", replica_id, engine.supervisor.call("status"), LOOK_S)
                 found[replica_id] = status["rss_bytes"]
