@@ -66,7 +66,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
 
 def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box]:
     """The world in which this allocation has been carried out."""
-    groups = {g.job_id: g.devices for g in allocation.groups}
+    groups = allocation.groups
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(
         replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ()))

@@ -18,7 +18,6 @@ from scheduler.core.workload import (
     DeploymentView,
     JobView,
     Policy,
-    ReplicaPlan,
     ReplicaState,
     ReplicaView,
     Standby,
@@ -159,7 +158,7 @@ class SimEffects:
         await asyncio.sleep(seconds)
         self._now()
 
-    async def start_replica(self, plan: ReplicaPlan) -> None:
+    async def start_replica(self, plan: ReplicaView) -> None:
         await self._take(self._times.start_s)
         self._replicas[plan.id] = ReplicaView(
             plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings

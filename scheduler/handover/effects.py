@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler.core.errors import Blame
 from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import ReplicaPlan, ReplicaView
+from scheduler.core.workload import ReplicaView
 
 Detail = Mapping[str, Any] | None
 
@@ -91,7 +91,7 @@ class Box:
 class Effects(Protocol):
     """The verbs. All but `observe` and `changed` are steps of a hand-over."""
 
-    async def start_replica(self, plan: ReplicaPlan) -> Detail:
+    async def start_replica(self, plan: ReplicaView) -> Detail:
         """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
         Ends "ready": healthy, fingerprint agreed, taking no requests."""
 

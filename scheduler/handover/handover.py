@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Policy, ReplicaState, ReplicaView, Workload
+from scheduler.core.workload import Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
 from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
@@ -209,9 +209,7 @@ class Runner:
         elif plan.id in self._box.replicas:
             self._replica(plan.id, "starting")
         else:
-            self._box = self._box.with_replica(
-                ReplicaView(plan.id, plan.model, plan.version, "starting", plan.devices, now_s, settings=plan.settings)
-            )
+            self._box = self._box.with_replica(replace(plan, state="starting", since_s=now_s))
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:

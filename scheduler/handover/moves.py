@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scheduler.core.inventory import Holder, node_of
-from scheduler.core.workload import Allocation, ReplicaPlan
+from scheduler.core.workload import Allocation, ReplicaView
 from scheduler.handover.effects import Box
 
 How = Literal["sleep", "stop", "suspend", "end", "wake", "start", "train", "swap", "open"]
@@ -34,7 +34,7 @@ class Move:
     how: How
     lease: str
     devices: tuple[str, ...] = ()
-    plan: ReplicaPlan | None = None
+    plan: ReplicaView | None = None
     needs: frozenset[Holder] = frozenset()
 
     @property
@@ -76,7 +76,7 @@ def moves(
         return f"{handover_id}:{holder.kind}:{holder.id}"
 
     plans = {r.id: r for r in wanted.replicas}
-    groups = {g.job_id: frozenset(g.devices) for g in wanted.groups}
+    groups = {job_id: frozenset(devices) for job_id, devices in wanted.groups.items()}
     free, take, swap = [], [], []
     for replica in box.replicas.values():
         holder = Holder("replica", replica.id)
@@ -116,10 +116,10 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
         holder, now = Holder("replica", plan.id), box.replicas.get(plan.id)
         if now is None or now.state == "asleep":
             yield Move(holder, "take", "start" if now is None else "wake", lease(holder), plan.devices, plan)
-    for group in wanted.groups:
-        holder = Holder("job", group.job_id)
-        if group.job_id not in box.groups or holder in leaving:
-            yield Move(holder, "take", "train", lease(holder), group.devices)
+    for job_id, devices in wanted.groups.items():
+        holder = Holder("job", job_id)
+        if job_id not in box.groups or holder in leaving:
+            yield Move(holder, "take", "train", lease(holder), devices)
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:

@@ -55,11 +55,10 @@ def _why_job(move: Move, job: JobView | None, allocation: Allocation, plan_input
     if job is None:
         return "it has ended or was cancelled"
     if move.side == "free":
-        group = next((g for g in allocation.groups if g.job_id == job.id), None)
-        if group is None:
+        if (group := allocation.groups.get(job.id)) is None:
             return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
-        return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
-    training = sum(len(g.devices) for g in allocation.groups)
+        return f"it continues with {_count(len(group), 'device')} instead of {len(job.devices)}"
+    training = sum(map(len, allocation.groups.values()))
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
     share = f"{training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
     return f"training gets {share}, and it takes {size}"
@@ -89,7 +88,7 @@ def _why_replica(
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
         return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
-    takers = [(f"job {g.job_id}", g.devices) for g in allocation.groups]
+    takers = [(f"job {job_id}", taken) for job_id, taken in allocation.groups.items()]
     takers += [(f"replica {r.id} of {r.model}", r.devices) for r in allocation.open_replicas if r.id != move.holder.id]
     for who, taken in takers:
         if shared := devices & set(taken):
@@ -163,6 +162,6 @@ def explain(
         "notes": dict(allocation.notes),
         "standby": standby,
         "idle": idle,
-        "jobs": {g.job_id: list(g.devices) for g in allocation.groups},
+        "jobs": {job_id: list(devices) for job_id, devices in allocation.groups.items()},
         "models": opened,
     }

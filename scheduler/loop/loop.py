@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame, Stopped
+from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
@@ -274,12 +274,12 @@ class SchedulerLoop:
         """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
         they are held, and nobody would say why."""
         told = {
-            (plan.model, Build(plan.version, plan.tensor_parallel, plan.settings)): why
+            (plan.model, plan.build): why
             for move in handover.take
             if (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
         for (model, build), why in told.items():
-            self._start_failed(model, build, why, "input", of_settings=True)
+            self._start_failed(model, build, EffectFailed("start_replica", model, why, "input", of_settings=True))
         return bool(told)
 
     def _note_what_serves(self) -> None:
@@ -293,25 +293,25 @@ class SchedulerLoop:
     def _serves(self, model: str, build: Build) -> bool:
         """Whether an open engine of the model was started with this."""
         return any(
-            replica.state == "open"
-            and replica.model == model
-            and Build(replica.version, len(replica.devices), replica.settings) == build
+            replica.state == "open" and replica.model == model and replica.build == build
             for replica in self.box.replicas.values()
         )
 
-    def _start_failed(self, model: str, build: Build, reason: str, blame: Blame, *, of_settings: bool) -> None:
+    def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
         """An engine did not start. For its settings alone, the model has those again with which it served last, at
         once; requests that are held go to the engines with them. Not where another engine serves with them."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
-        if deployment is not None and of_settings and not self._serves(model, build):
+        if deployment is not None and failure.of_settings and not self._serves(model, build):
             served = goes_back_to(deployment, build)
-        if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
-            log.warning("its settings are those that served before: %s", reason, extra={"model": model})
+        if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
+            log.warning("its settings are those that served before: %s", failure.reason, extra={"model": model})
             self._state.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock.now_s()
-            self._state.failures.model_failed(model, build.version, reason, now_s, blame=blame, at_start=True)
+            self._state.failures.model_failed(
+                model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True
+            )
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
@@ -375,9 +375,8 @@ class SchedulerLoop:
             return
         moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
         wanted = plan(self._plan_input(moving=moving), now_s, self._config)
-        keeps = {group.job_id: set(group.devices) for group in wanted.groups}
         for holder, (runner, doing) in long.items():
-            if not keeps.get(holder.id, set()).issuperset(doing.move.devices):
+            if not set(doing.move.devices).issubset(wanted.groups.get(holder.id, ())):
                 runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
                 self._pauses.start_gave_way(holder.id)
 
@@ -459,8 +458,7 @@ class SchedulerLoop:
         else:
             model, version = move.plan.model, move.plan.version
             if move.how == "start":
-                build = Build(version, move.plan.tensor_parallel, move.plan.settings)
-                self._start_failed(model, build, failure.reason, failure.blame, of_settings=failure.of_settings)
+                self._start_failed(model, move.plan.build, failure)
             elif failure.blame == "version":
                 self._state.version_refused(model, version, failure.reason)
             else:

@@ -113,9 +113,7 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         found = views.get(holder.id)
         waking = moving.take.plan if moving.take is not None else None
         if moving.target and waking is not None and found is None:
-            found = ReplicaView(
-                holder.id, waking.model, waking.version, "starting", moving.target, now_s, settings=waking.settings
-            )
+            found = replace(waking, state="starting", since_s=now_s)
         if found is not None:
             views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
     return list(views.values())

@@ -31,7 +31,7 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
     reviews = [*shares.reviews, *assignment.reviews, *([] if jobs.review_at_s is None else [jobs.review_at_s])]
     return Allocation(
         replicas=tuple(assignment.out[r] for r in sorted(assignment.out)),
-        groups=tuple(assignment.groups[j] for j in sorted(assignment.groups)),
+        groups=dict(sorted(assignment.groups.items())),
         waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in assignment.groups}},
         notes=shares.notes,
         hysteresis=shares.hysteresis,

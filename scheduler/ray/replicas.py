@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.workload import ReplicaPlan, ReplicaView
+from scheduler.core.workload import ReplicaView
 from scheduler.handover.effects import Detail
 from scheduler.ray.actors import (
     ANSWER_S,
@@ -115,7 +115,7 @@ class Replicas:
         self._tell, self._on_death = tell, on_death
         self._engines: dict[str, _Engine] = {}
 
-    async def start_replica(self, plan: ReplicaPlan) -> Detail:
+    async def start_replica(self, plan: ReplicaView) -> Detail:
         node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
         async with self._brought("start_replica", plan.id, plan.model, plan.version, node_config) as (
             path,
@@ -130,7 +130,7 @@ class Replicas:
                 engine = self._take_in(plan.id, actor)
             engine.node_config = node_config
             detail = await ask("start_replica", plan.id, engine.supervisor.call("start", spec))
-        engine.seen = ReplicaView(plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings)
+        engine.seen = replace(plan, state="ready")
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
@@ -229,11 +229,11 @@ class Replicas:
         if failed is not None:
             raise failed
 
-    def _replica_spec(self, plan: ReplicaPlan, node_config: NodeConfig, path: Path) -> ReplicaSpec:
+    def _replica_spec(self, plan: ReplicaView, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in plan.devices]
         try:
-            settings = dict(self._versions.engine_settings(plan.model, plan.tensor_parallel))
+            settings = dict(self._versions.engine_settings(plan.model, len(devices)))
         except (NotServable, LookupError) as error:
             reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
             blame: Blame = "input" if of_settings else "own"
@@ -256,7 +256,7 @@ class Replicas:
             kind=devices[0].kind,
             shm_root=str(node_config.shm_root),
             node=node_config.name,
-            tensor_parallel=plan.tensor_parallel,
+            tensor_parallel=len(devices),
             **settings,
         )
 

@@ -17,7 +17,7 @@ from benchmarks.simulator import virtual_time
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 
@@ -153,6 +153,10 @@ class FakeEffects:
             self._hook("in", verb, target)
             await asyncio.sleep(self.seconds[verb] / 2 + self.late_s.get(target, 0.0))
             self._hook("after", verb, target)
+        except asyncio.CancelledError:
+            if self.alive:  # what a living controller cancels does not happen after its next look
+                self.not_yet.pop(target, None)
+            raise
         except EffectFailed:
             if verb == "open_replica" and (replica := self.world.replicas.get(target)) is not None:
                 replica.has_requests = False  # nobody was told that it is open
@@ -172,7 +176,7 @@ class FakeEffects:
         if not set(devices) <= {d.id for d in self.world.devices}:
             raise EffectFailed(verb, target, "a device is gone with its node")
 
-    async def start_replica(self, plan: ReplicaPlan) -> dict[str, float]:
+    async def start_replica(self, plan: ReplicaView) -> dict[str, float]:
         def effect() -> None:
             self._are_there("start_replica", plan.id, plan.devices)
             if plan.id in self.world.replicas:

@@ -32,14 +32,14 @@ def planned(now_s: float = 1000.0, **fields) -> Allocation:  # noqa: ANN003
     found = PlanInput(**fields)
     allocation = plan(found, now_s, CONFIG)
     placed = [d for r in allocation.open_replicas for d in r.devices] + [
-        d for g in allocation.groups for d in g.devices
+        d for devices in allocation.groups.values() for d in devices
     ]
     assert len(placed) == len(set(placed)) and set(placed) <= {d.id for d in found.devices}
     return allocation
 
 
 def sizes(allocation: Allocation) -> dict[str, int]:
-    return {g.job_id: len(g.devices) for g in allocation.groups}
+    return {job_id: len(devices) for job_id, devices in allocation.groups.items()}
 
 
 def awake(allocation: Allocation) -> dict[str, int]:
@@ -195,7 +195,7 @@ def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_othe
     bound = job(nodes=("n0",))
     m = replace(M, min_replicas=3, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("split", 4), devices=HOME_AND_AWAY, jobs=(bound,), deployments=(m,))
-    assert a.groups[0].devices == ("n0/0", "n0/1") and awake(a) == {"m": 3}
+    assert a.groups["j1"] == ("n0/0", "n0/1") and awake(a) == {"m": 3}
     assert {d for r in a.open_replicas for d in r.devices} == {"n1/0", "n1/1", "n1/2"}, "nothing idles for the job"
 
 
@@ -216,8 +216,7 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     large = job("large", nodes=both, min_devices=3, max_devices=3, allowed_sizes=(3,), priority=2)
     last = job("last", nodes=both, max_devices=1, submitted_s=9.0)
     a = planned(devices=box_of(3, nodes=2), jobs=(small, fixed, large, last))
-    devices = {g.job_id: g.devices for g in a.groups}
-    assert devices == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
+    assert a.groups == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
     a = planned(devices=box_of(3, nodes=2), jobs=(replace(small, preemptible=False), fixed, large, last))
     assert sizes(a) == {"small": 1, "fixed": 2, "last": 1}
     assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."
