@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 from scheduler.core.errors import Blame
-from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
@@ -166,7 +165,9 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle`: how long it stays awake without requests (`scheduler.autoscale.idle`).
+    `idle_sleep_s`: an operator's number: one replica stays awake for that long after the last request, then it sleeps;
+    None: it sleeps only when the devices are wanted. `idle_limit_s`: of models that nobody deployed, which sleep after
+    it at the latest (`scheduler.autoscale.idle`).
     `kv_tokens`: what the KV cache of one replica holds, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
@@ -191,7 +192,8 @@ class DeploymentView:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     standby: Standby | None = None
-    idle: Idle = Idle()
+    idle_sleep_s: float | None = None
+    idle_limit_s: float | None = None
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0

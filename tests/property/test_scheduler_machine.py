@@ -33,7 +33,6 @@ from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.virtual_time import VirtualClock, VirtualLoop
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
@@ -163,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tensor_parallel=2 if model == "wide" else 1,
             min_replicas=1 if model == "a" else 0,
             max_replicas=3,
-            idle=Idle(IdleSettings(idle_sleep_s=40.0 if model == "b" else None)),
+            idle_sleep_s=40.0 if model == "b" else None,
         )
         last_s = self.aio.time() if demand.requests else old.demand.last_request_s
         self.store.deployments[model] = replace(old, demand=replace(demand, last_request_s=last_s))

@@ -13,7 +13,6 @@ from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, KeyRow, ModelRow, columns
 from appliance.tiers.tiers import Tiers
-from scheduler.core.idle import IdleSettings
 
 
 def key(row: KeyRow) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
         **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
-        **IdleSettings.model_construct(**row.idle).model_dump(),
+        "idle_sleep_s": row.idle.get("idle_sleep_s"),
         "pinned": bool(row.pinned),
         "failed_reason": failed,
     }
