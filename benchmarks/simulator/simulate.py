@@ -149,10 +149,10 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
 
     async def life() -> None:
         nonlocal handovers_before
-        clock = virtual_time.VirtualClock()
+        clock = virtual_time.now_s
         loop = SchedulerLoop(effects, store, journal, clock=clock, config=config)
         running = asyncio.create_task(loop.run())
-        while (left_s := UP_S - clock.now_s()) > 0:
+        while (left_s := UP_S - clock()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
         handovers_before = journal.last_id()
         watching = asyncio.create_task(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
-from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.ports import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -87,14 +87,14 @@ class Runner:
         listener: Listener,
         effects: Effects,
         journal: Journal,
-        clock: Clock,
+        clock: Callable[[], float],
         config: SchedulerConfig,
         policy: Policy,
         workload: Workload,
     ):
         self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
         self._listener, self._effects, self._journal = listener, effects, journal
-        self._clock, self._config = clock, config
+        self._now_s, self._config = clock, config
         self._left: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
         self._doing: dict[int, Doing] = {}
@@ -105,7 +105,7 @@ class Runner:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
         self._left = {move.holder: loop.create_future() for move in self.handover.free}
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
         self._journal.begin(record)
 
@@ -114,7 +114,7 @@ class Runner:
         states = {end.state for end in ends}
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
         errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
-        self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
+        self._journal.end(self.handover.id, state, self._now_s(), errors)
         return state
 
     @property
@@ -309,9 +309,6 @@ class Runner:
             ids = {"job_id" if move.holder.kind == "job" else "replica": move.holder.id}
             ids |= {key: merged[key] for key in ("model", "version") if key in merged}
             log.log(level, "%s %s: %s", record.verb, record.target, merged.get("error", state), extra=ids)
-
-    def _now_s(self) -> float:
-        return self._clock.now_s()
 
     @property
     def _box(self) -> Box:

@@ -6,7 +6,7 @@ The state of a holder that a hand-over is moving comes from its moves: no observ
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaView
 from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView
-from scheduler.handover.ports import Clock, StateStore
+from scheduler.handover.ports import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class ClusterState:
     """Owns the box and the failures. `look_again_s`: when to observe the world again."""
 
-    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
+    def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
         self.failures = Failures(config)
@@ -36,19 +36,19 @@ class ClusterState:
         """Observe the world and apply what it shows of holders that are outside `moving` before and after the reading.
         False if it cannot be read now; then `look_again_s` is soon."""
         busy = frozenset(moving)
-        self.look_again_s = self._clock.now_s() + self._config.observe_every_s
+        self.look_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
-            self.look_again_s = self._clock.now_s() + self._config.backoff_first_s
+            self.look_again_s = self._clock() + self._config.backoff_first_s
             return False
         self._merge(observed, busy | frozenset(moving))
         return True
 
     def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:
         """Apply the observed state of every holder except those whose moves changed it during the reading."""
-        now_s, old = self._clock.now_s(), self.box
+        now_s, old = self._clock(), self.box
         replicas: dict[str, ReplicaView] = {}
         for seen in observed.replicas.values():
             known = old.replicas.get(seen.id)
@@ -80,7 +80,7 @@ class ClusterState:
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:
         """Mark the replica dead. One that held no devices affected nobody when it died: it is only started again."""
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
@@ -90,7 +90,7 @@ class ClusterState:
 
     def _group_ended(self, group: GroupView, ended: GroupEnded) -> None:
         if ended.outcome == "failed" and ended.retryable:
-            lived_s = self._clock.now_s() - group.since_s
+            lived_s = self._clock() - group.since_s
             self.job_failed(group.job_id, ended.step, ended.error, blame=ended.blame, lived_s=lived_s)
         else:
             self._store.job_ended(group.job_id, ended.outcome, ended.error)
@@ -100,7 +100,7 @@ class ClusterState:
 
     def open_replicas_are_stable(self) -> None:
         """Replicas that have been open for long enough clear their model's failures."""
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 if self.failures.model(replica.model, replica.version) is not None:
@@ -115,7 +115,7 @@ class ClusterState:
         log.warning("a new engine is started for this version: %s", reason, extra=ids)
 
     def job_failed(self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0) -> None:
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"

@@ -28,7 +28,7 @@ from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
 from scheduler.handover.moves import Handover, Move
-from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
+from scheduler.handover.ports import Journal, StateStore
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
@@ -54,7 +54,7 @@ class SchedulerLoop:
         journal: Journal,
         *,
         inbox: Inbox | None = None,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.time,
         config: SchedulerConfig | None = None,
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
@@ -64,7 +64,7 @@ class SchedulerLoop:
         has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
         self._effects, self._store, self._journal = effects, store, journal
         self._book_engine, self._too_large = book_engine, too_large
-        self._inbox, self._clock = inbox or Inbox(), clock or SystemClock()
+        self._inbox, self._clock = inbox or Inbox(), clock
         self._config = config or SchedulerConfig()
         self._state = ClusterState(effects, self._clock, self._config, store)
         self._reasons: dict[str, tuple[str, bool]] = {}
@@ -136,7 +136,7 @@ class SchedulerLoop:
     def status(self) -> dict[str, Any]:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
         plan_input = self._plan_input()
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         return {
             **view.status(self.box, plan_input, self._allocation, self._in_force, now_s),
             "troubles": [
@@ -157,7 +157,7 @@ class SchedulerLoop:
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
         plan_input = self._plan_input(policy)
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
         found = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
         doing = [doing for runner in self._running.values() for doing in runner.doing]
@@ -177,10 +177,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                if self._clock.now_s() >= self._state.look_again_s:
+                if self._clock() >= self._state.look_again_s:
                     await self._state.look(self._transitions)
                 rests = not self._round() and not self._transitions and not self._running
-                if rests and self._clock.now_s() < self._state.look_again_s:
+                if rests and self._clock() < self._state.look_again_s:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()
@@ -201,7 +201,7 @@ class SchedulerLoop:
         if self._adopted:
             return
         for record in self._journal.unfinished():
-            self._journal.end(record.id, "undone", self._clock.now_s(), "interrupted by a restart of the controller")
+            self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
         while not await self._state.look(self._transitions):
             attempt += 1
@@ -219,7 +219,7 @@ class SchedulerLoop:
     def _round(self) -> bool:
         """Plan and start the resulting moves. True if it started a hand-over, or has to plan again."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         for cause in self._inbox.take_gone():
             self._state.failures.retry(cause)
         self._take_policy_in_force(now_s)
@@ -308,7 +308,7 @@ class SchedulerLoop:
             log.warning("its settings are those that served before: %s", failure.reason, extra={"model": model})
             self._state.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
-            now_s = self._clock.now_s()
+            now_s = self._clock()
             self._state.failures.model_failed(
                 model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True
             )
@@ -462,7 +462,7 @@ class SchedulerLoop:
             elif failure.blame == "version":
                 self._state.version_refused(model, version, failure.reason)
             else:
-                now_s = self._clock.now_s()
+                now_s = self._clock()
                 self._state.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
         self._clear_in_progress(holder)
 
@@ -495,7 +495,7 @@ class SchedulerLoop:
             policy=policy or self._in_force.policy,
             hysteresis=self._hysteresis,
             handover_id=self._journal.last_id() + 1,
-            now_s=self._clock.now_s(),
+            now_s=self._clock(),
         )
 
     # --- at rest ------------------------------------------------------------------------------------------------
@@ -504,7 +504,7 @@ class SchedulerLoop:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
         known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
-        wait_s = max(min(times) - self._clock.now_s(), 0.001)
+        wait_s = max(min(times) - self._clock(), 0.001)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from benchmarks.simulator.journal import MemoryJournal
-from benchmarks.simulator.virtual_time import VirtualClock, VirtualLoop
+from benchmarks.simulator.virtual_time import VirtualLoop, now_s
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.effects = FakeEffects(self.world, self.hook)
-        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=VirtualClock(), config=CONFIG)
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=now_s, config=CONFIG)
         self.task = self.aio.create_task(self.loop.run())
 
     def hook(self, when: str, verb: str, target: str) -> None:

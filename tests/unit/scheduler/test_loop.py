@@ -28,7 +28,7 @@ class Rig:
         self.config = SchedulerConfig(**config)
 
     async def __aenter__(self) -> Rig:
-        clock, asked = virtual_time.VirtualClock(), self.asked
+        clock, asked = virtual_time.now_s, self.asked
         self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=clock, config=self.config, **asked)
         self.task = asyncio.create_task(self.loop.run())
         return self
@@ -328,7 +328,7 @@ async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
         return await observe()
 
     effects.observe = observed
-    loop = SchedulerLoop(effects, FakeStore(Policy("serve")), MemoryJournal(), clock=virtual_time.VirtualClock())
+    loop = SchedulerLoop(effects, FakeStore(Policy("serve")), MemoryJournal(), clock=virtual_time.now_s)
     assert loop.status()["devices"] == []
     await loop.adopt()
     assert len(loop.status()["devices"]) == 3 and looked == [1]
