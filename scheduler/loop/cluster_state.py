@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterState:
-    """Owns the box and the failures. `look_again_s`: when to observe the world again."""
+    """The part of the loop that owns the box and the failures. `look_again_s`: when to observe the world again."""
 
     def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store

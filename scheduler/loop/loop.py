@@ -23,7 +23,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
+from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
@@ -40,7 +40,7 @@ from scheduler.plan.plan import plan
 log = logging.getLogger(__name__)
 
 
-class SchedulerLoop:
+class SchedulerLoop(ClusterState):
     """Owns the observed state and the planner's hysteresis; all of it runs on one asyncio loop, without locks.
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
@@ -62,15 +62,12 @@ class SchedulerLoop:
         """book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
         before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
         has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
-        self._effects, self._store, self._journal = effects, store, journal
+        super().__init__(effects, clock, config or SchedulerConfig(), store)
+        self._journal, self._inbox = journal, inbox or Inbox()
         self._book_engine, self._too_large = book_engine, too_large
-        self._inbox, self._clock = inbox or Inbox(), clock
-        self._config = config or SchedulerConfig()
-        self._state = ClusterState(effects, self._clock, self._config, store)
         self._reasons: dict[str, tuple[str, bool]] = {}
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
-        self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,15 +84,6 @@ class SchedulerLoop:
         self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
-
-    @property
-    def box(self) -> Box:
-        """The last known state; a runner's steps update it as they end."""
-        return self._state.box
-
-    @box.setter
-    def box(self, box: Box) -> None:
-        self._state.box = box
 
     # --- from outside -------------------------------------------------------------------------------------------
 
@@ -126,12 +114,12 @@ class SchedulerLoop:
 
     def reset_failures(self, model: str) -> None:
         """This model was changed: try it again at once."""
-        self._state.failures.models.pop(model, None)
+        self.failures.models.pop(model, None)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Failure | None:
         """What keeps engines of this version from starting; None if nothing does."""
-        return self._state.failures.model(model, version)
+        return self.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
@@ -177,10 +165,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                if self._clock() >= self._state.look_again_s:
-                    await self._state.look(self._transitions)
+                if self._clock() >= self.look_again_s:
+                    await self.look(self._transitions)
                 rests = not self._round() and not self._transitions and not self._running
-                if rests and self._clock() < self._state.look_again_s:
+                if rests and self._clock() < self.look_again_s:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()
@@ -203,15 +191,15 @@ class SchedulerLoop:
         for record in self._journal.unfinished():
             self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
-        while not await self._state.look(self._transitions):
+        while not await self.look(self._transitions):
             attempt += 1
-            await asyncio.sleep(self._state.failures.backoff_s(attempt))
+            await asyncio.sleep(self.failures.backoff_s(attempt))
         self._adopted = True
 
     async def _pump(self) -> None:
         while True:
             await self._effects.changed()
-            self._state.look_again_s = 0.0
+            self.look_again_s = 0.0
             self._wake.set()
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -221,24 +209,22 @@ class SchedulerLoop:
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
         for cause in self._inbox.take_gone():
-            self._state.failures.retry(cause)
+            self.failures.retry(cause)
         self._take_policy_in_force(now_s)
-        self._state.open_replicas_are_stable()
+        self.open_replicas_are_stable()
         self._note_what_serves()
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
-        self._state.failures.keep(self._workload)
+        self.failures.keep(self._workload)
         self._report_troubles()
-        unfinished = {job.id for job in self._workload.jobs}
-        self._pauses.keep(unfinished)
+        self._pauses.keep({job.id for job in self._workload.jobs})
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
-            self._state.failures.retry("device")
+            self.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
-        self._hysteresis = self._allocation.hysteresis
         wanted = self._moves(plan_input, self._allocation)
         if self._refused(wanted):
             self._wake.set()  # planned again without it, before anybody gives up devices for it
@@ -252,7 +238,7 @@ class SchedulerLoop:
 
     def _report_troubles(self) -> None:
         """Tell the store which models fail, once per change."""
-        before, self._troubles = self._troubles, {m: replace(f) for m, f in self._state.failures.models.items()}
+        before, self._troubles = self._troubles, {m: replace(f) for m, f in self.failures.models.items()}
         for model in sorted(before.keys() | self._troubles.keys()):
             if before.get(model) != (now := self._troubles.get(model)):
                 self._store.model_trouble(model, now)
@@ -306,12 +292,10 @@ class SchedulerLoop:
             served = goes_back_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
             log.warning("its settings are those that served before: %s", failure.reason, extra={"model": model})
-            self._state.failures.models.pop(model, None)
+            self.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()
-            self._state.failures.model_failed(
-                model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True
-            )
+            self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
@@ -323,9 +307,7 @@ class SchedulerLoop:
             busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
-                j
-                for j in self.box.groups
-                if self._state.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
+                j for j in self.box.groups if self.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },
         )
 
@@ -435,10 +417,10 @@ class SchedulerLoop:
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
-        self._state.look_again_s = 0.0  # what was seen of the holder meanwhile was discarded
+        self.look_again_s = 0.0  # what was seen of the holder meanwhile was discarded
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
-                self._state.failures.moves.pop(move.name, None)
+                self.failures.moves.pop(move.name, None)
             elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
             self._clear_in_progress(holder)
@@ -446,30 +428,29 @@ class SchedulerLoop:
         if move.side == "free":
             if holder.kind == "replica":
                 self._transitions[holder].target = ()  # it should have stayed after all, but could not
-            failures = self._state.failures
-            failures.moves[move.name] += 1
-            wait_s = failures.backoff_s(failures.moves[move.name])
+            self.failures.moves[move.name] += 1
+            wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         if move.plan is None:
-            self._state.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
+            self.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
         else:
             model, version = move.plan.model, move.plan.version
             if move.how == "start":
                 self._start_failed(model, move.plan.build, failure)
             elif failure.blame == "version":
-                self._state.version_refused(model, version, failure.reason)
+                self.version_refused(model, version, failure.reason)
             else:
                 now_s = self._clock()
-                self._state.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
+                self.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
         """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
         died with the failed step was drained again forever."""
-        self._state.look_again_s = 0.0
+        self.look_again_s = 0.0
         self._clear_in_progress(holder)
 
     def _clear_in_progress(self, holder: Holder) -> None:
@@ -490,10 +471,10 @@ class SchedulerLoop:
             self.box if box is None else box,
             self._transitions if moving is None else moving,
             self._workload,
-            self._state.failures,
+            self.failures,
             self._pauses,
             policy=policy or self._in_force.policy,
-            hysteresis=self._hysteresis,
+            hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,
             now_s=self._clock(),
         )
@@ -502,7 +483,7 @@ class SchedulerLoop:
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
-        known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        known = (self.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock(), 0.001)
         with contextlib.suppress(TimeoutError):
