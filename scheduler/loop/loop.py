@@ -467,16 +467,21 @@ class SchedulerLoop(ClusterState):
         box: Box | None = None,
         moving: dict[Holder, Transition] | None = None,
     ) -> PlanInput:
-        return view.plan_input(
-            self.box if box is None else box,
-            self._transitions if moving is None else moving,
-            self._workload,
-            self.failures,
-            self._pauses,
+        """The planner's input: the current state, with every moving holder shown at its target."""
+        box, moving = box or self.box, self._transitions if moving is None else moving
+        busy = {d for m in moving.values() for d in m.target}
+        busy |= {d for d, holder in box.holders.items() if holder in moving}
+        workload = self._workload
+        return PlanInput(
             policy=policy or self._in_force.policy,
+            devices=tuple(view.device(d, workload.cordoned) for d in box.devices.values()),
+            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses) for j in workload.jobs),
+            deployments=tuple(view.deployment(d, self.failures) for d in workload.deployments),
+            replicas=tuple(view.replicas(box, moving, self._clock())),
+            busy_devices=frozenset(busy),
             hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,
-            now_s=self._clock(),
+            max_asleep=workload.max_asleep,
         )
 
     # --- at rest ------------------------------------------------------------------------------------------------

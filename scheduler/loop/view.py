@@ -11,12 +11,9 @@ from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.workload import (
     Allocation,
     DeploymentView,
-    Hysteresis,
     JobView,
     PlanInput,
-    Policy,
     ReplicaView,
-    Workload,
 )
 from scheduler.handover.effects import Box
 from scheduler.handover.moves import Move
@@ -37,41 +34,12 @@ class Transition:
     over: bool = False
 
 
-def plan_input(
-    box: Box,
-    moving: Mapping[Holder, Transition],
-    workload: Workload,
-    failures: Failures,
-    pauses: JobPauses,
-    *,
-    policy: Policy,
-    hysteresis: dict[str, Hysteresis],
-    handover_id: int,
-    now_s: float,
-) -> PlanInput:
-    """The planner's input: the current state, with every moving holder shown at its target."""
-    busy = {d for m in moving.values() for d in m.target}
-    busy |= {d for d, holder in box.holders.items() if holder in moving}
-    return PlanInput(
-        policy=policy,
-        devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
-        jobs=tuple(_job(j, box, moving, failures, pauses) for j in workload.jobs),
-        deployments=tuple(_deployment(d, failures) for d in workload.deployments),
-        replicas=tuple(_replicas(box, moving, now_s)),
-        busy_devices=frozenset(busy),
-        hysteresis=hysteresis,
-        handover_id=handover_id,
-        max_asleep=workload.max_asleep,
-    )
+def device(device: Device, cordoned: frozenset[str]) -> Device:
+    drains = device.id in cordoned and device.health == "ok"
+    return replace(device, health="draining", health_reason=CORDONED) if drains else device
 
 
-def _device(device: Device, cordoned: frozenset[str]) -> Device:
-    if device.id in cordoned and device.health == "ok":
-        return replace(device, health="draining", health_reason=CORDONED)
-    return device
-
-
-def _job(
+def job(
     job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses: JobPauses
 ) -> JobView:
     group = box.groups.get(job.id)
@@ -98,14 +66,14 @@ def _job(
     )
 
 
-def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
+def deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
     failure = failures.model(deployment.model, deployment.version)
     if failure is None:
         return deployment
     return replace(deployment, failed=failure.reason, not_before_s=failure.not_before_s)
 
 
-def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
+def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
     views = dict(box.replicas)
     for holder, moving in all_moving.items():
         if holder.kind != "replica":

@@ -94,7 +94,7 @@ class Supervisor:
         method raises."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
-        answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
+        answer = asyncio.ensure_future(getattr(self.actor, method).remote(*arguments, **named))
         try:
             await asyncio.wait({answer, self._over}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -136,10 +136,6 @@ class Supervisor:
             self._over.set_result(why)
         if self._attending is not asyncio.current_task():
             self._attending.cancel()
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
 
 
 async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
