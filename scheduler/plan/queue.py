@@ -17,11 +17,12 @@ from scheduler.core.workload import JobView
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none."""
+    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none. reviews: times
+    at which that may change without an event."""
 
     sizes: dict[str, int]
     waiting: dict[str, str]
-    review_at_s: float | None
+    reviews: list[float | None]
 
 
 URGENCY = 1.5
@@ -148,7 +149,7 @@ def allot(
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
-    reviews = [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
+    reviews = [urgent_from_s(job) for job in jobs]
     for job in ordered:
         if job.keeps_devices(now_s):
             sizes[job.id] = len(job.devices)
@@ -161,7 +162,7 @@ def allot(
             continue
         if (barred := _barred(job, now_s)) is not None:
             _, waiting[job.id], again_s = barred
-            reviews += [] if again_s is None else [again_s]
+            reviews.append(again_s)
             continue
         most = min(left, rooms.most(job, rooms.left, left))
         size = job.largest_within(max(min(most, (found or {}).get(job.id, left)), 0))
@@ -183,7 +184,7 @@ def allot(
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."
             )
-    return Queue(sizes, waiting, min(reviews, default=None))
+    return Queue(sizes, waiting, reviews)
 
 
 def _at_least(job: JobView) -> str:
