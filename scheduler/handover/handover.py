@@ -104,7 +104,7 @@ class Runner:
     def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
-        self._left = {move.holder: loop.create_future() for move in self.handover.free}
+        self._left = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
         now_s = self._now_s()
         record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
         self._journal.begin(record)

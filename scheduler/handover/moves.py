@@ -44,14 +44,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
+    """The moves, those that leave first."""
+
     id: int
-    free: tuple[Move, ...] = ()
-    take: tuple[Move, ...] = ()
-    swap: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
-    def moves(self) -> tuple[Move, ...]:
-        return self.free + self.swap + self.take
+    def take(self) -> tuple[Move, ...]:
+        return tuple(move for move in self.moves if move.side == "take")
 
 
 def moves(
@@ -108,7 +108,7 @@ def moves(
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
-    return Handover(handover_id, tuple(free), tuple(take), tuple(_one_first(swap, box, busy)))
+    return Handover(handover_id, (*free, *_one_first(swap, box, busy), *take))
 
 
 def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving: Collection[Holder]) -> Iterator[Move]:
@@ -124,8 +124,12 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
     """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node)."""
-    booked = (m for m in handover.take if m.plan is None or book_engine(m.plan.model, node_of(m.devices[0])))
-    return replace(handover, take=tuple(booked))
+    kept = (
+        move
+        for move in handover.moves
+        if move.side != "take" or move.plan is None or book_engine(move.plan.model, node_of(move.devices[0]))
+    )
+    return replace(handover, moves=tuple(kept))
 
 
 def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
