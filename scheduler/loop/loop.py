@@ -390,7 +390,7 @@ class SchedulerLoop(ClusterState):
         """Who asked for the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler"), and what
         for."""
         if (request := self._inbox.newest_request(self._settled)) is not None:
-            return request.by, request.what
+            return request
         now = self._in_force
         if now.window is not None and now.since_s != self._window_since_s:
             # The first hand-over since it began; later ones follow demand and the queue again.

@@ -62,7 +62,7 @@ def job(
         not_before_s=failure.not_before_s if failure else 0.0,
         failed=failure.reason if failure else "",
         busy=busy,
-        pause_s=pauses.pause_s(job.id),
+        pause_s=pauses.pause_s.get(job.id),
     )
 
 

@@ -23,11 +23,11 @@ def moved(pauses: JobPauses, job_id: str, suspend_s: float, start_s: float) -> N
 def test_pause_adds_to_its_steps_what_they_do_not_show() -> None:
     pauses = JobPauses(CONFIG.job_pause_s, CONFIG.start_group_timeout_s)
     moved(pauses, "j", 0.25, 2.0)
-    assert pauses.pause_s("j") == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
+    assert pauses.pause_s["j"] == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
     moved(pauses, "j", 2.0, 18.0)
-    assert pauses.pause_s("j") == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
+    assert pauses.pause_s["j"] == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
     pauses.keep({"other"})
-    assert pauses.pause_s("j") is None
+    assert "j" not in pauses.pause_s
 
 
 def held_for_s(pause_s: float | None) -> float:
