@@ -52,7 +52,7 @@ class JobView:
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
     `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
-    `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
+    `nodes`: it runs wholly on one of these; empty: on any.
     """
 
     id: str

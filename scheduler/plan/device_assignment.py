@@ -88,7 +88,7 @@ class DeviceAssignment:
                 self.groups[job_id] = job.devices
                 self.take(job.devices)
         for job_id, size in sizes.items():
-            if job_id not in self.groups and self.bound(self.jobs[job_id]):
+            if job_id not in self.groups and self.several_nodes:
                 self.place_job(job_id, size)  # engines can move to other devices, it cannot
         counts = self.keep_replicas(serving)
         unplaced = []
@@ -98,10 +98,6 @@ class DeviceAssignment:
             if job_id not in self.groups:
                 self.place_job(job_id, size)
         return unplaced
-
-    def bound(self, job: JobView) -> bool:
-        """Whether the choice of devices is restricted: the job needs all of them on one of several nodes."""
-        return bool(job.nodes) and self.several_nodes
 
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
@@ -171,7 +167,7 @@ class DeviceAssignment:
                 continue
             if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
-            devices = self.free.choose(deployment.tensor_parallel, single_node=True, only=self.unheld)
+            devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:
                 return False
             new_id = f"r{self.plan_input.handover_id}-{self.new}"

@@ -40,36 +40,26 @@ class FreeDevices:
         self,
         count: int,
         *,
-        single_node: bool = False,
         nodes: Collection[str] = (),
         near: Collection[str] = (),
         only: FreeDevices | None = None,
     ) -> tuple[str, ...] | None:
-        """The best `count` devices, in node and index order; None if there are too few. Takes nothing.
+        """The best `count` devices of one node, in index order; None if no node has as many. Takes nothing.
 
         Args:
-            single_node: refuse devices of more than one node (a tensor-parallel engine).
-            nodes: take them all from one of these; empty: from anywhere.
+            nodes: take them from one of these; empty: from any.
             near: devices to prefer (what the holder has now).
             only: first try within these fewer (devices that no holder has to leave).
         """
         if nodes:
             within = only._on(nodes) if only is not None else None
-            return self._on(nodes).choose(count, single_node=True, near=near, only=within)
-        if near:
-            again = self._choose_near(count, near)
-            if again is not None:
-                return again
-        if only is not None:
-            chosen = only.choose(count, single_node=True) or (
-                None if single_node or self._tightest(count) is not None else only.choose(count)
-            )
-            if chosen is not None:
-                return chosen
+            return self._on(nodes).choose(count, near=near, only=within)
+        if near and (again := self._choose_near(count, near)) is not None:
+            return again
+        if only is not None and (unheld := only.choose(count)) is not None:
+            return unheld
         node = self._tightest(count)
-        if node is not None:
-            return _pick(list(self._nodes[node].values()), count, frozenset())
-        return None if single_node else self._choose_across(count)
+        return None if node is None else _pick(list(self._nodes[node].values()), count, frozenset())
 
     def _on(self, nodes: Collection[str]) -> FreeDevices:
         """Those on these nodes."""
@@ -82,18 +72,6 @@ class FreeDevices:
             return None
         node = min(fitting, key=lambda n: (-own[n], len(self._nodes[n])))
         return _pick(list(self._nodes[node].values()), count, frozenset(near))
-
-    def _choose_across(self, count: int) -> tuple[str, ...] | None:
-        """Takes as few nodes as possible: the fullest first, the last one by best fit. None if there are too few."""
-        chosen: list[str] = []
-        for node in sorted(self._nodes, key=lambda n: -len(self._nodes[n])):
-            rest = count - len(chosen)
-            if len(self._nodes[node]) >= rest:
-                others = FreeDevices(d for left in self._nodes.values() for d in left.values() if d.id not in chosen)
-                tight = others._tightest(rest) or node
-                return (*chosen, *_pick(list(self._nodes[tight].values()), rest, frozenset()))
-            chosen += [d.id for d in sorted(self._nodes[node].values(), key=lambda d: d.index)]
-        return None
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler.core.inventory import node_of
 from scheduler.core.workload import JobView
 
 
@@ -80,25 +81,18 @@ def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str 
     return out
 
 
-class _Rooms:
-    """Working devices per node, less those given to jobs that are bound to nodes. None: unknown, no bound."""
+def _most(job: JobView, rooms: Mapping[str, int]) -> int:
+    """The most devices that one of the job's nodes has."""
+    return max([rooms.get(node, 0) for node in job.nodes] if job.nodes else rooms.values(), default=0)
 
-    def __init__(self, rooms: Mapping[str, int] | None):
-        self.works, self.left = rooms, dict(rooms or {})
 
-    def most(self, job: JobView, rooms: Mapping[str, int], otherwise: int) -> int:
-        """The most that one of the job's nodes has; `otherwise` for a job that may run anywhere."""
-        bound = self.works is not None and job.nodes
-        return max((rooms.get(node, 0) for node in job.nodes), default=0) if bound else otherwise
-
-    def give(self, job: JobView, size: int) -> None:
-        """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
-        if not job.nodes or self.works is None:
-            return
-        here = [d.partition("/")[0] for d in job.devices]
-        fitting = [n for n in job.nodes if self.left.get(n, 0) >= size]
-        best = min(fitting or list(job.nodes), key=lambda n: (n not in here, self.left.get(n, 0)))
-        self.left[best] = self.left.get(best, 0) - size
+def _give(job: JobView, size: int, left: dict[str, int]) -> None:
+    """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
+    here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(left)
+    fitting = [node for node in nodes if left.get(node, 0) >= size] or nodes
+    if fitting:
+        best = min(fitting, key=lambda node: (node not in here, left.get(node, 0)))
+        left[best] = left.get(best, 0) - size
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
@@ -128,24 +122,22 @@ def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
 def allot(
     jobs: Sequence[JobView],
     budget: int,
-    total: int,
     now_s: float,
     dwell_s: float,
     why: str,
-    works_on: Mapping[str, int] | None = None,
+    works_on: Mapping[str, int],
     found: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
 
     Args:
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
-        total: working devices of the box.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: working devices by node; limits a job that is bound to some nodes to what one of them has.
+        works_on: working devices by node; a job has what one node has.
         found: jobs that found only this many devices side by side, fewer than were left for them.
     """
-    rooms = _Rooms(works_on)
+    rooms = dict(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
@@ -154,7 +146,7 @@ def allot(
         if job.keeps_devices(now_s):
             sizes[job.id] = len(job.devices)
             left -= len(job.devices)
-            rooms.give(job, len(job.devices))
+            _give(job, len(job.devices), rooms)
     ahead: JobView | None = None
     for job in ordered:
         if job.id in sizes:
@@ -164,7 +156,7 @@ def allot(
             _, waiting[job.id], again_s = barred
             reviews.append(again_s)
             continue
-        most = min(left, rooms.most(job, rooms.left, left))
+        most = min(left, _most(job, rooms))
         size = job.largest_within(max(min(most, (found or {}).get(job.id, left)), 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
@@ -174,12 +166,12 @@ def allot(
         if size:
             sizes[job.id] = size
             left -= size
-            rooms.give(job, size)
+            _give(job, size, rooms)
             ahead = ahead or job
         elif found and job.id in found:
             waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
-            largest = rooms.most(job, works_on or {}, total)
+            total, largest = sum(works_on.values()), _most(job, works_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."

@@ -44,7 +44,7 @@ class Shares:
         budget, why = self._training_budget(claimed)
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._plan_input.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
+        jobs = queue.allot(self._plan_input.jobs, budget, self._now_s, dwell_s, why, self._works_on, found)
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 

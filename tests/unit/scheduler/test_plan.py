@@ -220,5 +220,5 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     a = planned(devices=box_of(3, nodes=2), jobs=(replace(small, preemptible=False), fixed, large, last))
     assert sizes(a) == {"small": 1, "fixed": 2, "last": 1}
     assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."
-    passed = queue.allot((small, fixed, large, last), 6, 6, 1000.0, 0.0, "", {"n0": 3, "n1": 3}, {"large": 0})
+    passed = queue.allot((small, fixed, large, last), 6, 1000.0, 0.0, "", {"n0": 3, "n1": 3}, {"large": 0})
     assert passed.sizes == {"small": 1, "fixed": 2, "last": 1} and "side by side" in passed.waiting["large"]

@@ -36,7 +36,7 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert names([job("x", 1), pressed], now_s=400.0) == ["d", "x"]
     higher = job("p", 60, priority=1)
     assert names([higher, pressed], now_s=900.0) == ["p", "d"], "priority comes first"
-    queue = allot([job("x", 1), pressed], 8, 8, 10.0, 0.0, "")
+    queue = allot([job("x", 1), pressed], 8, 10.0, 0.0, "", {"n0": 8})
     assert 400.0 in queue.reviews, "and the plan is looked at again by then"
 
 
