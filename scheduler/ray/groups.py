@@ -102,7 +102,7 @@ class Groups:
         running = self._groups.get(job_id)
         if running is not None and running.run == run:
             return None
-        node_config = self._nodes.config_of(device_ids, "start_group", job_id)
+        node_config = self._nodes.config_of(device_ids)
         await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
         devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
@@ -214,7 +214,7 @@ class Groups:
         """The supervisor of a device, found or created, but never one known to be dead."""
         known = self._hosts.get(device_id)
         if known is None or known.over:
-            node_config = self._nodes.config_of((device_id,), "start_group", device_id)
+            node_config = self._nodes.config_of((device_id,))
             numa = node_config.numa_nodes([self._nodes.device(device_id)])
             warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
             actor = self._nodes.here(RankHost, RANK + device_id, node_config, warm, logs, *numa)
@@ -299,7 +299,7 @@ class Groups:
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
-        group, coming = self._new_group(job_id, self._nodes.config_of(in_order, "observe", job_id))
+        group, coming = self._new_group(job_id, self._nodes.config_of(in_order))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
         self._attend(job_id, _RunningGroup(group, "", in_order, coming))
 

@@ -116,7 +116,7 @@ class Replicas:
         self._engines: dict[str, _Engine] = {}
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
-        node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
+        node_config = self._nodes.config_of(plan.devices)
         async with self._brought("start_replica", plan.id, plan.model, plan.version, node_config) as (
             path,
             copied_bytes,

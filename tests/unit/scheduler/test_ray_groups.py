@@ -91,7 +91,7 @@ class Box:
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
             home=here,
-            config_of=lambda ids, verb, target: here,
+            config_of=lambda ids: here,
             here=self.find_or_make,
             device=lambda device_id: Device(device_id, "n0", int(device_id[-1]), kind="cuda"),
             wait_warm=self.nothing,
