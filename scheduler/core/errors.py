@@ -41,21 +41,19 @@ class EffectFailed(SchedulerError):
     """A verb failed to achieve its effect.
 
     Args:
-        verb: the verb of the Effects protocol, e.g. "wake_replica".
-        target: replica or job id.
         reason: one sentence for users.
         blame: whose fault it is.
         of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
             in that.
 
-    `undone`: False if what came before it in its move could not be taken back.
+    `step`: verb and target of the step that failed. `undone`: False if what came before it could not be taken back.
     """
 
-    undone = True
+    step, undone = "", True
 
-    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own", *, of_settings: bool = False):
-        super().__init__(f"{verb} {target}: {reason}")
-        self.verb, self.target, self.reason, self.blame, self.of_settings = verb, target, reason, blame, of_settings
+    def __init__(self, reason: str, blame: Blame = "own", *, of_settings: bool = False):
+        super().__init__(reason)
+        self.reason, self.blame, self.of_settings = reason, blame, of_settings
 
 
 class StepCancelled(SchedulerError):

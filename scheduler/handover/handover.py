@@ -203,7 +203,9 @@ class Runner:
             else:
                 continue
             self._note(move, "acquire", "failed", {"error": reason})
-            raise EffectFailed("acquire", move.lease, reason, "outside")
+            failure = EffectFailed(reason, "outside")
+            failure.step = f"acquire {move.lease}"
+            raise failure
         if plan is None:
             self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
         elif plan.id in self._box.replicas:
@@ -238,7 +240,8 @@ class Runner:
         except StepCancelled as cancelled:
             end = MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
         except EffectFailed as error:
-            end = MoveEnd(move, "undone" if error.undone else "failed", str(error), error)
+            text = f"{error.step}: {error.reason}"
+            end = MoveEnd(move, "undone" if error.undone else "failed", text, error)
         finally:
             if move.side == "free":
                 self._left[move.holder].set_result(end.state == "done")
@@ -276,7 +279,7 @@ class Runner:
             failure = error
         except TimeoutError:
             reason = f"took longer than its limit of {limit_s:g} s"
-            failure = EffectFailed(verb, move.holder.id, reason, "own" if verb in _LOADS else "outside")
+            failure = EffectFailed(reason, "own" if verb in _LOADS else "outside")
         except asyncio.CancelledError:
             if not doing.off or task.uncancel():  # the loop itself is ending
                 raise
@@ -291,6 +294,7 @@ class Runner:
         if isinstance(failure, StepCancelled):
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:
+            failure.step = f"{verb} {move.holder.id}"
             self._end(move, record, "failed", {"error": failure.reason})
         raise failure
 

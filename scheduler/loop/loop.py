@@ -265,7 +265,7 @@ class SchedulerLoop(ClusterState):
             if (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
         for (model, build), why in told.items():
-            self._start_failed(model, build, EffectFailed("start_replica", model, why, "input", of_settings=True))
+            self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
         return bool(told)
 
     def _note_what_serves(self) -> None:

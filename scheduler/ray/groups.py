@@ -103,14 +103,14 @@ class Groups:
         if running is not None and running.run == run:
             return None
         node_config = self._nodes.config_of(device_ids)
-        await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
+        await self._nodes.wait_warm(node_config, "train")
         devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
             await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id, devices[0].kind)
         except LookupError as error:
-            raise EffectFailed("start_group", job_id, str(error)) from error
+            raise EffectFailed(str(error)) from error
         snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if node_config.name != self._nodes.home.name:
@@ -121,7 +121,7 @@ class Groups:
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
             hosts = [_Host(host) for host in living]
-            await ask("start_group", job_id, group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
+            await ask(group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
         except BaseException:
             if coming is not None:
                 coming.stop()
@@ -146,10 +146,10 @@ class Groups:
             return None
         with self._handling(job_id):
             running.leaving = True
-            report = await ask("suspend_group", job_id, running.group.suspend())
+            report = await ask(running.group.suspend())
             await running.watcher
             if report is None and running.ended is not None and running.ended.outcome == "failed":
-                raise EffectFailed("suspend_group", job_id, running.ended.error, running.ended.blame)
+                raise EffectFailed(running.ended.error, running.ended.blame)
             if running.ended is not None:  # before it could be suspended: the next observation reports it
                 running.in_order = ()
                 return {"ended": running.ended.outcome}
@@ -160,8 +160,8 @@ class Groups:
         """Have the job's first rank profile its next steps. Raises EffectFailed if it does not run."""
         running = self._groups.get(job_id)
         if running is None or running.ended is not None:
-            raise EffectFailed("profile_group", job_id, "it does not run now")
-        await ask("profile_group", job_id, running.group.profile(steps))
+            raise EffectFailed("it does not run now")
+        await ask(running.group.profile(steps))
 
     async def stop_group(self, job_id: str) -> Detail:
         with self._handling(job_id):
@@ -169,12 +169,12 @@ class Groups:
             if running is not None:
                 running.watcher.cancel()
                 if running.ended is None:
-                    await ask("stop_group", job_id, running.group.kill())
+                    await ask(running.group.kill())
                 if running.coming is not None:
                     running.coming.stop()
             there = await self._hosts_there(patient=True)
             for device_id in [device_id for device_id, status in there.items() if status["job_id"] == job_id]:
-                await ask("stop_group", job_id, _Host(self._host(device_id)).kill())
+                await ask(_Host(self._host(device_id)).kill())
             await self._nodes.release_job(job_id)
             self._jobs.on_stopped(job_id)
             return None
@@ -236,7 +236,7 @@ class Groups:
             except SupervisorDied as error:
                 host.end(str(error))
                 if time.monotonic() > until_s:
-                    raise EffectFailed("start_group", job_id, str(error), "outside") from error
+                    raise EffectFailed(str(error), "outside") from error
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
@@ -250,7 +250,7 @@ class Groups:
         look = device_id in self._seen and not patient
         try:
             call = self._host(device_id).call("status")
-            status = await within("observe", device_id, call, LOOK_S if look else ANSWER_S)
+            status = await within(call, LOOK_S if look else ANSWER_S)
             self._seen.add(device_id)
             return status
         except EffectFailed as error:

@@ -163,13 +163,13 @@ class Nodes:
         names = sorted(self._known, key=lambda name: (name != self.home.name, name))
         return list(await asyncio.gather(*map(poll_one, names)))
 
-    async def on(self, node: str, verb: str, target: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent. Raises EffectFailed for this verb and target."""
-        return await ask(verb, target, getattr(self._actor(node, verb, target), method).remote(*arguments))
+    async def on(self, node: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent. Raises EffectFailed."""
+        return await ask(getattr(self._actor(node), method).remote(*arguments))
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
-        return await within(method, name, self.on(name, method, name, "of_store", method, *arguments))
+        return await within(self.on(name, "of_store", method, *arguments))
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
@@ -185,7 +185,7 @@ class Nodes:
 
         async def tell(name: str) -> None:
             try:
-                await within(method, name, self.on(name, method, name, method, *arguments), seconds)
+                await within(self.on(name, method, *arguments), seconds)
             except EffectFailed as error:
                 log.warning("%s may stay there: %s", left, error.reason, extra={"node": name})
 
@@ -211,7 +211,7 @@ class Nodes:
         """Raises EffectFailed when the device or its node is gone."""
         found = next((d for d in self.devices if d.id == device_id), None)
         if found is None:
-            raise EffectFailed("use", device_id, f"device {device_id} is gone", "outside")
+            raise EffectFailed(f"device {device_id} is gone", "outside")
         return found
 
     def config(self, name: str) -> NodeConfig | None:
@@ -228,7 +228,7 @@ class Nodes:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
         known = self._known.get(node_config.name)
         if known is None:
-            raise EffectFailed("start", name, f"node {node_config.name} is gone")
+            raise EffectFailed(f"node {node_config.name} is gone")
         return named_actor(body, name, known.ray_id, *arguments)
 
     async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
@@ -237,13 +237,11 @@ class Nodes:
         calls = (_answer(known.actor.readings.remote(let_go)) for known in self._known.values())
         return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
-    async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
+    async def wait_warm(self, node_config: NodeConfig, name: str) -> None:
         """Returns when the node's warm parent accepts requests."""
-        await self.on(node_config.name, verb, target, "wait_warm", name, WARM_TIMEOUT_S)
+        await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
-    async def bring(
-        self, node_config: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
-    ) -> tuple[Path, int]:
+    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> tuple[Path, int]:
         """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
         necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
@@ -251,25 +249,25 @@ class Nodes:
         try:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
-            raise EffectFailed(verb, target, f"{version_dir} cannot be read: {error}") from error
-        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name, verb, target)
-        return await self.on(node_config.name, verb, target, "take", home, name, version_dir, holder)
+            raise EffectFailed(f"{version_dir} cannot be read: {error}") from error
+        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name)
+        return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
-    async def bring_home(self, node: str, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+    async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
-        there = self._actor(node, "bring_home", target)
-        kept = await self.on(self.home.name, "bring_home", target, "keep", there, name, remote)
-        await self.on(node, "bring_home", target, "unpin", remote)
+        there = self._actor(node)
+        kept = await self.on(self.home.name, "keep", there, name, remote)
+        await self.on(node, "unpin", remote)
         return kept
 
-    async def bring_job(self, node: str, folder: Path, verb: str, target: str) -> Path:
+    async def bring_job(self, node: str, folder: Path) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        return await self.on(node, verb, target, "take_job", self._actor(self.home.name, verb, target), folder)
+        return await self.on(node, "take_job", self._actor(self.home.name), folder)
 
-    def _actor(self, node: str, verb: str, target: str) -> Any:
+    def _actor(self, node: str) -> Any:
         if (known := self._known.get(node)) is None:
-            raise EffectFailed(verb, target, f"node {node} is gone")
+            raise EffectFailed(f"node {node} is gone")
         return known.actor
 
 

@@ -117,19 +117,19 @@ class Replicas:
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         node_config = self._nodes.config_of(plan.devices)
-        async with self._brought("start_replica", plan.id, plan.model, plan.version, node_config) as (
+        async with self._brought(plan.model, plan.version, node_config) as (
             path,
             copied_bytes,
         ):
             spec = self._replica_spec(plan, node_config, path)
-            await self._nodes.wait_warm(node_config, "serve", "start_replica", plan.id)
+            await self._nodes.wait_warm(node_config, "serve")
             engine = self._living(plan.id)
             if engine is None:
                 warm, logs = node_config.warm_socket("serve"), str(node_config.log_dir)
                 actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
                 engine = self._take_in(plan.id, actor)
             engine.node_config = node_config
-            detail = await ask("start_replica", plan.id, engine.supervisor.call("start", spec))
+            detail = await ask(engine.supervisor.call("start", spec))
         engine.seen = replace(plan, state="ready")
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
@@ -154,24 +154,24 @@ class Replicas:
                 await until_unnamed(REPLICA + replica_id)
             except TimeoutError as error:
                 reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
-                raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
+                raise EffectFailed(reason, "outside") from error
         self._engines.pop(replica_id, None)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
-        status = await self._ask_replica("open_replica", replica_id, "status")
+        status = await self._ask_replica(replica_id, "status")
         if status["state"] != "ready":
-            raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
+            raise EffectFailed(f"the engine is {status['state']}")
         opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
-        await self._while_alive("open_replica", replica_id, opening, "before it accepted requests")
+        await self._while_alive(replica_id, opening, "before it accepted requests")
         return None
 
     async def drain_replica(self, replica_id: str) -> Detail:
         draining = self._routing.drain(replica_id)
-        await self._while_alive("drain_replica", replica_id, draining, "while it finished its requests")
+        await self._while_alive(replica_id, draining, "while it finished its requests")
         return None
 
-    async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
+    async def _while_alive(self, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
         """Result of `doing` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
         engine, task = self._engines.get(replica_id), asyncio.ensure_future(doing)
         watcher = engine and engine.watcher
@@ -180,12 +180,12 @@ class Replicas:
             if task.done():
                 return task.result()
             blame = watcher.result() if watcher is not None and not watcher.cancelled() else "outside"
-            raise EffectFailed(verb, replica_id, f"the engine died {when}", blame)
+            raise EffectFailed(f"the engine died {when}", blame)
         finally:
             task.cancel()
 
     async def sleep_replica(self, replica_id: str) -> Detail:
-        return await self._ask_replica("sleep_replica", replica_id, "sleep")
+        return await self._ask_replica(replica_id, "sleep")
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
@@ -194,23 +194,23 @@ class Replicas:
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.is_open(replica_id):
-            status = await self._ask_replica("swap_replica", replica_id, "status")
+            status = await self._ask_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
-            await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
+            await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
 
     async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
         """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine")
-        async with self._brought(verb, replica_id, model, version, engine.node_config) as (path, copied_bytes):
+            raise EffectFailed("there is no such engine")
+        async with self._brought(model, version, engine.node_config) as (path, copied_bytes):
             if verb == "swap_replica":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
-                await self._while_alive(verb, replica_id, withheld, "before it loaded the new weights")
+                await self._while_alive(replica_id, withheld, "before it loaded the new weights")
             load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
-            detail = await ask(verb, replica_id, load)
+            detail = await ask(load)
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -222,7 +222,7 @@ class Replicas:
         failed: EffectFailed | None = None
         for replica_id, engine in list(self._engines.items()):
             try:
-                await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
+                await self._ask_replica(replica_id, "unload_adapter", name)
             except EffectFailed as error:
                 if not engine.stopping:
                     failed = failed or error
@@ -237,7 +237,7 @@ class Replicas:
         except (NotServable, LookupError) as error:
             reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
             blame: Blame = "input" if of_settings else "own"
-            raise EffectFailed("start_replica", plan.id, reason, blame, of_settings=of_settings) from error
+            raise EffectFailed(reason, blame, of_settings=of_settings) from error
         away = node_config.name != self._nodes.home.name
         if settings.get("adapter_slots") and away:
             settings |= {
@@ -261,24 +261,22 @@ class Replicas:
         )
 
     @contextlib.asynccontextmanager
-    async def _brought(
-        self, verb: str, target: str, model: str, version: str, node_config: NodeConfig
-    ) -> AsyncIterator[tuple[Path, int]]:
+    async def _brought(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[tuple[Path, int]]:
         """The version's directory on the engine's node, held there until the engine has it, and the bytes copied."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
-            raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
+            raise EffectFailed(f"version {version} of {model} cannot be read: {error}") from error
         try:
-            yield await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
+            yield await self._nodes.bring(node_config, at_home, f"serve {model}")
         finally:
             self._versions.taken(model, version)
 
-    async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
         engine = self._engines.get(replica_id)
         if engine is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine", "outside")
-        return await ask(verb, replica_id, engine.supervisor.call(method, *arguments))
+            raise EffectFailed("there is no such engine", "outside")
+        return await ask(engine.supervisor.call(method, *arguments))
 
     def _living(self, replica_id: str) -> _Engine | None:
         """The engine as known, or found by its actor's name."""
@@ -328,7 +326,7 @@ class Replicas:
             return None
         last, asked = engine.seen, engine.supervisor.call("status")
         try:
-            status = await within("observe", replica_id, asked, ANSWER_S if last is None else LOOK_S)
+            status = await within(asked, ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise
@@ -367,7 +365,7 @@ class Replicas:
 
         async def ask_one(replica_id: str, engine: _Engine) -> None:
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within("resident_bytes", replica_id, engine.supervisor.call("status"), LOOK_S)
+                status = await within(engine.supervisor.call("status"), LOOK_S)
                 found[replica_id] = status["rss_bytes"]
 
         await asyncio.gather(*(ask_one(*known) for known in list(self._engines.items())))

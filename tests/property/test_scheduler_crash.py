@@ -235,7 +235,7 @@ def fail_at(*points: int) -> Hook:
         nonlocal count
         count += 1
         if count in points:
-            raise EffectFailed(verb, target, f"injected {when}")
+            raise EffectFailed(f"injected {when}")
 
     return hook
 

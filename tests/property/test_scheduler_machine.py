@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hook(self, when: str, verb: str, target: str) -> None:
         if self.to_fail and when != "after":
             self.to_fail -= 1
-            raise EffectFailed(verb, target, "injected", self.blame)
+            raise EffectFailed("injected", self.blame)
 
     def pass_time(self, seconds_: float) -> None:
         self.aio.run_until_complete(asyncio.sleep(seconds_))

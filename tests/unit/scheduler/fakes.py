@@ -168,13 +168,13 @@ class FakeEffects:
     def _replica(self, verb: str, replica_id: str) -> FakeReplica:
         replica = self.world.replicas.get(replica_id)
         if replica is None or replica.state == "dead":
-            raise EffectFailed(verb, replica_id, "the engine is dead")
+            raise EffectFailed("the engine is dead")
         return replica
 
     def _are_there(self, verb: str, target: str, devices: tuple[str, ...]) -> None:
         """A device may have gone with its node."""
         if not set(devices) <= {d.id for d in self.world.devices}:
-            raise EffectFailed(verb, target, "a device is gone with its node")
+            raise EffectFailed("a device is gone with its node")
 
     async def start_replica(self, plan: ReplicaView) -> dict[str, float]:
         def effect() -> None:
@@ -198,7 +198,7 @@ class FakeEffects:
         def effect() -> None:
             replica = self._replica("open_replica", replica_id)
             if replica.state == "asleep":
-                raise EffectFailed("open_replica", replica_id, "it sleeps")
+                raise EffectFailed("it sleeps")
             replica.state, replica.has_requests = "open", True
 
         return await self._verb("open_replica", replica_id, effect)

@@ -61,7 +61,7 @@ def failing(times: int, verb: str, when: str = "in") -> Callable[[str, str, str]
     def hook(at: str, what: str, target: str) -> None:
         if at == when and what == verb and left[0]:
             left[0] -= 1
-            raise EffectFailed(verb, target, "injected")
+            raise EffectFailed("injected")
 
     return hook
 
@@ -119,7 +119,7 @@ async def test_what_is_changed_is_tried_at_once() -> None:
 async def test_memory_that_is_free_again_brings_back_what_it_killed() -> None:
     def hook(at: str, verb: str, target: str) -> None:
         if verb in ("start_replica", "start_group") and at == "in":
-            raise EffectFailed(verb, target, "the host's memory ran out", "memory")
+            raise EffectFailed("the host's memory ran out", "memory")
 
     async with Rig(FakeStore(Policy("split", 2), (JOB,), (MODEL,))) as rig:
         rig.effects.hook = hook
@@ -210,7 +210,7 @@ async def test_a_failed_swap_keeps_the_old_version_serving() -> None:
 def refusing(blame: Blame, *verbs: str) -> Callable[[str, str, str], None]:
     def hook(at: str, what: str, target: str) -> None:
         if at == "before" and what in verbs:
-            raise EffectFailed(what, target, "the loader raised", blame)
+            raise EffectFailed("the loader raised", blame)
 
     return hook
 
@@ -350,7 +350,7 @@ def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own", *, of_settin
         engine = rig.world.replicas.get(target)
         if (when, verb) == ("in", "start_replica") and engine is not None and engine.settings == settings:
             engine.state = "dead"
-            raise EffectFailed(verb, target, "the engine refused", blame, of_settings=of_settings)
+            raise EffectFailed("the engine refused", blame, of_settings=of_settings)
 
     rig.effects.hook = hook
 

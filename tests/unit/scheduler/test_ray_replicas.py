@@ -112,6 +112,6 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
         lambda: None,
     )
     order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",))
-    with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
+    with pytest.raises(EffectFailed, match=says) as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
     assert failed.value.blame == blame

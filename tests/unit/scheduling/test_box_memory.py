@@ -132,7 +132,7 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
 
 async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeypatch, caplog):
     async def gone(name: str, method: str, *_: int) -> Any:
-        raise EffectFailed(method, name, "its node died")
+        raise EffectFailed("its node died")
 
     monkeypatch.setattr(world, "of_store", gone)
     short(world)
