@@ -117,10 +117,7 @@ class Replicas:
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         node_config = self._nodes.config_of(plan.devices)
-        async with self._brought(plan.model, plan.version, node_config) as (
-            path,
-            copied_bytes,
-        ):
+        async with self._brought(plan.model, plan.version, node_config) as (path, copied_bytes):
             spec = self._replica_spec(plan, node_config, path)
             await self._nodes.wait_warm(node_config, "serve")
             engine = self._living(plan.id)
