@@ -214,8 +214,6 @@ GROUPS = {
     "model": "Models: base models, fine-tuned ones, and their versions.",
     "node": "Nodes: the machines of the box, invitations for others, and taking one out.",
     "plan": "Show whether a job or a model would fit, before anything is started.",
-    "profile": "Show where the time of a running job goes.",
-    "support": "Collect what somebody else needs to see what is wrong with a box.",
     "tier": "Tiers: where the bytes of models and jobs are kept.",
 }
 
@@ -335,6 +333,13 @@ ROWS = (
             ("cancel", "Cancel jobs for good. Exit code 5 if one of them has ended already."),
         )
     ),
+    Row("job profile", "POST /admin/v1/jobs/{id}/profile",
+        """Measure where the time of a job's next steps goes: compute, communication, input, idle.
+
+        `job logs` shows the shares and the trace file (for ui.perfetto.dev), `job logs -o json` the longest operators
+        too. The job goes on, somewhat slower during these steps.""",
+        "profiling {steps} steps of {id}; `appliance job logs {id}` shows the result",
+        (JOB, opt("--steps N", "Of the first rank, within a minute.", type=number(int, 1, 50), default=3))),
     Row("batch list", "GET /v1/batches", "List batches, the newest first.",
         "id status >answered=request_counts.completed >failed=request_counts.failed >total=request_counts.total "
         "created=created_at ?waits_for=waiting_for", empty="no batches; `appliance batch create FILE` starts one"),

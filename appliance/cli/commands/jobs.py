@@ -1,4 +1,4 @@
-"""`appliance job submit|logs|wait|update`, `profile` and `plan`: make jobs and follow them, and whether they would fit.
+"""`appliance job submit|logs|wait|update` and `plan`: make jobs and follow them, and whether they would fit.
 
 Hyperparameters of one method alone come from the table of methods (train.methods).
 """
@@ -300,46 +300,6 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> list[di
             newer.append(event)
         more = page["has_more"]
     return newer[::-1]
-
-
-@command(
-    "profile job",
-    JOB,
-    opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3),
-    opt("--timeout SECONDS", type=number(float, 1), default=300.0),
-)
-def profile_job(session: Session, args: Namespace) -> None:
-    """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
-
-    The trace file opens in ui.perfetto.dev or chrome://tracing. The job goes on, somewhat slower during these steps.
-
-    Examples:
-      appliance profile job ftjob-abc123 --steps 10 -o json | jq .share
-    """
-    newest = session.client.get(f"{job_path(args.id)}/events", limit=1)["data"]
-    session.client.post(f"/admin/v1/jobs/{segment(args.id)}/profile", {"steps": args.steps})
-
-    def look() -> list[Any]:
-        """The profile, or in words why there is none; empty while neither is known."""
-        job, found = session.client.get(job_path(args.id)), list[Any]()  # before its events, as above
-        for event in _events_after(session, args.id, newest[0]["id"] if newest else None):
-            if profile := (event.get("data") or {}).get("profile"):
-                found.append(profile)
-            elif event["level"] == "warn" and "profile" in event["message"]:
-                found.append(event["message"])
-        return found or (["it has ended"] if _has_ended(job) else [])
-
-    found = until(look, bool, lambda _: (args.id, None, None), args.timeout, args.id)[0]
-    if isinstance(found, str):
-        raise CommandFailed(f"{args.id} was not profiled: {found}")
-    session.show(found, _profile)
-
-
-def _profile(found: dict[str, Any]) -> Any:
-    """Where the time of profiled steps went."""
-    shares = {where: seconds / found["seconds"] for where, seconds in found["share"].items()}
-    trace = found["trace"] or "none: it would be too long; ask for fewer steps"
-    return output.view({**found, "share": shares, "trace": trace})
 
 
 _PLAN = "/admin/v1/plan"

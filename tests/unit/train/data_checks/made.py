@@ -30,19 +30,5 @@ def checked(path: Path, **options: Any) -> dict[str, Any]:
     return carried_out({"file": str(path), "check": {name: _plain(value) for name, value in options.items()}})
 
 
-def prepared(
-    path: Path, *, out: Path, drop: tuple[str, ...] = (), mask: bool = False, split: float | None = None
-) -> dict[str, Any]:
-    return carried_out(
-        {
-            "file": str(path),
-            "check": {},
-            "prepare": {"drop": drop, "mask": mask, "split": split},
-            "targets": [str(out), *([str(out.with_suffix(".valid.jsonl"))] if split is not None else [])],
-            "lineage": str(out.with_suffix(".lineage.json")),
-        }
-    )
-
-
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
