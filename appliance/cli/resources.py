@@ -137,6 +137,7 @@ _QUEUE = (
 
 def _status(now: Answer) -> Any:
     box, devices, requests = now["box"], now["devices"], now["requests"].values()
+    memory = now["memory"]
     held, lost = sum(one["holder"] is not None for one in devices), sum(one["health"] == "lost" for one in devices)
     about = {
         "box": {"id": box["id"], "version": box["version"], "up_s": time.time() - box["started_s"]},
@@ -150,7 +151,9 @@ def _status(now: Answer) -> Any:
             "waiting": sum(one["held"] for one in requests),
         },
         "backup": box.get("backup") or "none yet (`appliance backup make`)",
-        "weights": now["memory"],
+        "weights": f"{output.size(memory['used_bytes'])} of {output.size(memory['budget_bytes'])} of shared memory",
+        "memory": memory.get("host") or {"total_bytes": memory["host_bytes"]},
+        "nodes' memory": memory.get("nodes"),
     }
     return output.stack(
         output.view(about),

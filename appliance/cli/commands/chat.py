@@ -77,7 +77,8 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
                 pieces.append(piece)
                 print(output.printable(piece), end="", flush=True)
     finally:
-        print(flush=True)
+        if pieces:
+            print(flush=True)
     answer = "".join(pieces)
     if ended == "length":
         output.say(f"(cut off: {body['max_tokens']} tokens, see --max-tokens, or the model's context is full)")

@@ -161,8 +161,9 @@ def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
 
 @command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))
 def show(session: Session, args: Namespace) -> None:
-    """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
-    reward, and what a run waits for.
+    """Show the runs of an evaluation side by side.
+
+    Shown are each grader's share that passed, with a 95 % interval, the mean reward, and what a run waits for.
 
     Examples:
       appliance eval show eval_abc123 -o json | jq .runs
