@@ -214,22 +214,11 @@ def _side_by_side(found: dict[str, Any]) -> Any:
 
 
 def _items(answer: dict[str, Any]) -> Any:
-    rows = [
-        {
-            "item": row["datasource_item_id"] + 1,
-            "status": row["status"],
-            "prompt": (row["sample"]["input"] or [{}])[-1].get("content"),
-            "answer": row["sample"]["output"][-1]["content"] if row["sample"]["output"] else row["sample"]["error"],
-            "graders": "; ".join(map(_verdict, row["results"])),
-        }
-        for row in answer["data"]
-    ]
-    columns = "item status prompt:short answer:short graders:short"
-    return output.listing(columns, rows, empty="no items yet")
-
-
-def _verdict(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return f"{result['name']} error: {result['error']}"
-    why = f": {result['reason']}" if "reason" in result else ""
-    return f"{result['name']} {'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}"
+    rows = []
+    for row in answer["data"]:
+        sample, shown = row["sample"], {"item": row["datasource_item_id"] + 1, "prompt": None, "answer": None}
+        if sample["input"]:
+            shown["prompt"] = sample["input"][-1].get("content")
+        shown["answer"] = sample["output"][-1]["content"] if sample["output"] else sample["error"]
+        rows.append({**row, **shown})
+    return output.listing("item status prompt:short answer:short graders=results:short", rows, empty="no items yet")

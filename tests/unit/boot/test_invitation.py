@@ -69,11 +69,6 @@ def test_printed_invitation_is_read_back(home: BoxPaths, tmp_path: Path) -> None
         Invitation.read(file)
 
 
-def test_node_remove_names_the_node(home: BoxPaths) -> None:
-    assert run("node", "remove", "n1", "--data-dir", str(home.data_dir)).exit_code == 0
-    assert removed(home) == {"n1"}
-
-
 def test_join_gives_the_node_process_the_path_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every user of the machine can read arguments."""
     became: list[str] = []

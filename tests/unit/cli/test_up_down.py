@@ -113,21 +113,6 @@ def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
     run("down", "--data-dir", str(data_dir))
 
 
-def test_up_as_json(data_dir):
-    started = run("up", "-d", "--data-dir", str(data_dir), "-o", "json")
-    assert json.loads(started.stdout) == {
-        "url": "http://127.0.0.1:8000/v1",
-        "data_dir": str(data_dir),
-        "first_key": None,
-        "first_key_file": None,
-    }
-    run("down", "--data-dir", str(data_dir))
-    (data_dir / "first-key").write_text("sk-first\n")
-    script(data_dir, key_file=str(data_dir / "first-key"))
-    started = json.loads(run("up", "-d", "--data-dir", str(data_dir), "-o", "json").stdout)
-    assert started["first_key"] is None and started["first_key_file"] == str(data_dir / "first-key")
-
-
 def test_a_box_that_does_not_start(data_dir):
     script(data_dir, exit=1)
     failed = run("up", "--detach", "--data-dir", str(data_dir))

@@ -75,15 +75,6 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
 
 
-def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source, tmp_path):
-    assert [library.import_model(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
-    assert checkpoints.stored(tmp_path) == [("org/m", "v1"), ("org/m", "v2")]
-    assert library.remove("org/m", "v1") is True and library.remove("org/m", "v1") is False
-    assert checkpoints.stored(tmp_path) == [("org/m", "v2")]
-    assert library.import_model(source, name="org/m").version == "v3"
-    assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and not checkpoints.stored(tmp_path)
-
-
 def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_path):
     first = library.import_model(source, name="one")
     assert library.remove("one", first.version) and not checkpoints.stored(tmp_path)
@@ -105,17 +96,6 @@ def test_a_missing_shard_is_named(library, tmp_path):
     (source / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(NotACheckpoint, match="model-00002-of-00003.safetensors.*incomplete"):
         library.import_model(source)
-
-
-def test_verify_names_the_damaged_file(library, source):
-    taken = library.import_model(source)
-    with open(taken.path / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(IntegrityError, match="model.safetensors"):
-        verify(taken.path)
 
 
 # --- hostile or broken ----------------------------------------------------------------------------------------------
@@ -296,13 +276,6 @@ def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tm
         library.import_model(source)
 
 
-def test_templates_by_name_come_in(library, tmp_path):
-    source = checkpoints.write(tmp_path / "named")
-    named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert library.import_model(source).info["chat_template"] is True
-
-
 _SECRET = "/var/lib/appliance/first-key"
 _TOKENIZER, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 # (file, its content, error, what the error says besides the file's name)
@@ -341,13 +314,6 @@ def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_
     with pytest.raises(UnsafeLink, match=r"modules\.json"):
         library.import_model(source)
     assert nothing_there(tmp_path)
-
-
-def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path):
-    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
-    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"path": "1_Pooling"}]
-    (source / "modules.json").write_text(json.dumps(modules))
-    assert library.import_model(source).task == "embed"
 
 
 def test_import_path_with_one_file_beside_the_shards_of_an_index_is_refused(library, tmp_path):
