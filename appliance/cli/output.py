@@ -277,9 +277,9 @@ def by_name(name: str, value: Any) -> str:
         if value.keys() == {"kind", "id"}:
             return f"{value['kind']} {value['id']}"
         unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # of parts that have none
-        parts = {part: one for part, one in value.items() if one not in NOTHING}
+        parts = {part: by_name(part + unit, one) for part, one in value.items()}
         shown = label_of_parts(name)
-        return ", ".join(f"{shown(part)} {by_name(part + unit, one)}" for part, one in parts.items()) or "-"
+        return ", ".join(f"{shown(part)} {text}" for part, text in parts.items() if text != "-") or "-"
     if isinstance(value, list):
         sentences = any(isinstance(one, str) and " " in one for one in value)
         return ("\n" if sentences else ", ").join(by_name(name, one) for one in value) or "-"

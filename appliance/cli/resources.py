@@ -152,7 +152,7 @@ def _status(now: Answer) -> Any:
         },
         "backup": box.get("backup") or "none yet (`appliance backup make`)",
         "weights": f"{output.size(memory['used_bytes'])} of {output.size(memory['budget_bytes'])} of shared memory",
-        "memory": memory.get("host") or {"total_bytes": memory["host_bytes"]},
+        "memory": memory.get("host"),
         "nodes' memory": memory.get("nodes"),
     }
     return output.stack(

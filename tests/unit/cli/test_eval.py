@@ -45,8 +45,8 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     items = box.run("eval", "show", made["id"], "--items", run["id"]).stdout.splitlines()
     assert items[0].split() == ["ITEM", "STATUS", "PROMPT", "ANSWER", "GRADERS"]
     assert [line.split() for line in items[3:5]] == [
-        ["3", "fail", "2", "and", "2?", "4", "name", "right,", "type", "string_check,"],
-        ["4", "pass", "2", "and", "2?", "4", "name", "right,", "type", "string_check,"],
+        "3 fail 2 and 2? 4 name right, type string_check, passed no, score 0".split(),
+        "4 pass 2 and 2? 4 name right, type string_check, passed yes, score 1".split(),
     ]
     assert box.json("eval", "show", made["id"], "--items", run["id"])["data"][2]["datasource_item"]["answer"] == "5"
     assert "sums" in box.run("eval", "list").stdout

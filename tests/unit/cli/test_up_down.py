@@ -121,6 +121,11 @@ def test_a_box_that_does_not_start(data_dir):
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 5
 
 
+def test_up_where_no_folder_can_be_made_is_one_line():
+    failed = run("up", "--detach", "--data-dir", "/proc/none")
+    assert failed.exit_code == 1 and failed.stderr.startswith("error: /proc/none") and failed.stderr.count("\n") == 1
+
+
 def test_bad_settings_start_nothing(data_dir, tmp_path):
     config = tmp_path / "box.toml"
     config.write_text("[box]\nprot = 8000\n")

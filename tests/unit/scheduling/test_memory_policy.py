@@ -125,6 +125,14 @@ def test_an_engine_that_is_waited_for_makes_room_for_itself():
     assert decide(reading, replace(wanted, wanted=GB), MemoryState(), 0.0, RESERVE)[1] is None
 
 
+def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+    reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
+    state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, RESERVE)
+    assert action is None
+    _, action = decide(reading, waits, state, CALM_S, RESERVE)
+    assert action is not None and (action.back, action.what) == (True, "small")
+
+
 @pytest.mark.parametrize(("total", "reserve"), [(4 * 2**30, 2**29), (25 * 2**30, 2**30), (2**41, 8 * 2**30)])
 def test_the_reserve_grows_with_the_machine_within_bounds(total, reserve):
     assert default_reserve(total) == reserve
