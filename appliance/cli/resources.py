@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, TIMEOUT, WAIT, Command, Patience, Session, finish
-from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
+from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said, Unreachable
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
 
 
@@ -99,18 +99,18 @@ class Row:
         """Send for each, whatever becomes of the others. Several answers are one JSON document."""
         answers: list[Any] = []
         refused: CliError | None = None
-        try:
-            for one in ids:
-                try:
-                    answers.append(send(one))
-                except (NotFound, Conflict) as error:
-                    output.say(f"error: {error}")
-                    refused = refused or error
-        finally:  # what was done is shown even when the box is gone by now
-            if len(ids) > 1 and (answers or session.as_json):
-                session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
-            elif answers:
-                session.show(answers[0], self.drawn)
+        for one in ids:
+            try:
+                answers.append(send(one))
+            except (NotFound, Conflict, Unreachable) as error:
+                output.say(f"error: {error}")
+                refused = error if refused is None or isinstance(error, Unreachable) else refused
+                if isinstance(error, Unreachable):
+                    break
+        if len(ids) > 1 and (answers or session.as_json):
+            session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
+        elif answers:
+            session.show(answers[0], self.drawn)
         if refused:
             raise Said(refused.exit_code)
 

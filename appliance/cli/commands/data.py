@@ -92,7 +92,6 @@ def upload(session: Session, args: Namespace) -> None:
     opt("id FILE_ID"),
     opt("--save PATH", "Write its content there; - is stdout."),
     flag("--errors", "Every bad line of training data, and why."),
-    flag("--report", "Duplicates, personal data …: as `file check`."),
 )
 def get(session: Session, args: Namespace) -> None:
     """Show what the box knows of a file, or save its content.
@@ -101,13 +100,11 @@ def get(session: Session, args: Namespace) -> None:
       appliance file get file-abc123 --save metrics.csv
       appliance file get file-abc123 --errors
     """
-    if args.errors + args.report + (args.save is not None) > 1:
-        raise BadUsage("give one of --errors, --report and --save")
+    if args.errors and args.save is not None:
+        raise BadUsage("give one of --errors and --save")
     path = file_path(args.id)
     if args.errors:
         session.show(session.client.get(f"{path}/errors"), _errors)
-    elif args.report:
-        session.show(session.client.get(f"{path}/check"), _report)
     elif args.save is None:
         session.show(session.client.get(path))
     elif args.save == "-":

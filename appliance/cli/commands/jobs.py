@@ -148,11 +148,9 @@ def submit(session: Session, args: Namespace) -> None:
     Examples:
       appliance job submit --model smollm2-135m --file train.jsonl --wait
       appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05
-      appliance job submit --model llama-8b --file train.jsonl --full --tensor-parallel 2 --zero-stage 2
       appliance job submit --model smollm2-135m --method dpo --file pairs.jsonl --beta 0.1 --validation-file valid.jsonl
       appliance job submit --model smollm2-135m --method reinforcement --file prompts.jsonl --grader grader.json
       appliance job submit --model smollm2-135m --method distillation --file prompts.jsonl --teacher fraud@v2
-      appliance job submit --model smollm2-135m --file train.jsonl --epochs 3 --publish epoch   a version after each
       appliance job submit --model smollm2-135m --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
       appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
     """

@@ -212,7 +212,6 @@ def deploy(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100
-      appliance model deploy smollm2-135m --idle-sleep-s none --max-replicas none
       appliance model deploy smollm2-135m --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
       appliance model deploy smollm2-135m --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
       appliance model deploy smollm2-135m --settings 1        the first settings again
