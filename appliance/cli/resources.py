@@ -315,7 +315,9 @@ ROWS = (
 
         A key without the scope read gets its owner's, as OpenAI's API has them.""", _JOBS, (limit(100),),
         empty="no jobs; `appliance job submit --help` shows how to make one", watch=True),
-    Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.", options=(JOB,), watch=True),
+    Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.",
+        lambda job: output.view(job | {"hyperparameters": None}),  # its method has them too
+        (JOB,), watch=True),
     Row("job queue", "GET /admin/v1/queue",
         "List jobs in the order in which they get devices, each with why it waits, as Slurm does.", _queue,
         watch=True),

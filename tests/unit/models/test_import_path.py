@@ -154,12 +154,6 @@ def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, say
     assert nothing_there(tmp_path)
 
 
-def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
-    source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
-    taken = library.import_model(source)
-    assert taken.task == "embed" and not taken.warnings
-
-
 def test_no_tokenizer_no_model(library, source):
     (source / "tokenizer.json").unlink()
     with pytest.raises(MissingTokenizer, match="copy the tokenizer files"):
@@ -333,20 +327,6 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
     assert not (library.import_model(source).path / "params.json").exists()
-
-
-def test_what_processors_were_saved_with_comes_in(library, source):
-    said = {
-        "processor_class": "Qwen2VLProcessor",
-        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 56}},
-        "video_processor": {"draw_on_frames": True, "font": "Roboto-Regular.ttf"},
-        "_name_or_path": "/home/somebody/model",
-    }
-    (source / "processor_config.json").write_text(json.dumps(said))
-    (source / "audio_tokenizer_config.json").write_text(json.dumps({"audio_tokenizer_name_or_path": "/elsewhere"}))
-    taken = library.import_model(source)
-    assert (taken.path / "processor_config.json").exists()
-    assert not (taken.path / "audio_tokenizer_config.json").exists()
 
 
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
