@@ -106,8 +106,6 @@ class Client:
 
     def upload(self, path: Path, purpose: str) -> Any:
         """Send a file to /v1/files without reading it into memory."""
-        if not path.name.isprintable():
-            raise BadUsage(f"the name of {path!s:.100} contains control characters; rename the file")
         try:
             file = path.open("rb")
         except OSError as error:

@@ -167,8 +167,7 @@ def _status(now: Answer) -> Any:
 
 
 def draw_mode(now: Answer) -> Any:
-    moved = draw_handover(now["handover"]) if now["handover"] else None
-    return output.stack(output.view({**now, "handover": None}), moved)
+    return output.stack(output.view(now | {"handover": None}), now["handover"] and draw_handover(now["handover"]))
 
 
 def draw_handover(one: Answer) -> Any:

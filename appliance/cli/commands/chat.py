@@ -33,7 +33,6 @@ def chat(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance chat smollm2-135m                        a conversation; an empty line or Ctrl-D ends it
-      cat question.txt | appliance chat smollm2-135m
       appliance chat smollm2-135m "2+2?" --max-tokens 20 --temperature 0 -o json
     """
     interactive = args.prompt is None and sys.stdin.isatty()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import TIMEOUT, Doing, Session, command, until
+from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
 from appliance.cli.commands.data import UPLOAD, kept_if_taken
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
@@ -47,7 +46,6 @@ def create(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance batch create requests.jsonl --wait && appliance batch list
-      appliance batch create requests.jsonl --endpoint /v1/embeddings
     """
     with kept_if_taken(session) as uploaded:
         uploaded.append(session.client.upload(args.path, "batch")["id"])
@@ -115,10 +113,10 @@ def run(session: Session, args: Namespace) -> None:
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     path, items = args.suite
+    started: set[str] = set()
     with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / path.name).write_text(items)
-            file_id = session.client.upload(Path(folder) / path.name, "user_data")["id"]
+        form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
+        file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
         uploaded.append(file_id)
         eval_id = args.eval
         if eval_id is None:
@@ -135,14 +133,17 @@ def run(session: Session, args: Namespace) -> None:
                 "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
                 "sampling_params": picked(args, "max_completion_tokens temperature seed"),
             }
-            session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})
+            started.add(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
             uploaded.clear()  # both are in use from now on
             made.clear()
+
+    def mine() -> list[dict[str, Any]]:
+        return [one for one in _runs(session, eval_id) if one["id"] in started]
+
     if args.wait:
-        until(lambda: _runs(session, eval_id), lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
-    runs = _runs(session, eval_id)
-    session.show({"id": eval_id, "runs": runs}, _side_by_side)
-    for one in runs if args.wait else ():
+        until(mine, lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
+    session.show({"id": eval_id, "runs": _runs(session, eval_id)}, _side_by_side)
+    for one in mine() if args.wait else ():
         errored = one["result_counts"]["errored"]
         if one["status"] != "completed" or errored:
             reason = f"{errored:,} items could not be judged" if errored else (one["error"] or {}).get("message")
@@ -166,7 +167,6 @@ def show(session: Session, args: Namespace) -> None:
     Shown are each grader's share that passed, with a 95 % interval, the mean reward, and what a run waits for.
 
     Examples:
-      appliance eval show eval_abc123 -o json | jq .runs
       appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
     """
     if args.items is not None:

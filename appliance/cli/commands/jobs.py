@@ -1,7 +1,4 @@
-"""`appliance job submit|logs|wait|update` and `plan`: make jobs and follow them, and whether they would fit.
-
-Hyperparameters of one method alone come from the table of methods (train.methods).
-"""
+"""`appliance job submit|logs|wait|update` and `plan`: make jobs and follow them, and whether they would fit."""
 
 from __future__ import annotations
 
@@ -199,7 +196,6 @@ def logs(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance job logs -f ftjob-abc123             until it ends; Ctrl-C leaves the job alone
-      appliance job logs -f ftjob-abc123 -o json     one event per line
     """
     _print_logs(session, args.id, args.follow)
 
@@ -210,7 +206,6 @@ def wait(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance job wait ftjob-abc123 --timeout 600 || echo not yet
-      appliance job wait ftjob-abc123 -o json | jq -r .fine_tuned_model
     """
     _show_ended(session, args.id, args.timeout)
 
@@ -315,7 +310,6 @@ def plan_serve(session: Session, args: Namespace) -> None:
     It exits with 1 when it does not fit, so a script can ask before it submits.
 
     Examples:
-      appliance plan serve llama-8b --replicas 4
       appliance plan serve llama-70b --tensor-parallel 4 -o json
     """
     engines = picked(args, "model replicas tensor_parallel")

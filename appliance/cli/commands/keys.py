@@ -113,7 +113,6 @@ def limit(session: Session, args: Namespace) -> None:
     Examples:
       appliance key limit trial --model smollm2-135m --model ft:smollm2-135m:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
-      appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """
     session.show(session.client.send("PATCH", f"{_KEYS}/{segment(args.id)}", body=_limits(args)))
 

@@ -86,7 +86,6 @@ def make(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance backup make /mnt/nas/box-1
-      appliance backup make s3://backups/box-1 --keep 30
       appliance backup make                      to the url in [backup]: for a timer
     """
     with _place(args) as (settings, objects), output.progress("backup make") as meter:

@@ -107,6 +107,5 @@ def add(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1
-      appliance mode schedule add "0 6 * * *" serve          until another window begins
     """
     session.show(session.client.post("/admin/v1/mode/schedule", picked(args, "cron tz until for_s") | _wanted(args)))

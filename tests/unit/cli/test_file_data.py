@@ -27,22 +27,9 @@ def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_pat
     assert box.run("file", "check", "file-nobody").exit_code == 3
 
 
-def test_more_than_is_allowed_is_an_exit_code(tmp_path: Path):
-    path = str(write(tmp_path / "f.jsonl"))
-    assert run("file", "check", path).exit_code == 0
-    assert run("file", "check", path, "--at-most", "duplicates=40%", "--at-most", "personal_data=1").exit_code == 0
-    result = run("file", "check", path, "--at-most", "duplicates=0", "-o", "json")
-    assert result.exit_code == 1 and "duplicates: 1 (33.33%), at most 0.00%" in result.stderr
-    assert json.loads(result.stdout)["examples"] == 3
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        ["--at-most", "duplicates"],
-        ["--at-most", "spelling=1%"],
-        ["--at-most", "duplicates=200%"],
-        ["--at-most", "contaminated=0"],
         ["--model", "smollm2-135m"],
         ["--method", "poetry"],
         ["--against", "nowhere.jsonl"],
