@@ -106,14 +106,16 @@ FENCES = {
     "torch": {
         "train/",
         "serve/",
+        "appliance/cli/commands/export.py",
         "weights/format/torch_views.py",
         "runtime/devices/cpu.py",
         "runtime/devices/torch_cuda.py",
     },
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
-    "transformers": {"train/"},
-    "peft": {"train/"},
+    # `model export --format merged` adds an adapter to its base.
+    "transformers": {"train/", "appliance/cli/commands/export.py"},
+    "peft": {"train/", "appliance/cli/commands/export.py"},
     "openai": {"appliance/demo/main.py", "appliance/demo/load_generator.py"},
     "fastapi": {"appliance/controller/"},
     "boto3": {"weights/tiers/objects_s3.py"},

@@ -76,7 +76,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         (
             "[bxo]\nport = 1",
             {},
-            "box.toml: unknown key bxo; did you mean box? (known there: backup, box, controller",
+            "box.toml: unknown key bxo; did you mean box? (known there: alerts, backup, box",
         ),
         ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: "),
         ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),

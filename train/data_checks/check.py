@@ -32,7 +32,7 @@ class Finding:
 
 
 class Check:
-    """What the checks found in the file that `read` has read."""
+    """The findings of all checks in the file that `read` was given."""
 
     def __init__(
         self,

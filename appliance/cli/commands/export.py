@@ -22,6 +22,7 @@ from appliance.cli.commands.chat import PATH as CHAT_PATH
 from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
 from appliance.cli.commands.chat import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.locate import look_for_all
 from appliance.cli.options import number, opt
 from appliance.cli.resources import MODEL, segment
 from weights.format.errors import IntegrityError
@@ -114,8 +115,11 @@ def quantize(session: Session, args: Namespace) -> None:
 def _questions(path: Path, limit: int) -> list[list[dict[str, Any]]]:
     """The messages of each chat before its last answer."""
     found = []
-    for line in path.read_text().splitlines()[:limit]:
-        messages = json.loads(line).get("messages") or []
+    for line in path.read_text().split("\n")[:limit]:  # JSON may have other ends of lines inside
+        try:
+            messages = json.loads(line or "{}").get("messages") or []
+        except (ValueError, AttributeError) as error:
+            raise BadUsage(f"{path} has a line that is not a JSON object: {line[:80]!r}") from error
         while messages and messages[-1].get("role") == "assistant":
             messages.pop()
         if messages:
@@ -222,7 +226,9 @@ def _manifest(raw: bytes, model: str) -> Manifest:
 
 
 def _merge(base: Path, adapter: Path, target: Path) -> None:
-    """Write `base` with the LoRA adapter added to its weights, computed in float32, and the adapter's own tokenizer."""
+    """Write `base` with the LoRA adapter added to its weights, computed in float32, and the adapter's own tokenizer.
+    Raises BadUsage where the command alone is installed."""
+    look_for_all()
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -54,7 +54,7 @@ def test_invite_refuses_odd_names_and_addresses(home: BoxPaths, name: str, addre
 
 
 @pytest.mark.parametrize("words", [("invite", "n1", "10.0.0.6"), ("remove", "n1")])
-def test_box_that_nobody_may_join_invites_and_removes_nobody(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_node_commands_without_node_address_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
     refused = run("node", *words, "--data-dir", str(tmp_path))
     assert refused.exit_code == 1 and "node_address" in refused.stderr
 

@@ -121,7 +121,7 @@ def test_a_box_that_does_not_start(data_dir):
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 5
 
 
-def test_up_where_no_folder_can_be_made_is_one_line():
+def test_up_with_an_impossible_folder_prints_one_line():
     failed = run("up", "--detach", "--data-dir", "/proc/none")
     assert failed.exit_code == 1 and failed.stderr.startswith("error: /proc/none") and failed.stderr.count("\n") == 1
 
