@@ -12,9 +12,11 @@ import json
 import os
 import resource
 import shutil
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -116,6 +118,11 @@ TABLE: dict[str, tuple[State, str, str]] = {
         "nothing degraded",
         "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
     ),
+    "keys": (
+        "warn",
+        "none expires within a week",
+        "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates",
+    ),
     "backup": (
         "warn",
         f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere",
@@ -135,6 +142,7 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
         *_disk(folder),
         *_machine(config, runs),
         *_box(paths.state_file, runs),
+        *_keys(paths.database),
         *_backup(paths.last_backup),
     ]
 
@@ -272,6 +280,16 @@ def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
         yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
     else:
         yield Finding("box", "skip", "does not run")
+
+
+def _keys(database: Path) -> Iterator[Finding]:
+    query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
+    try:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            names = ", ".join(name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,)))
+        yield _judged("keys", not names, f"expiring: {names}" if names else "none expires within a week")
+    except sqlite3.Error:
+        yield _judged("keys", None, "there is no box yet, or its database is of an earlier release")
 
 
 def _backup(newest: Path) -> Iterator[Finding]:
