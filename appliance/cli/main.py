@@ -95,7 +95,8 @@ def main(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read the output has gone; Python flushes it once more
         return 1
     except OSError as error:  # of a file or folder that was named
-        output.say(f"error: {error.filename or 'it'}: {error.strerror or error}")
+        named = f"{error.filename}: " if error.filename else ""
+        output.say(f"error: {named}{error.strerror or error}")
         return 1
 
 
