@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, TIMEOUT, WAIT, Command, Patience, Session, finish
-from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said, Unreachable
+from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
 
 
@@ -102,11 +102,12 @@ class Row:
         for one in ids:
             try:
                 answers.append(send(one))
-            except (NotFound, Conflict, Unreachable) as error:
+            except CliError as error:
                 output.say(f"error: {error}")
-                refused = error if refused is None or isinstance(error, Unreachable) else refused
-                if isinstance(error, Unreachable):
+                if not isinstance(error, (NotFound, Conflict)):
+                    refused = error
                     break
+                refused = refused or error
         if len(ids) > 1 and (answers or session.as_json):
             session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
         elif answers:
