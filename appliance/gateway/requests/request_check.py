@@ -39,6 +39,8 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+_FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
+"""Fields that have schemas, expressions or choices."""
 _OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 """They reach more of an engine than answers need."""
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
@@ -79,12 +81,13 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
     Raises HttpError 400 naming the parameter, what was given and what is expected.
     """
-    return check_object(route, parsed_body(body), len(body), limits)
+    return check_object(route, parsed_body(body, limits.json_depth), len(body), limits)
 
 
-def parsed_body(body: bytes) -> dict[str, Any]:
+def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    if body.count(b"[") + body.count(b"{") > 16 * _MOST_NESTED:  # texts have some too; parsing all would take a second
+    opened = body.count(b"[") + body.count(b"{")  # texts have some too
+    if opened > 16 * _MOST_NESTED:  # parsing all would take a second
         raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
@@ -99,16 +102,18 @@ def parsed_body(body: bytes) -> dict[str, Any]:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
     if len(model) > _MODEL_NAME_CHARS:
         raise errors.model_not_found(model)
+    if opened > json_depth:
+        check_depth(data, json_depth)
     return data
 
 
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
-    check_depth(given, limits.json_depth)
     fields = {name: value for name, value in given.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
-    check_structure(data, limits.json_depth)
+    if _FORMS & data.keys():
+        check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
     media_chars, media_tokens = media_in(prompts)

@@ -182,7 +182,7 @@ class App:
         body = await self._body(exchange, state.limits.inference_body_bytes)
         caller, private = exchange.caller, exchange.connection.private
         state.spending.admit(caller, exchange.use)
-        data = parsed_body(body)
+        data = parsed_body(body, state.limits.json_depth)
         name, in_training = data["model"], policy_of(data["model"]) is not None
         if private and in_training:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart

@@ -74,6 +74,21 @@ class Connection(HttpToolsProtocol):
         self.tasks.add(self._task)
         self._task.add_done_callback(self.tasks.discard)
 
+    def write_whole(self, data: bytes) -> None:
+        """Write a whole response to the running request, past uvicorn; `end_response` follows."""
+        if not self.running.disconnected:
+            self.running.response_started, self.running.waiting_for_100_continue = True, False
+            self.transport.write(data)
+
+    def end_response(self) -> None:
+        if self.running.disconnected:
+            return
+        self.running.response_complete = True
+        self.running.message_event.set()
+        if not self.running.keep_alive:
+            self.transport.close()
+        self.running.on_response()
+
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
@@ -129,24 +144,21 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict(self.headers)
         self.scope["method"], self.scope["http_version"] = method.decode(), version
-        nbytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        once = sum(name in _ONCE for name, _ in self.headers) == len(_ONCE & headers.keys())
         coding = headers.get(b"transfer-encoding")
-        for fault, status, text in (
-            (nbytes > self.state.limits.head_bytes, 431, "The URL and the headers of the request are too long."),
-            (not once, 400, "A header was sent twice that a request has once."),
-            (method == b"CONNECT", 400, "CONNECT is not supported."),
-            (version not in ("1.0", "1.1"), 505, f"HTTP/{version} is not supported, use HTTP/1.1."),
-            (version == "1.0" and coding is not None, 400, "Transfer-Encoding is not part of HTTP/1.0."),
-            (version == "1.1" and b"host" not in headers, 400, "The request has no Host header."),
-            (
-                coding is not None and coding.lower() != b"chunked",
-                501,
-                "Only Transfer-Encoding: chunked is understood.",
-            ),
-        ):
-            if fault:
-                raise errors.protocol_error(text, status)
+        if len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > self.state.limits.head_bytes:
+            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
+        if sum(name in _ONCE for name, _ in self.headers) > len(_ONCE & headers.keys()):
+            raise errors.protocol_error("A header was sent twice that a request has once.")
+        if method == b"CONNECT":
+            raise errors.protocol_error("CONNECT is not supported.")
+        if version not in ("1.0", "1.1"):
+            raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
+        if version == "1.0" and coding is not None:
+            raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
+        if version == "1.1" and b"host" not in headers:
+            raise errors.protocol_error("The request has no Host header.")
+        if coding is not None and coding.lower() != b"chunked":
+            raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return

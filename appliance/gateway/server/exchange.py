@@ -13,10 +13,10 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, Final
 
 import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -36,8 +36,6 @@ LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 # A refused request with a larger body than this ends its connection.
 _DISCARD_BYTES: Final = 256 * 1024
-# What a socket takes at once.
-_SMALL_BYTES: Final = 32 * 1024
 # An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
@@ -184,15 +182,19 @@ class Exchange:
 
     # -- the answer
 
-    async def begin(self, status: int, headers: Pairs) -> None:
-        extra = [(b"x-request-id", self.request_id), *headers, *self.ignored]
+    def _headers(self, headers: Pairs) -> list[tuple[bytes, bytes]]:
+        """These, and those that all answers have."""
+        every = [*headers, (b"x-request-id", self.request_id), *self.ignored]
         if self.route.kind is Kind.INFERENCE:
-            extra += self.use.headers()
+            every += self.use.headers()
         if is_anthropic(self.path):
-            extra.append((b"request-id", self.request_id))
+            every.append((b"request-id", self.request_id))
         if not self.connection.running.keep_alive:
-            extra.append((b"connection", b"close"))
-        await self._out({"type": "http.response.start", "status": status, "headers": extra})
+            every.append((b"connection", b"close"))
+        return every
+
+    async def begin(self, status: int, headers: Pairs) -> None:
+        await self._out({"type": "http.response.start", "status": status, "headers": self._headers(headers)})
         self.head_sent, self.status = True, status
 
     async def begin_stream(self, version: bytes | None) -> None:
@@ -213,12 +215,17 @@ class Exchange:
         self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
-        typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
-        await self.begin(status, typed)
-        if len(body) > _SMALL_BYTES:
-            await self.write(body)  # so that the end waits for a client that reads slowly
-            body = b""
-        await self.finish(body)
+        """Answer in one write: uvicorn writes head and body apart, each a system call."""
+        await self._drained()
+        head = self._headers([(b"content-type", content_type), *headers])
+        data = response_bytes(status, head, body, head_only=self.head_only)
+        self.connection.write_whole(data)
+        self.head_sent, self.status, self.sent_bytes = True, status, len(body)
+        await self._drained()  # the end waits for a client that reads slowly
+        if not self.body_complete:
+            await self._linger()
+        self.connection.end_response()
+        self.finished = True
 
     async def fail(self, error: HttpError) -> None:
         """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
@@ -226,24 +233,21 @@ class Exchange:
         if self.finished:
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
+        running = self.connection.running
         if self.sse:
-            self.connection.running.keep_alive = False
+            running.keep_alive = False
             await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
             self.connection.abort()
         else:
             status, body = _shaped(error, self)
-            headers = [(b"content-type", b"application/json"), *_error_headers(error)]
             unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
-            self.connection.running.keep_alive &= not (error.close or unread)
-            await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
-            await self.write(body)
-            await self._linger()
-            self.connection.running.keep_alive &= self.body_complete
-            await self.finish()
+            running.keep_alive &= not (error.close or unread)
+            await self.whole(status, b"application/json", body, _error_headers(error))
 
     async def _linger(self) -> None:
-        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
+        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue; a
+        connection with more of it ends."""
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -252,18 +256,21 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         return
                     read, self.body_complete = read + len(message["body"]), not message["more_body"]
+        self.connection.running.keep_alive &= self.body_complete
 
     async def _out(self, message: Any) -> None:
-        """Raises ClientGone if the client takes nothing for too long."""
-        if not self.connection.flow.write_paused:
-            await self._send(message)
-            return
-        try:
-            async with asyncio.timeout(self._limits.write_stall_s):
-                await self._send(message)
-        except TimeoutError:
-            self.connection.abort()
-            raise ClientGone from None
+        await self._drained()
+        await self._send(message)
+
+    async def _drained(self) -> None:
+        """Wait for a client that reads slowly. Raises ClientGone if it takes nothing for too long."""
+        if self.connection.flow.write_paused:
+            try:
+                async with asyncio.timeout(self._limits.write_stall_s):
+                    await self.connection.flow.drain()
+            except TimeoutError:
+                self.connection.abort()
+                raise ClientGone from None
 
 
 # -- errors
@@ -292,12 +299,17 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
     return status, orjson.dumps({**body, "request_id": exchange.request_id.decode()})
 
 
+def response_bytes(status: int, headers: Pairs, body: bytes, *, head_only: bool = False) -> bytes:
+    """A whole response; head_only: without its body."""
+    lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+    head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], lines, len(body))
+    return head if head_only else head + body
+
+
 def error_response(error: HttpError, request_id: bytes) -> bytes:
     """A whole response that ends its connection, for bytes that are no request."""
-    headers = [(b"x-request-id", request_id), *_error_headers(error), (b"content-type", b"application/json")]
-    headers += [(b"content-length", b"%d" % len(error.body())), (b"connection", b"close")]
-    first = b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())
-    return b"\r\n".join([first, *(b"%b: %b" % pair for pair in headers), b"", error.body()])
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id), *_error_headers(error)]
+    return response_bytes(error.status, [*headers, (b"connection", b"close")], error.body())
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import time
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.server.exchange import Exchange
-from runtime.logs import timestamp
 
 disable_created_metrics()
 
@@ -71,7 +71,8 @@ class Metrics:
         self.request(*key).observe(now_s - exchange.received_s)
         self.tokens(*key, "input").inc(tokens.prompt)
         self.tokens(*key, "output").inc(tokens.completion)
-        self.cached(*key).inc(tokens.cached)
+        if tokens.cached:
+            self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
         if tokens.prompt and asked.prompt_tokens:
             load.computed(asked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
@@ -119,7 +120,7 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
     duration_s: from the complete request to the first body byte and to the end."""
     received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
     fields = {
-        "time": timestamp(time.time()),
+        "time": datetime.now(UTC),
         "level": "info",
         "process": "gateway",
         "event": "request",
@@ -134,4 +135,4 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
         "in_bytes": exchange.body_bytes,
         "out_bytes": exchange.sent_bytes,
     }
-    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
