@@ -75,19 +75,11 @@ class Connection(HttpToolsProtocol):
         self._task.add_done_callback(self.tasks.discard)
 
     def write_whole(self, data: bytes) -> None:
-        """Write a whole response to the running request, past uvicorn; `end_response` follows."""
-        if not self.running.disconnected:
-            self.running.response_started, self.running.waiting_for_100_continue = True, False
+        """Write a whole response past uvicorn, which has to be told only of its end."""
+        running = self.running
+        if not running.disconnected:
+            running.response_started, running.waiting_for_100_continue, running.chunked_encoding = True, False, False
             self.transport.write(data)
-
-    def end_response(self) -> None:
-        if self.running.disconnected:
-            return
-        self.running.response_complete = True
-        self.running.message_event.set()
-        if not self.running.keep_alive:
-            self.transport.close()
-        self.running.on_response()
 
     # -- bytes
 

@@ -215,17 +215,18 @@ class Exchange:
         self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
-        """Answer in one write: uvicorn writes head and body apart, each a system call."""
-        await self._drained()
-        head = self._headers([(b"content-type", content_type), *headers])
-        data = response_bytes(status, head, body, head_only=self.head_only)
-        self.connection.write_whole(data)
-        self.head_sent, self.status, self.sent_bytes = True, status, len(body)
-        await self._drained()  # the end waits for a client that reads slowly
+        typed, running = [(b"content-type", content_type), *headers], self.connection.running
+        if self._send != running.send:  # Starlette adds its CORS headers to what passes through it
+            await self.begin(status, [*typed, (b"content-length", b"%d" % len(body))])
+            await self.write(body)
+        else:  # in one write: uvicorn writes head and body apart, each a system call
+            await self._drained()
+            self.connection.write_whole(response_bytes(status, self._headers(typed), body, head_only=self.head_only))
+            self.head_sent, self.status, self.sent_bytes = True, status, len(body)
+            await self._drained()  # the end waits for a client that reads slowly
         if not self.body_complete:
             await self._linger()
-        self.connection.end_response()
-        self.finished = True
+        await self.finish()
 
     async def fail(self, error: HttpError) -> None:
         """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
