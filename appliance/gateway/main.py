@@ -37,9 +37,8 @@ from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App, write_snapshot
-from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.exchange import Connection, Exchange
 from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp

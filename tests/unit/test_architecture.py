@@ -547,7 +547,7 @@ TASKS = {
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/tasks.py Tasks._begin": "logs what its task raises, and fails its object",
     "appliance/controller/http/presence.py while_present": AWAITED,
-    "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
+    "appliance/gateway/server/exchange.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/tiers/flow.py TierFlow.run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
