@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
 from appliance.gateway.core.table import cache_salt
-from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.requests.transcript import Transcript
 from appliance.gateway.server import controller
 
@@ -252,24 +248,6 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
         response = await front.ask("POST", URL + "/input_tokens", {"model": "m", "input": "x", **more})
         assert response.status == 400 and response.error["code"] == "unsupported_parameter"
     assert [request.method for request in front.controller.requests] == ["GET"]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("more", "param", "code"),
-    [
-        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-        ({"background": True, "store": False}, "background", "invalid_value"),
-        ({"previous_response_id": 3}, "previous_response_id", "invalid_type"),
-        ({"previous_response_id": "x" * 300}, "previous_response_id", "invalid_value"),
-    ],
-)
-def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str | None) -> None:
-    with pytest.raises(HttpError) as caught:
-        check_body(
-            resolve(b"POST", b"/v1/responses"), json.dumps({"model": "m", "input": "x", **more}).encode(), Limits()
-        )
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
 async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
