@@ -284,7 +284,7 @@ def load_report(state: State) -> dict[str, Any]:
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
         checked, choice, model = exchange.checked, exchange.choice, exchange.routed_model
-        if exchange.work is None or checked is None or exchange.use.batch:
+        if not exchange.infers or checked is None or exchange.use.batch:
             continue
         inflight[model] += 1
         prompts[model] += checked.prompt_tokens

@@ -18,7 +18,8 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.core.router import Work
+from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.requests.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
@@ -51,25 +52,19 @@ _SOUND_CHARS: Final = 1_700
 """Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
 
 
-@dataclass
-class Checked:
+@dataclass(kw_only=True)
+class Checked(Work):
     """What a checked request asks for.
 
-    prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
-    form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
-    prompt_tokens: estimated; tokens: with the completion; least_tokens: of its longest prompt, 0 if an engine is to cut
-    it. sequences: an engine's slots that it takes. data: the body as an engine reads it; ignored: headers that name
-    what is left out of it.
+    data: the body as an engine reads it; ignored: headers that name what is left out of it. conversation: a hash that
+    all turns of a conversation share, and no two that differ in their first question. least_tokens: of its longest
+    prompt, 0 if an engine is to cut it.
     """
 
     model: str
     data: dict[str, Any]
     stream: bool
-    prefix: int
     conversation: int
-    prompt_tokens: int
-    tokens: int
-    sequences: int
     least_tokens: int
     ignored: Sequence[tuple[bytes, bytes]]
     continuation: Continuation | None
@@ -144,11 +139,11 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         model=data["model"],
         data=data,
         stream=stream,
-        prefix=_hash("\n".join(opening)[:_PREFIX_CHARS]),
+        beginning=_hash("\n".join(opening)[:_PREFIX_CHARS]),
         conversation=_hash(*named, opening[-1]),
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
-        sequences=sequences,
+        sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else sequences,
         least_tokens=0 if cut else text_length // _BYTES_OF_A_TOKEN,
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,

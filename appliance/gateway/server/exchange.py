@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.router import Choice, Ticket, Work
+from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
@@ -104,8 +104,8 @@ class Exchange:
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
     engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
-    model: the one it names, once known to exist, without a version. checked: once it counts as open. work: what it asks
-    of a replica; choice: the one that has it; ticket: its place in the queue while it is held. routed_model: name in
+    model: the one it names, once known to exist, without a version. checked: once it counts as open. infers: it is for
+    an engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
     the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
     version as the engine names it, once it answers. ignored: headers that name the parts of it that no engine gets.
     tokens: its cost as the engine reported it.
@@ -132,13 +132,12 @@ class Exchange:
         self.status = self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.model = self.routed_model = self.model_version = self.replica = self.session = ""
         self.checked: Checked | None = None
-        self.work: Work | None = None
         self.choice: Choice | None = None
         self.ticket: Ticket | None = None
         self.ignored: Pairs = ()
         self.tokens = Tokens()
         self.span: Any = None
-        self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
+        self.infers = self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
         self.body_complete = not (self.chunked or self.content_length)
         self.ended: HttpError | None = None
         self._limits, self._receive, self._send = limits, receive, send

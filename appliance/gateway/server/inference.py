@@ -24,8 +24,8 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.router import Choice, Ticket
+from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
@@ -98,18 +98,13 @@ class Inference:
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
-        exchange.work = self.work = Work(
-            caller.owner,
-            checked.tokens,
-            checked.prompt_tokens,
-            sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else checked.sequences,
-            beginning=zlib.crc32(salt.encode(), checked.prefix),
-            batch=exchange.use.batch,
-        )
+        checked.owner, checked.batch = caller.owner, exchange.use.batch
+        checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
+        exchange.infers = True
         self.failures: dict[str, EngineFailure] = {}
         self.failed, self.waiting_since_s = 0, 0.0
         self.answer_begun = self.continues = self.stream_ended = self.has_error = False
-        if not self.work.batch:
+        if not self.checked.batch:
             state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
@@ -144,7 +139,7 @@ class Inference:
 
     async def _place(self) -> Choice:
         """A place on a replica, at once or after waiting. Raises HttpError."""
-        state, work, exchange, model = self.state, self.work, self.exchange, self.state.router.models.get(self.model)
+        state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         host, names, choice = model.host or self.model, self._names(), None
@@ -183,7 +178,7 @@ class Inference:
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self.failures, place)
+        ticket = Ticket(self.model, host, names, self.checked, self.failures, place)
         is_first = state.holds.next(host) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
@@ -391,7 +386,7 @@ class Inference:
         if self.continues:
             return
         exchange.first_byte_s = now_s
-        if self.work.batch:
+        if self.checked.batch:
             return
         metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream:

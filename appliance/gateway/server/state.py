@@ -169,7 +169,7 @@ class State:
         use.owner.body_bytes -= exchange.buffered_bytes
         if checked is not None:
             self.spending.closed(use, checked.tokens)
-        asked = None if exchange.work is None else checked
+        asked = checked if exchange.infers else None
         if asked is not None and use.batch and status == 503:
             self.spending.correct(use, -1, -asked.tokens)
             asked = None  # it counts once, when it is answered
