@@ -80,7 +80,7 @@ async def test_workers_make_one_answer(tmp_path: Path, monkeypatch: Any) -> None
         await write_snapshot(state)
 
     async def counted() -> dict[str, float]:
-        text = await metrics_text(states[0], controller_up=False)
+        text = await metrics_text(states[0])
         assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
         rows = values(text)
         assert all("worker" in dict(labels) for _, labels in rows)
