@@ -124,7 +124,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     if route.name in (RESPONSES, INPUT_TOKENS):
         # As the client sent it: that is what it lists, and what a later turn is read from.
         transcript = of_response(given, stores=route.name == RESPONSES)
-    elif route.name == CHAT:
+    elif route.name == CHAT and given.get("store"):
         transcript = of_completion(given)
     stream = data.get("stream", False)
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)

@@ -154,7 +154,7 @@ class Inference:
             choice = await self._wait(host, names)
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
-        state.on_change(False)
+        state.report_due = True
         return choice
 
     def _names(self) -> tuple[str, ...]:
@@ -184,7 +184,9 @@ class Inference:
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
-        state.on_change(is_first)  # a sleeping model wakes on it
+        state.report_due = True
+        if is_first:
+            state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
         try:
             state.place_held()
@@ -207,7 +209,7 @@ class Inference:
             raise
         finally:
             exchange.ticket = None
-            state.on_change(False)
+            state.report_due = True
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""

@@ -43,7 +43,8 @@ _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
-    """What one process knows. on_change: called with whether a load report is due at once. generation: of the current
+    """What one process knows. report_due: whether a load report is, within its interval;
+    report_now sends one at once. generation: of the current
     table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to the controller that a
     request came through this gateway. sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the
     box that fail, as the controller last reported."""
@@ -51,7 +52,8 @@ class State:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.on_change: Callable[[bool], None] = lambda urgent: None
+        self.report_due = False
+        self.report_now: Callable[[], None] = lambda: None
         self.server = ServerState()
         self.connections: set[Any] = self.server.connections
         self.exchanges: set[Exchange] = set()
@@ -61,6 +63,7 @@ class State:
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
+        self.access_lines: list[bytes] = []  # that wait for the next sweep
         if config.access_log and config.log_path is not None:
             self.access_log = open(config.log_path, "ab", buffering=0, opener=partial(os.open, mode=0o600))
         self.tracing: Tracing | None = None
@@ -145,7 +148,9 @@ class State:
 
     def ended(self, choice: Choice) -> None:
         """A request left its replica, whose place others may wait for, by whatever name they call it."""
-        self.on_change(self.router.end(choice))
+        self.report_due = True
+        if self.router.end(choice):
+            self.report_now()
         self.place_held()
 
     def place_held(self) -> None:
@@ -190,8 +195,14 @@ class State:
         if self.tracing is not None and exchange.span is not None:
             self.tracing.end(exchange)
         if self.access_log is not None:
-            with contextlib.suppress(OSError):  # a full disk costs lines, never requests
-                self.access_log.write(access_line(exchange, now_s))
+            self.access_lines.append(access_line(exchange, now_s))
+
+    def write_access_log(self) -> None:
+        """Write the lines since the last call. A full disk costs lines, never requests."""
+        lines, self.access_lines = self.access_lines, []
+        if self.access_log is not None and lines:
+            with contextlib.suppress(OSError):
+                self.access_log.write(b"".join(lines))
 
 
 # -- connections to engines and the controller
@@ -250,6 +261,6 @@ class Sessions:
 async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     """A body, or its first `most` bytes: a single `read` returns what has come."""
     body = b""
-    while len(body) < most and (more := await content.read(most - len(body))):
-        body += more
+    while len(body) < most and not content.at_eof():
+        body += await content.read(most - len(body))
     return body

@@ -20,7 +20,7 @@ import uvloop
 
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.table import cache_salt
-from appliance.gateway.main import Gateway
+from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
 from runtime.network.sockets import private_socket
 from tests.unit.gateway.tables import parse_table
@@ -146,7 +146,7 @@ class Box:
     generation: int = 0
     models: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
-    changes: list[bool] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
 
     @property
@@ -246,7 +246,7 @@ async def start_box() -> AsyncIterator[Start]:
         )
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
-        box.state.on_change = box.changes.append
+        box.state.report_now = lambda: box.reports.append(load_report(box.state))
         box.keys = {
             hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()
         }

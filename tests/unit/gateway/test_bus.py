@@ -133,7 +133,7 @@ async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) 
     await bus.stop()
     await box.ask("POST", "/v1/chat/completions", chat("nobody"))
     await bus.start()
-    box.state.on_change(True)
+    box.state.report_now()
     await asyncio.wait_for(bus.connected.wait(), 60)
     assert await usage() == first and first[0]["requests"] == 1
     await bus.push(COUNTED)
