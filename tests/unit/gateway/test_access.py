@@ -12,7 +12,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import plain_target, resolve
 
 from .conftest import Box, Start, chat
-from .upstreams import Reply, UpstreamRequest, gives
+from .upstreams import gives
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,6 @@ async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     response = await box.ask(method, target)
     assert response.status == 405 and response.error["code"] == "method_not_supported"
     assert method not in response.headers["allow"]
-
-
-async def test_url_below_control_prefix_gets_controllers_answer(box: Box) -> None:
-    async def refuse(_: UpstreamRequest, reply: Reply) -> None:
-        error = {"message": "Not allowed.", "code": "method_not_supported"}
-        await reply.json({"error": error}, 405, "allow: GET\r\nx-should-retry: false\r\n")
-
-    await box.control(refuse)
-    response = await box.ask("PATCH", "/v1/nothing")
-    assert response.status == 405 and response.error["code"] == "method_not_supported"
-    assert (response.headers["allow"], response.headers["x-should-retry"]) == ("GET", "false")
 
 
 # The scopes of the controller's routes: test_owners.py of the controller.

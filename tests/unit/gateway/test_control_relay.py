@@ -138,20 +138,22 @@ SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": No
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "message", "code", "retries"),
+    ("status", "body", "message", "code", "headers"),
     [
-        (409, SHAPED, "m", "conflict", ("false", None)),
-        (404, {"detail": "Not Found"}, "Not Found", None, (None, None)),
-        (500, b"Internal Server Error", "The request failed with status 500.", None, (None, "120")),
+        (409, SHAPED, "m", "conflict", {"x-should-retry": "false", "retry-after": None}),
+        (405, SHAPED, "m", "conflict", {"allow": "GET", "x-should-retry": "false"}),
+        (404, {"detail": "Not Found"}, "Not Found", None, {"x-should-retry": None, "retry-after": None}),
+        (500, b"Internal Server Error", "The request failed with status 500.", None, {"retry-after": "120"}),
     ],
 )
 async def test_controller_errors_keep_or_get_openais_shape(
-    box: Box, status: int, body: Any, message: str, code: str | None, retries: tuple[str | None, str | None]
+    box: Box, status: int, body: Any, message: str, code: str | None, headers: dict[str, str | None]
 ) -> None:
-    await box.control(gives(body, status, "retry-after: 7200\r\n" if status == 500 else ""))
+    given = {405: "allow: GET\r\nx-should-retry: false\r\n", 500: "retry-after: 7200\r\n"}
+    await box.control(gives(body, status, given.get(status, "")))
     response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
     assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
-    assert (response.headers.get("x-should-retry"), response.headers.get("retry-after")) == retries
+    assert {name: response.headers.get(name) for name in headers} == headers
 
 
 async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:

@@ -108,22 +108,6 @@ async def test_a_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(
         assert (told.sequence_number, told.code, told.param) == (2, "engine_failed", None) and told.message
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
-    ],
-)
-async def test_what_an_engine_would_read_otherwise_is_refused_by_name(
-    box: Box, more: dict[str, Any], param: str
-) -> None:
-    assert f"`{param}`" in (
-        error := told(await box.ask("POST", URL, message() | more), 400, "invalid_request_error")
-    ) or (param.removesuffix(".type") in error)
-
-
 STOPS = (
     "2 validation errors:\n"
     "  {'type': 'string_type', 'loc': 'body.stop', 'msg': 'Input should be a valid string', 'input': '<list>'}\n"
