@@ -113,6 +113,11 @@ class Wire:
         self.writer.transport.abort()
 
 
+def digest(key: str) -> str:
+    """A key as the table names it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def request_bytes(
     method: str, target: str, body: bytes | dict[str, Any] | None = None, *, key: str | None = KEY, headers: str = ""
 ) -> bytes:
@@ -196,8 +201,12 @@ class Box:
         return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys}
 
     def limit(self, key: str = KEY, **limits: Any) -> None:
-        """Give a key other limits in the table."""
-        self.keys[hashlib.sha256(key.encode()).hexdigest()] |= limits
+        """Change fields of a key's row."""
+        self.keys[digest(key)] |= limits
+        self.apply()
+
+    def revoke(self, key: str = KEY) -> None:
+        del self.keys[digest(key)]
         self.apply()
 
     def apply(self) -> None:
@@ -247,9 +256,7 @@ async def start_box() -> AsyncIterator[Start]:
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
         box.state.report_now = lambda: box.reports.append(load_report(box.state))
-        box.keys = {
-            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()
-        }
+        box.keys = {digest(key): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()}
         box.apply()
         boxes.append(box)
         if engine is not None:

@@ -169,14 +169,12 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
         assert (await box.ask("POST", "/v1/chat/completions", chat(name), key=key)).status == 200
         assert (await box.ask("POST", "/v1/chat/completions", chat(name.replace("hers", "admins")))).status == 200
     assert "is served" not in (await box.ask("POST", "/v1/chat/completions", chat("theirs@v2"), key=key)).body.decode()
-    digest = next(digest for digest, row in box.keys.items() if row["id"] == "key_inference")
-    box.keys[digest]["models"] = ["m"]
+    box.limit(key, models=["m"])
     box.serve("embedder", "e0", task="embed")
     for body in (chat("hers"), chat("hers", n="many"), chat("hers@v2"), chat("embedder")):
         answer = await box.ask("POST", "/v1/chat/completions", body, key=key)
         assert answer.error["code"] == "model_not_found", "what its list leaves out is as little there"
-    del box.keys[digest]["models"]
-    box.apply()
+    box.limit(key, models=None)
     told = await box.ask("POST", "/v1/chat/completions", chat("hers@v2"), key=key)
     assert told.error["code"] == "model_version_not_served"
 

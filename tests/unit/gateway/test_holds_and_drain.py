@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 
@@ -68,9 +67,9 @@ async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start
 async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start) -> None:
     box = await start_box()
     engine = await box.engine("e0")
-    key, digest = "sk-test-inference", hashlib.sha256(b"sk-test-inference").hexdigest()
+    key = "sk-test-inference"
     for withdraw in ("sharing", "list", "model"):
-        box.keys[digest].pop("models", None)
+        box.limit(key, models=None)
         box.serve("m")
         wires = []
         for place, asking in enumerate((KEY, key, key)):
@@ -81,7 +80,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
         if withdraw == "sharing":
             box.models["m"]["owners"] = ["key_other"]
         elif withdraw == "list":
-            box.keys[digest]["models"] = ["another"]
+            box.limit(key, models=["another"])
         else:
             del box.models["m"]
         box.apply()

@@ -69,9 +69,7 @@ async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
     ]
     for _ in asking:
         await began.acquire()
-    digest = next(one for one, row in box.keys.items() if row["id"] == "key_all")
-    box.keys[digest]["secret"] = "f" * 64
-    box.apply()
+    box.limit(secret="f" * 64)
     await asyncio.sleep(0)
     assert not asking[0].done(), "a key that is rotated goes on"
     box.keys.clear()
@@ -107,9 +105,7 @@ async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_th
     assert answer.status == 200 and box.engines["e0"].requests[0].json["model"] == f"{policy}@step-3.ab"
     (row,) = box.state.spending.take_sums()
     assert (row["key"], row["model"], row["requests"]) == ("key_inference", "m", 1)
-    digest = next(one for one, row in box.keys.items() if row["id"] == "key_inference")
-    box.keys[digest]["models"] = ["other"]
-    box.apply()
+    box.limit("sk-test-inference", models=["other"])
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from appliance.gateway.core.spending import Bucket, OwnerUse
 from appliance.gateway.server.exchange import Tokens
 
-from .conftest import KEY, Box, Start, chat, request_bytes
+from .conftest import KEY, Box, Start, chat, digest, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
 from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
@@ -196,7 +195,7 @@ async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
 
 
 def use_of(box: Box, key: str) -> OwnerUse:
-    return box.state.spending.use_of(box.state.keys[hashlib.sha256(key.encode()).hexdigest()]).owner
+    return box.state.spending.use_of(box.state.keys[digest(key)]).owner
 
 
 async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
