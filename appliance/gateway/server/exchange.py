@@ -16,7 +16,7 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import httptools
 import orjson
@@ -32,9 +32,6 @@ from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_an
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
 from appliance.gateway.requests.request_check import Checked
-
-if TYPE_CHECKING:
-    from appliance.gateway.server.state import State
 
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
@@ -291,9 +288,10 @@ class Exchange:
 
 class Connection(HttpToolsProtocol):
     """running: the cycle of the request being answered, or answered last; `cycle` is uvicorn's name for the last one
-    parsed. refusal: why its bytes are not read any more. private: it came by the private socket."""
+    parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
+    state: the process's `State`, whose module imports this one."""
 
-    def __init__(self, config: Config, server_state: ServerState, state: State, *, private: bool = False) -> None:
+    def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
         self.state, self.private = state, private
         self.running: Any = None
