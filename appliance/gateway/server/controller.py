@@ -104,11 +104,10 @@ class Controller:
         """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent.
 
         wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
-        state, limits = self._state, self._state.limits
+        state = self._state
         session = state.engines.of(state.config.controller_socket, lasting=False)
         url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=limits.upstream_silence_s)
-        more: Any = {"headers": headers, "data": data, "timeout": timeout, "allow_redirects": False}
+        more: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:

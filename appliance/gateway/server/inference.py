@@ -17,7 +17,7 @@ import logging
 import time
 import zlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
@@ -32,7 +32,7 @@ from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
-from appliance.gateway.server.state import State, read_up_to
+from appliance.gateway.server.state import CONNECT_S, State, read_up_to
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -40,7 +40,7 @@ log = logging.getLogger("appliance.gateway")
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_CONNECT_S: Final = 5.0
+_PATIENT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
 _EVENT: Final = b'data: {"'
 _FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -238,8 +238,7 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        silence_s = None if policy_of(self.model) is not None else state.limits.upstream_silence_s
-        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
+        more: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(exchange.sent_s - exchange.received_s)
@@ -248,7 +247,7 @@ class Inference:
                 headers["traceparent"] = trace.decode()
             session = state.engines.of(replica.socket)
             try:
-                async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
+                async with session.post(self.path, data=body, headers=headers, **more) as response:
                     await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
@@ -350,8 +349,6 @@ class Inference:
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
         self._begun(choice)
-        if exchange.head_sent:
-            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:

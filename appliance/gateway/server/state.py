@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
 _KEEPALIVE_S: Final = 5.0
+CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
@@ -59,7 +60,7 @@ class State:
         self.exchanges: set[Exchange] = set()
         self.metrics = Metrics()
         self.comparison = Comparison()
-        self.engines = Sessions()
+        self.engines = Sessions(config.limits.upstream_silence_s)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
@@ -209,9 +210,11 @@ class State:
 
 
 class Sessions:
-    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine."""
+    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine. silence_s: the longest
+    that an answer may pause."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     def of(self, address: str, *, lasting: bool = True) -> aiohttp.ClientSession:
@@ -230,7 +233,7 @@ class Sessions:
                 "http://engine" if local else address,
                 connector=connector,
                 auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silence_s),
                 read_bufsize=_READ_BYTES,
                 max_line_size=32 * 1024,
                 max_field_size=32 * 1024,
