@@ -37,7 +37,7 @@ def front() -> Iterator[Front]:
 
 
 class Before:
-    """What the gateway holds when nothing is going on, to be compared with later."""
+    """Resources of the idle gateway, to be compared with later."""
 
     def __init__(self, front: Front) -> None:
         self.front = front

@@ -69,7 +69,7 @@ class KeyUse:
 
 
 class UsageLimits:
-    """What all keys spend and may spend. callers: by the id of the key."""
+    """Spending of all keys, and its limits. callers: by the id of the key."""
 
     def __init__(self) -> None:
         self.callers: dict[str, Caller] = {}

@@ -44,7 +44,7 @@ _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
-    """What one process knows. report_due: whether a load report is, within its interval;
+    """State of one process. report_due: whether a load report is, within its interval;
     report_now sends one at once. generation: of the current
     table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to the controller that a
     request came through this gateway. sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the

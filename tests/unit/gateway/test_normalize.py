@@ -63,9 +63,7 @@ def refused(api: str, **more: Any) -> HttpError:
 
 
 @pytest.mark.parametrize(("api", "tool", "name"), CASES)
-def test_tools_of_another_server_are_left_out_beside_a_function_and_refused_alone(
-    api: str, tool: Body, name: str
-) -> None:
+def test_tools_of_servers_are_left_out_or_refused_alone(api: str, tool: Body, name: str) -> None:
     found = checked(api, tools=[tool, FUNCTION[api]])
     assert found.data["tools"] == [FUNCTION[api]]
     assert list(found.ignored) == [(IGNORED_TOOLS, name.encode())]
@@ -203,7 +201,7 @@ def test_fields_unknown_to_engines_are_taken_out() -> None:
         {"type": "json_schema", "schema": SHELF},
     ],
 )
-def test_format_schema_is_found_wherever_the_client_put_it(form: Body) -> None:
+def test_format_finds_the_schema_in_each_place(form: Body) -> None:
     wanted = read("chat", response_format=form)["response_format"]
     assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SHELF
     text = read("responses", text={"format": {**form, "type": "json_object"}, "verbosity": "low"})["text"]
