@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ import pytest
 import uvloop
 
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.table import cache_salt
+from appliance.gateway.core.table import Table, cache_salt, read_table
 from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
-from tests.unit.gateway.tables import parse_table
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -126,6 +125,11 @@ def request_bytes(
     if data is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     return (head + headers + "\r\n").encode() + (data or b"")
+
+
+def parse_table(data: Mapping[str, Any]) -> Table:
+    """Raises msgspec.ValidationError."""
+    return read_table(orjson.dumps({"type": "table", **data}))
 
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:

@@ -12,9 +12,8 @@ import pytest
 from msgspec import ValidationError
 
 from appliance.gateway.main import COUNTED
-from tests.unit.gateway.tables import parse_table
 
-from .conftest import Box, chat
+from .conftest import Box, chat, parse_table
 from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
