@@ -32,7 +32,7 @@ from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
-from appliance.gateway.server.state import CONNECT_S, State, read_up_to
+from appliance.gateway.server.state import CONNECT_S, State, engine_url, read_up_to
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -245,9 +245,9 @@ class Inference:
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
-            session = state.engines.of(replica.socket)
+            session, url = state.engines.of(replica.socket), engine_url(replica.socket, self.path)
             try:
-                async with session.post(self.path, data=body, headers=headers, **more) as response:
+                async with session.post(url, data=body, headers=headers, **more) as response:
                     await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error

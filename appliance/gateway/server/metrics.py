@@ -119,6 +119,7 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
     """One JSON object and a line's end, for a request whose response ends at `now_s` by the monotonic clock. ttft_s,
     duration_s: from the complete request to the first body byte and to the end."""
     received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
+    path = _NAMED.sub(rb"\1*", exchange.path) if b"/keys/" in exchange.path else exchange.path
     fields = {
         "time": datetime.now(UTC),
         "level": "info",
@@ -126,7 +127,7 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
         "event": "request",
         **{name: value or None for name, value in exchange.ids.items()},
         "method": "HEAD" if exchange.head_only else exchange.method.decode("latin-1"),
-        "path": _NAMED.sub(rb"\1*", exchange.path)[:256].decode("latin-1"),
+        "path": path[:256].decode("latin-1"),
         "status": exchange.status,
         "ttft_s": round(first_byte_s - received_s, 6) if first_byte_s else None,
         "duration_s": round(now_s - received_s, 6),

@@ -11,12 +11,13 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from uvicorn.server import ServerState
+from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
@@ -209,6 +210,12 @@ class State:
 # -- connections to engines and the controller
 
 
+@lru_cache(4096)
+def engine_url(address: str, path: str) -> URL:
+    """address: path of a Unix socket, whose URL needs any host, or https://HOST:PORT."""
+    return URL(f"{'http://engine' if address.startswith('/') else address}{path}", encoded=True)
+
+
 class Sessions:
     """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine. silence_s: the longest
     that an answer may pause."""
@@ -224,13 +231,12 @@ class Sessions:
         if session is None:
             kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
             connector: aiohttp.BaseConnector
-            if local := address.startswith("/"):
+            if address.startswith("/"):
                 connector = aiohttp.UnixConnector(address, limit=0, **kept)
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
                 connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=watched_socket, **kept)
             session = self._sessions[address] = aiohttp.ClientSession(
-                "http://engine" if local else address,
                 connector=connector,
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silence_s),
@@ -247,7 +253,7 @@ class Sessions:
     async def is_alive(self, address: str) -> bool:
         """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
         try:
-            async with self.of(address).get("/health", timeout=_HEALTH_TIMEOUT) as response:
+            async with self.of(address).get(engine_url(address, "/health"), timeout=_HEALTH_TIMEOUT) as response:
                 return response.status == 200
         except TimeoutError:
             return True

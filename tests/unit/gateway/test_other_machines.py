@@ -60,7 +60,7 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def asked(address: str) -> int:
     sessions = Sessions(60.0)
     try:
-        async with sessions.of(address).post("/v1/completions", data=b"{}") as response:
+        async with sessions.of(address).post(f"{address}/v1/completions", data=b"{}") as response:
             await response.read()
             return response.status
     finally:
