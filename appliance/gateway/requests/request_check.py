@@ -275,10 +275,11 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 
 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas of strict tools; a tool whose call is demanded is strict (normalize.py)."""
+    """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
+        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function")):
+        for holder in (tool, tool.get("function"), *(inner if isinstance(inner, list) else ())):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)
