@@ -144,7 +144,9 @@ def _enforced(route: str, tool: Object) -> Object:
     `get_weather(city)` wrote schemas."""
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": {**tool["function"], "strict": True}}
-    return tool if route == "responses" and tool.get("type") != "function" else {**tool, "strict": True}
+    if tool.get("type") == "namespace":
+        return {**tool, "tools": [_enforced(route, inner) for inner in _objects(tool.get("tools"))]}
+    return tool if route == "responses" and tool.get("type") == "custom" else {**tool, "strict": True}
 
 
 def _runnable(route: str, tools: list[Object], ignored: dict[str, Any]) -> list[Object]:

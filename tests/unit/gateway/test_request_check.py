@@ -334,6 +334,5 @@ def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> Non
     outputs = {"structured_outputs": {"json": schema}}
     for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
         assert refusal(CHAT, **fields).code == "structure_too_complex"
-    inner = {"type": "function", "name": "f", "parameters": schema, "strict": True}
-    space = {"type": "namespace", "name": "s", "tools": [inner]}
-    assert refusal(RESPONSES, tools=[space]).code == "structure_too_complex"
+    space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
+    assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
