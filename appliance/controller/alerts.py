@@ -118,5 +118,5 @@ def of_jobs(failed: Iterable[JobRow], since_s: float) -> Iterator[Problem]:
     for job in failed:
         if (job.finished_s or 0.0) >= since_s:
             reason = (job.error or {}).get("message", "no reason was recorded")
-            remedy = f"`appliance job get {job.id}` and `appliance job events {job.id}` have the details"
+            remedy = f"`appliance job get {job.id}` and `appliance job logs {job.id}` have the details"
             yield Problem(f"job:{job.id}", f"job {job.id} failed: {reason}", remedy, is_event=True)
