@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -71,9 +72,10 @@ class Gateway:
 
     # -- life
 
-    async def listen(self, host: str, port: int) -> int:
-        """Accept clients on host:port (0: any port) and return the port; on the private socket also the box itself,
-        whose requests name a key by its id (`App`)."""
+    async def listen(self, host: str, port: int, *, private: socket.socket | None = None) -> int:
+        """Accept clients on host:port (0: any port) and return the port.
+
+        private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
         config, state, loop = self.config, self.state, asyncio.get_running_loop()
         app: Any = App(state, self.controller)
         if config.cors_origins:
@@ -96,10 +98,8 @@ class Gateway:
         for listener in server.sockets:
             for _ in range(_ACCEPTED_AT_ONCE - 1):
                 self._servers.append(await loop.create_server(connection, sock=listener.dup(), **tls))
-        if config.private_socket is not None:
-            Path(config.private_socket).unlink(missing_ok=True)
-            private, sock = partial(connection, private=True), private_socket(config.private_socket)
-            self._servers.append(await loop.create_unix_server(private, sock=sock, backlog=2048))
+        if private is not None:
+            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
         state.background.keep("copies", self.controller.send_copies)
         state.background.keep_every("sweep", self.sweep, config.sweep_s)
         return server.sockets[0].getsockname()[1]
@@ -319,7 +319,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         site()  # reads its files, which no stream shall wait for
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
-        uvloop.run(_serve(config))
+        private = None
+        if config.private_socket is not None:
+            Path(config.private_socket).unlink(missing_ok=True)
+            private = private_socket(config.private_socket)
+            private.listen(2048)
+            private.setblocking(False)
+        uvloop.run(_serve(config, private))
         return 0
     except ConfigInvalid as error:
         log.error("%s", error)
@@ -329,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-async def _serve(config: GatewayConfig) -> None:
+async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
     """From first listen to last response."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -337,7 +343,7 @@ async def _serve(config: GatewayConfig) -> None:
     gateway = Gateway(config)
     gateway.state.background.keep("bus", gateway.run_bus)
     garbage.settle()
-    port = await gateway.listen(config.host, config.port)
+    port = await gateway.listen(config.host, config.port, private=private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
     os.write(1, orjson.dumps({**line, "host": config.host, "port": port}, option=orjson.OPT_APPEND_NEWLINE))
     await stop.wait()

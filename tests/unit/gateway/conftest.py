@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.table import Table, cache_salt, read_table
 from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
+from runtime.network.sockets import private_socket
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -244,12 +246,11 @@ async def start_box() -> AsyncIterator[Start]:
     boxes: list[Box] = []
     folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
 
-    async def start(engine: Script | None = None, **overrides: Any) -> Box:
+    async def start(private: socket.socket | None = None, engine: Script | None = None, **overrides: Any) -> Box:
         config = GatewayConfig.from_mapping(
             {
                 "controller_socket": str(folder / "controller.sock"),
                 "bus_socket": str(folder / "bus.sock"),
-                "private_socket": str(folder / "asking.sock"),
                 "port": 0,
                 "sweep_s": 0.01,
                 "report_s": 0.01,
@@ -257,7 +258,7 @@ async def start_box() -> AsyncIterator[Start]:
             }
         )
         gateway = Gateway(config)
-        box = Box(gateway, await gateway.listen(config.host, 0), folder)
+        box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
         box.state.report_now = lambda: box.reports.append(load_report(box.state))
         box.keys = {digest(key): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()}
         box.apply()
@@ -277,6 +278,15 @@ async def start_box() -> AsyncIterator[Start]:
                 await upstream.stop()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> socket.socket:
+    """The private socket, to start a box with."""
+    made = private_socket(tmp_path / "asking.sock")
+    made.listen()
+    made.setblocking(False)
+    return made
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -15,20 +16,20 @@ URL = "/v1/chat/completions"
 BATCH = "X-Appliance-Class: batch\r\n"
 
 
-async def ask_privately(box: Box, headers: str, **fields: str) -> Response:
-    wire = Wire(*await asyncio.open_unix_connection(str(box.folder / "asking.sock")))
+async def ask_privately(box: Box, listener: socket.socket, headers: str, **fields: str) -> Response:
+    wire = Wire(*await asyncio.open_unix_connection(listener.getsockname()))
     box.wires.append(wire)
     await wire.send(request_bytes("POST", URL, chat(**fields), key=None, headers=headers))
     return await wire.response()
 
 
 @pytest.fixture
-async def box(start_box: Start) -> Box:
-    return await start_box(engine=answer_chat)
+async def box(start_box: Start, listener: socket.socket) -> Box:
+    return await start_box(private=listener, engine=answer_chat)
 
 
-async def test_private_request_is_of_the_key_that_it_names(box: Box) -> None:
-    answer = await ask_privately(box, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
+async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: socket.socket) -> None:
+    answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
     assert answer.status == 200
     (row,) = box.state.spending.take_sums()
     assert (row["key"], row["requests"]) == ("key_inference", 1)
@@ -45,11 +46,15 @@ async def test_private_request_is_of_the_key_that_it_names(box: Box) -> None:
         ("", 200),
     ],
 )
-async def test_private_request_may_what_its_key_may(box: Box, headers: str, status: int) -> None:
-    assert (await ask_privately(box, headers + BATCH)).status == status
+async def test_private_request_may_what_its_key_may(
+    box: Box, listener: socket.socket, headers: str, status: int
+) -> None:
+    assert (await ask_privately(box, listener, headers + BATCH)).status == status
 
 
-async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(box: Box) -> None:
+async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
+    box: Box, listener: socket.socket
+) -> None:
     began, end = asyncio.Semaphore(0), asyncio.Event()
 
     async def waits(request: UpstreamRequest, reply: Reply) -> None:
@@ -59,7 +64,8 @@ async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(bo
 
     box.engines["e0"].script = waits
     asking = [
-        asyncio.create_task(ask_privately(box, f"X-Appliance-Key-Id: {name}\r\n{BATCH}")) for name in ("key_all", "")
+        asyncio.create_task(ask_privately(box, listener, f"X-Appliance-Key-Id: {name}\r\n{BATCH}"))
+        for name in ("key_all", "")
     ]
     for _ in asking:
         await began.acquire()
@@ -91,37 +97,41 @@ def policy(box: Box) -> str:
     return name
 
 
-async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(box: Box, policy: str) -> None:
+async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(
+    box: Box, listener: socket.socket, policy: str
+) -> None:
     headers = f"X-Appliance-Key-Id: key_inference\r\n{BATCH}"
-    answer = await ask_privately(box, headers, model=f"{policy}@step-3.ab")
+    answer = await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")
     assert answer.status == 200 and box.engines["e0"].requests[0].json["model"] == f"{policy}@step-3.ab"
     (row,) = box.state.spending.take_sums()
     assert (row["key"], row["model"], row["requests"]) == ("key_inference", "m", 1)
     box.limit("sk-test-inference", models=["other"])
-    assert (await ask_privately(box, headers, model=f"{policy}@step-3.ab")).status == 404
+    assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 
-async def test_model_in_training_may_be_silent_for_long(start_box: Start) -> None:
+async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
     async def slow(request: UpstreamRequest, reply: Reply) -> None:
         await asyncio.sleep(0.2)
         await answer_chat(request, reply)
 
-    box = await start_box(limits={"upstream_silence_s": 0.05})
+    box = await start_box(private=listener, limits={"upstream_silence_s": 0.05})
     await box.engine("e0", slow)
     box.serve("m", "e0")
     name = policy_name("ftjob-1")
     box.models[name] = {**box.models["m"], "host": "m", "owners": []}
     box.apply()
-    assert (await ask_privately(box, BATCH, model=f"{name}@step-3.ab")).status == 200
-    assert (await ask_privately(box, BATCH)).status == 504
+    assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
+    assert (await ask_privately(box, listener, BATCH)).status == 504
 
 
-async def test_engine_without_a_model_in_training_goes_on_with_its_base(box: Box, policy: str) -> None:
+async def test_engine_without_a_model_in_training_goes_on_with_its_base(
+    box: Box, listener: socket.socket, policy: str
+) -> None:
     async def unknown(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"error": {"message": "The model does not exist.", "code": 404}}, 404)
 
     box.engines["e0"].script = unknown
-    answer = await ask_privately(box, BATCH, model=f"{policy}@step-3.ab")
+    answer = await ask_privately(box, listener, BATCH, model=f"{policy}@step-3.ab")
     assert answer.status == 503 and answer.error["code"] == "model_not_ready"
     assert box.state.router.loads["e0"].paused_until_s == 0.0
 
