@@ -1,6 +1,6 @@
 """Clients that misbehave by the hundred, and two thousand that wait: what it costs the gateway, in printed counts.
 
-The real gateway process, a canned engine. Run with `make soak`, or
+The real gateway process with two workers, a canned engine. Run with `make soak`, or
 `pytest -m soak -s tests/e2e/test_gateway_soak.py`.
 """
 
@@ -16,7 +16,7 @@ from tests.front.clients import Neighbours, StreamClient, allow_descriptors, con
 
 MIB = 1 << 20
 HELD = 2000
-# One owner has all streams here, who may else have 1536 requests.
+# One owner has all streams here, who may else have 1536 requests at each worker.
 LIMITS = {
     "head_timeout_s": 5.0,
     "body_grace_s": 5.0,
@@ -37,10 +37,11 @@ def front() -> Iterator[Front]:
 
 
 class Before:
-    """Resources of the idle gateway, to be compared with later."""
+    """Resources of the idle workers, to be compared with later."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
+        self.pids = [worker.pid for worker in front.workers()]
         self.descriptors, self.rss_bytes = front.descriptors(), front.rss_bytes()
 
     async def settles(self, what: str, *, growth_bytes: int) -> None:
@@ -50,7 +51,7 @@ class Before:
         def idle() -> bool:
             seen.update(front.series("connections", "inflight", "held", "buffered_body_bytes"))
             seen.update(more_descriptors=front.descriptors() - self.descriptors, streaming=front.counts.streaming)
-            # The question itself is one connection, and the one before may still be counted.
+            # The question itself is one connection, and the one before may still be counted in a worker's snapshot.
             return (
                 seen["connections"] <= 4
                 and seen["more_descriptors"] <= 4
@@ -64,6 +65,7 @@ class Before:
         grown = front.rss_bytes() - self.rss_bytes
         print(f"\n{what}; afterwards {front.descriptors() - self.descriptors:+d} descriptors, {grown / MIB:+.1f} MiB")
         assert grown < growth_bytes
+        assert [worker.pid for worker in front.workers()] == self.pids, "a worker was replaced"
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
