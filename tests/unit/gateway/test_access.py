@@ -58,12 +58,7 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
 
 @pytest.mark.parametrize(
     ("method", "target"),
-    [
-        ("DELETE", "/v1/chat/completions"),
-        ("POST", "/health"),
-        ("GET", "/v1/responses"),
-        ("OPTIONS", "/v1/models"),
-    ],
+    [("DELETE", "/v1/chat/completions"), ("POST", "/health"), ("GET", "/v1/responses"), ("OPTIONS", "/v1/models")],
 )
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     response = await box.ask(method, target)

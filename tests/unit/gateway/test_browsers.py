@@ -111,13 +111,7 @@ async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Sta
 
 @pytest.mark.parametrize(
     "target",
-    [
-        "/ui/app.js",
-        "/uix",
-        "/ui/../admin/v1/status",
-        "/ui/..%2f..%2fsite.py",
-        SCRIPT.replace("app.js", "../site.py"),
-    ],
+    ["/ui/app.js", "/uix", "/ui/../admin/v1/status", "/ui/..%2f..%2fsite.py", SCRIPT.replace("app.js", "../site.py")],
 )
 async def test_nothing_else_is_below_it(start_box: Start, target: str) -> None:
     box = await start_box()
