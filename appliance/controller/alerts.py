@@ -11,7 +11,7 @@ from appliance.alerts import Problem, Undelivered, send, step
 from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.scheduler import SchedulerStatus
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.objects import jobs
 from appliance.store.records import box
@@ -53,7 +53,7 @@ class Alerts:
         db, now_s = self._context.db, time.time()
         problems = (
             *of_findings(findings),
-            *of_devices(lost_nodes.in_view(db, status["devices"])),
+            *of_devices(cordons.in_view(db, status["devices"])),
             *of_models(status["troubles"], held, status["replicas"]),
             *of_tasks(degraded),
             *of_jobs(jobs.list_in_phase(db, "failed"), now_s - RECENT_S),

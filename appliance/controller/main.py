@@ -47,19 +47,16 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
-from appliance.controller.devices.power import PowerKeeper
-from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.devices.power import EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
-from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.judging import Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
-from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
@@ -73,7 +70,6 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -86,7 +82,7 @@ from runtime.processes.oom import DiesAs, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
-from scheduler.handover.effects import Observed
+from scheduler.handover.effects import Box
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
@@ -158,7 +154,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Gateways and nodes.
     generation = first_generation(db)
     bus = Bus(paths.bus_socket, config.controller, first_generation=generation, background=background)
-    bus.on_load.append(inbox.nudge)
+    bus.on_load = inbox.nudge
     spending = Spending(db, bus)
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
     nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
@@ -172,7 +168,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
-    bus.on_table.append(asking.table_changed)
+    bus.on_table = asking.table_changed
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
@@ -320,7 +316,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-        await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()
@@ -347,17 +342,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
         keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
-    if every_s := config.observability.profile_jobs_every_s:
-        keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
-
-
-async def _profile_jobs(context: ControllerContext) -> None:
-    """A step of each running job."""
-    for row in jobs.list_in_phase(context.db, "running"):
-        try:
-            await context.scheduler.profile_job(row.id, 1)
-        except OperationFailed as error:
-            log.info("no profile: %s", error, extra={"job_id": row.id})  # it ends, or moves
 
 
 async def _report_degraded(context: ControllerContext) -> None:
@@ -389,7 +373,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _observed(effects: RayEffects) -> Observed:
+async def _observed(effects: RayEffects) -> Box:
     """The observed state, as soon as it can be read: a hanging supervisor is killed within a minute."""
     while True:
         try:
@@ -401,7 +385,7 @@ async def _observed(effects: RayEffects) -> Observed:
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
     """False if something is in shared memory only, which is then kept for the next start."""
-    for group in (await _observed(effects)).groups:
+    for group in (await _observed(effects)).groups.values():
         # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):
             async with asyncio.timeout(SUSPEND_S):

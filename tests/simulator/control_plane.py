@@ -51,7 +51,6 @@ class SimulatedScheduler:
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.profiled: list[tuple[str, int]] = []
-        self.failures_reset: list[str] = []
         self.unloaded: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
@@ -83,7 +82,7 @@ class SimulatedScheduler:
                 device["health"] = "draining" if device["id"] in out_of_use else "ok"
 
     def reset_failures(self, model: str) -> None:
-        self.failures_reset.append(model)
+        return
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
@@ -286,9 +285,7 @@ class SimulatedEngines(Asking):
             code = "batch_gives_way" if error.yielded else "engines_died"
             answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
         headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
-        return httpx.Response(
-            answer.status, json=answer.body, headers=headers | {"x-appliance-model-version": answer.version}
-        )
+        return httpx.Response(answer.status, json=answer.body, headers=headers)
 
     async def _answer(self, body: dict[str, Any]) -> EngineAnswer:
         self.sent.append(body)

@@ -32,7 +32,6 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 # A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
-TELL_EVERY_S = 2.0
 
 CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
@@ -44,7 +43,7 @@ class BadOption(ValueError):
 
 
 class CheckFailed(Exception):
-    """A check or a preparation did not finish; the text says why, for the caller."""
+    """A check did not finish; the text says why, for the caller."""
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
@@ -53,8 +52,7 @@ def command_of(request: dict[str, Any]) -> list[str]:
     Args:
         request: "file": path; "name"?: what the report calls it; "check": {"model"?: directory with a tokenizer,
             "max_tokens"?: in place of the context that its config.json says, "method"?: a name in train.methods,
-            "against"?: validation file}; "niceness"?. To prepare a new file also "prepare": {"drop", "mask", "split"},
-            "targets": paths, "lineage"?: path (train.data_checks.prepare).
+            "against"?: validation file}; "niceness"?.
     """
     return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request)]
 
@@ -71,20 +69,13 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
-def check_apart(path: Path, heard: Heard | None = None, **how: Any) -> DataReport:
-    """`checked`, in a process. `heard` is called now and then, in this thread. A file that takes more than the limits
-    is a bad one. Raises OSError."""
+def check_apart(path: Path, **how: Any) -> DataReport:
+    """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
     job = {"path": path, **how}
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    output = ""
-    with subprocess.Popen(
-        command_of(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as done:
-        for output in done.stdout or ():
-            if heard is not None and output.startswith("["):
-                heard(*json.loads(output))
+    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        found = json.loads(output)
+        found = json.loads(done.stdout)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
@@ -99,7 +90,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], heard=_Heard()))
+            answer = asdict(checked(**request["job"], heard=_yield_later))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -109,18 +100,10 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-class _Heard:
-    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
-
-    next_s, nice = 0.0, False
-
-    def __call__(self, examples: int, share: float) -> None:
-        if not self.nice and time.process_time() >= NICE_AFTER_S:
-            self.nice = True
-            os.nice(_NICENESS)
-        if time.monotonic() >= self.next_s:
-            self.next_s = time.monotonic() + TELL_EVERY_S
-            print(json.dumps([examples, share]), flush=True)
+def _yield_later(examples: int, share: float) -> None:
+    """Lower this process's priority when its check takes long."""
+    if time.process_time() >= NICE_AFTER_S:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
 
 def checked(
@@ -157,7 +140,6 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
     # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
     from train.data_checks.check import Check
-    from train.data_checks.prepare import Unusable, prepare
 
     options, path = request["check"], Path(request["file"])
     try:
@@ -174,16 +156,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
     check = Check(CHECKS, convert, refuses, count, max_tokens, against)
     check.read(path)
-    if "prepare" not in request:
-        return check.report(request.get("name", str(path)))
-    try:
-        lineage = prepare(check, path, list(map(Path, request["targets"])), **request["prepare"])
-    except Unusable as error:
-        raise CheckFailed(str(error)) from error
-    if "lineage" in request:
-        with os.fdopen(os.open(request["lineage"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            json.dump(lineage, out)
-    return lineage
+    return check.report(request.get("name", str(path)))
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

@@ -49,7 +49,7 @@ class CannotGoOn(Exception):
 class Judging:
     def __init__(self, db: Database, asking: Asking, grading: Grading):
         self._db, self._asking, self._grading = db, asking, grading
-        self._said: dict[tuple[Any, ...], float] = {}  # when a job last said something, by the job and what it was
+        self._said: dict[tuple[str, str], float] = {}  # when a job last said something, by the job and what it was
 
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
@@ -60,7 +60,7 @@ class Judging:
         if how := keys.how_ended(self._db, row.key_id):
             raise CannotGoOn(f"the API key of the job {how}, and its answers are judged on behalf of it")
         if teacher := found.judge.get("teacher"):
-            return await self._teach(row, teacher, found.taught_by, prompt, answers)
+            return await self._teach(row, teacher, prompt, answers)
         grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
         return await self._grade(row, grader, prompt, answers)
 
@@ -70,23 +70,20 @@ class Judging:
         field: the model has to learn that."""
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
-        grade = partial(self._grading.grade, row.key_id, grader, item=item, group=row.id, waited_for=True)
         read = [calls_in(one.text) if record.get("tools") else {"text": one.text} for one in answers]
-        samples = [Sample(one["text"], one.get("tools", [])) for one in read]
+        samples = [(Sample(one["text"], one.get("tools", [])), item) for one in read]
         with self.waiting(row, "judge", {one.model for one in judges(grader)}):
-            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
-            graded = [one for one, _ in await asyncio.gather(*grading)]
+            ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+            judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
+            graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
-            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
+            self._say(row, f"the grader failed at {failed}: {errors[first]}", asdict(graded[first].errors))
         return {"rewards": rewards, "errors": errors}
 
-    async def _teach(
-        self, row: JobRow, teacher: str, taught_by: Collection[str], prompt: Prompt, samples: Sequence[Sampled]
-    ) -> Verdict:
+    async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *one.ids] for one in samples]
         bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
@@ -98,19 +95,16 @@ class Judging:
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
-        log_probs, errors, versions = list[list[float] | None](), list[str](), set[str]()
+        log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, one in zip(answers, texts, samples, strict=True):
             why, scores = answer.error, None
             if not why:
                 try:
                     scores = in_tokens.scores_of(answer.body, tokens, len(one.ids))
-                    versions |= {answer.version} - {""}
                 except ValueError as error:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
-        if versions.difference(taught_by):
-            job_records.taught(self._db, row.id, versions)
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
             self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
@@ -130,9 +124,10 @@ class Judging:
         finally:
             timer.cancel()
 
-    def _say(self, row: JobRow, text: str, *kind: Any) -> None:
-        """kind: what it is, where it is told in many words."""
-        what, now_s = (row.id, *(kind or (text,))), time.monotonic()
+    def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
+        """flags: what it is, where it is told in many words."""
+        kind = text if flags is None else str([name for name, value in flags.items() if value is True])
+        what, now_s = (row.id, kind), time.monotonic()
         self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
         if what not in self._said:
             self._said[what] = now_s

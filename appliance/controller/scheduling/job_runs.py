@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import sqlite3
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from itertools import islice
 from pathlib import Path
@@ -23,12 +24,11 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
-from train.methods.own_answers import MOST_STALE
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import policy_of, step_of
+from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.directory import verify
 
@@ -39,15 +39,14 @@ Unload = Callable[[list[str]], Awaitable[None]]
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
-NUDGE_EVERY_S = 30.0
 _EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
     """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
 
-    What ranks are about to read is leased here until they have read it (`taken`). Without this, versions gave way while
-    memory was short, among them the snapshot that a job had been told to resume from; the job failed.
+    What ranks are about to read is leased here until they have read it (`taken`), so that it does not give way while
+    memory is short.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class JobRuns:
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
-        self._nudged_s = -NUDGE_EVERY_S
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained while no controller was running. Called before ranks start again."""
@@ -207,7 +205,7 @@ class JobRuns:
         return None
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Record the event; the tiers copy snapshots and published versions in the background."""
+        """Record the event; the tiers copy published versions at once, and snapshots in their next pass."""
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
@@ -217,10 +215,6 @@ class JobRuns:
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
-        elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
-            # Snapshots come every few seconds; the tiers' periodic pass finds those in between without a nudge.
-            self._nudged_s = self._tiers.clock()
-            self._tiers.nudge()
 
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
@@ -263,6 +257,29 @@ class JobRuns:
             except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
+    async def _tidy_policies(self, unload: Unload) -> None:
+        """Remove models in training: what ranks write for every step under a private name (train.rollouts.policy). The
+        newest stay while the job trains, as do those in use."""
+        by_model = defaultdict[tuple[str, str], list[StoredVersion]](list)
+        for kind in ("adapter", "version"):
+            for stored in await asyncio.to_thread(self._store.list, kind):  # oldest first
+                if policy_of(stored.model) is not None:
+                    by_model[kind, stored.model].append(stored)
+        for (kind, model), versions in by_model.items():
+            row, kept = jobs.find(self._db, policy_of(model) or ""), 0
+            if row is not None and not row.finished:
+                # Those that answers may still be asked of, and the one that ranks have just written.
+                kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
+            for stored in versions[: max(0, len(versions) - kept)]:
+                try:
+                    if kind == "adapter":
+                        await unload([f"{stored.model}@{stored.version}"])
+                    await asyncio.to_thread(self._store.remove, stored)
+                except VersionNotFound:
+                    continue  # its ranks removed it
+                except (OperationFailed, VersionLeased) as error:
+                    log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
+
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
         drop the snapshots of jobs that are over on their own."""
@@ -275,26 +292,3 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
-
-    async def _tidy_policies(self, unload: Unload) -> None:
-        """Remove models in training that nobody samples from any more; ranks remove those that no engine has loaded. A
-        version in use is removed next time."""
-        for kind in ("adapter", "version"):
-            stored = [one for one in await asyncio.to_thread(self._store.list, kind) if policy_of(one.model)]
-            newest: dict[str, int] = {}
-            for one in stored:
-                newest[one.model] = max(step_of(one.version), newest.get(one.model, -1))
-            for one in stored:
-                is_old = step_of(one.version) < newest[one.model] - MOST_STALE
-                if is_old or not self._is_unfinished(policy_of(one.model) or ""):
-                    await self._remove_policy(one, unload)
-
-    async def _remove_policy(self, stored: StoredVersion, unload: Unload) -> None:
-        try:
-            if stored.kind == "adapter":
-                await unload([f"{stored.model}@{stored.version}"])
-            await asyncio.to_thread(self._store.remove, stored)
-        except (OperationFailed, VersionLeased) as error:
-            log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
-        except VersionNotFound:
-            return  # its ranks removed it

@@ -28,13 +28,19 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
-from scheduler.core.failures import Trouble
-from scheduler.core.idle import CHECKPOINT_IDLE_S, POLICY_IDLE_S, Idle, IdleSettings
+from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.ports import Outcome
 from train.methods.methods import method_of
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
+
+_DIGITS = re.compile(r"[0-9]+")
+
+CHECKPOINT_IDLE_S = 300.0
+"""Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
+POLICY_IDLE_S = 1.0
+"""The same for models in training, whose jobs may wait for the devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,6 @@ class SqliteStateStore:
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
-        self._said: dict[str, set[str]] = {}  # of jobs that wait: what their events have told of that
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -120,7 +125,6 @@ class SqliteStateStore:
         unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
-        self._said = {job: said for job, said in self._said.items() if job in ids}
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
         active = models.active_versions(self._db)
@@ -142,7 +146,6 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is not None:
             usage.devices_held(self._db, job_id, len(devices), time.time())
-        self._said.pop(job_id, None)
         if row is not None and (row.phase != "running" or row.devices != list(devices)):
             self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
 
@@ -152,9 +155,9 @@ class SqliteStateStore:
             return
         which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
-        reason = f"The job gets {which}: its ranks start{after}"
-        jobs.update(self._db, job_id, reason=f"{reason}.")
-        self._tell(row, reason)
+        reason = f"The job gets {which}: its ranks start{after}."
+        self._tell(row, reason, reason)
+        jobs.update(self._db, job_id, reason=reason)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
@@ -163,7 +166,7 @@ class SqliteStateStore:
             return
         reason = pause_reason(self._db, row) or reason
         if row.wanted == "run":
-            self._tell(row, f"The job waits: {reason}")
+            self._tell(row, reason, f"The job waits: {reason}")
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":
@@ -171,14 +174,10 @@ class SqliteStateStore:
         else:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 
-    def _tell(self, row: JobRow, text: str) -> None:
-        """An event of a job that has not begun: clients of OpenAI's see no reason elsewhere, and one that is suspended
-        has said why. Once, whatever numbers in it change."""
-        if row.phase != "queued":
-            return
-        alike = re.sub(r"[0-9]+", "0", text)
-        if alike not in (said := self._said.setdefault(row.id, set())):
-            said.add(alike)
+    def _tell(self, row: JobRow, reason: str, text: str) -> None:
+        """An event of a job that has not begun, once its reason is another one, whatever numbers in it change: clients
+        of OpenAI's see no reason elsewhere, and a suspended job has said why."""
+        if row.phase == "queued" and _DIGITS.sub("", reason) != _DIGITS.sub("", row.reason or ""):
             add_message(self._db, row.id, text)
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
@@ -195,7 +194,7 @@ class SqliteStateStore:
             case "cancelled":
                 self._events.cancelled(job_id)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._routing.trouble(model, trouble)
 
@@ -244,7 +243,8 @@ class SqliteStateStore:
                     pinned=False,
                     served=None,
                     demand=self._demand(adapter.host),
-                    idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                    idle_sleep_s=None,
+                    idle_limit_s=CHECKPOINT_IDLE_S,
                 )
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
@@ -265,7 +265,8 @@ class SqliteStateStore:
                     min_replicas=1,  # no request waits for it, so demand alone would not start one
                     max_replicas=max(1, stable.max_replicas),
                     demand=self._demand(canary.name),
-                    idle=Idle(),
+                    idle_sleep_s=None,
+                    idle_limit_s=None,
                     pinned=False,
                     served=None,
                 )
@@ -279,7 +280,7 @@ class SqliteStateStore:
                 row.name,
                 row.version,
                 demand=self._demand(row.name),
-                idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                idle_limit_s=CHECKPOINT_IDLE_S,
                 settings=self._settings.get(row.model, ""),
                 beside=row.model,
             )
@@ -294,7 +295,7 @@ class SqliteStateStore:
                 name,
                 policy.version,
                 demand=self._demand(name),
-                idle=Idle(limit_s=POLICY_IDLE_S),
+                idle_limit_s=POLICY_IDLE_S,
                 settings=self._settings.get(policy.base, ""),
             )
             for name, policy in self._routing.policies.items()
@@ -343,7 +344,7 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            idle=Idle(IdleSettings.model_construct(**row.idle)),
+            **row.idle,
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.engines.versions import AdapterSource
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
@@ -48,15 +48,6 @@ async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engin
     await asyncio.sleep(0)
     while store.evict(1 << 40) == 0:
         await asyncio.sleep(0.001)  # the box lets go when it sees the end of the connection
-
-
-async def test_two_engines_that_ask_at_once_both_get_it(source, only_remote):
-    async def ask():
-        async with brought_in(source, "ft:x@step-2", 10) as path:
-            return path
-
-    first, second = await asyncio.gather(ask(), ask())
-    assert first == second
 
 
 @pytest.mark.parametrize(

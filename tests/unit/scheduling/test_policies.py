@@ -8,57 +8,71 @@ import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.scheduling.job_runs import JobRuns
+from appliance.store.objects import jobs
 from scheduler.loop.inbox import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")
+OURS, USERS = policy_name("ftjob-1"), "ft:starter:acme::1"
 
 
-def write(store, model, version, kind="adapter"):
-    with store.reserve(LAYOUT, kind=kind, model=model, version=version) as draft:
+@pytest.fixture
+def runs(db, events, store, tmp_path, tiers, add_job):
+    add_job(phase="running", resolved={"publish": "end", "options": {"staleness": 1}})
+    return JobRuns(
+        db,
+        store,
+        tmp_path / "jobs",
+        tmp_path / "shm",
+        events,
+        tiers,
+        NO_ROUTING,
+        Inbox(),
+        SimpleNamespace(follow=lambda: None),
+    )
+
+
+def write(store, model, version):
+    with store.reserve(LAYOUT, kind="adapter", model=model, version=version) as draft:
         draft.commit(meta={})
 
 
 def left(store):
-    return sorted((stored.model, stored.version) for stored in store.list("adapter"))
+    return [stored.version for stored in store.list("adapter", OURS)]
 
 
-class Engines:
-    def __init__(self, busy=()):
-        self.unloaded, self.busy = [], set(busy)
+async def test_policies_of_a_running_job_keep_the_newest_written(runs, store):
+    write(store, USERS, "step-1")
+    # A world that resumed from an earlier snapshot counts its steps from there.
+    written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
+    unloaded = []
 
-    async def unload(self, names):
-        if self.busy & set(names):
-            raise OperationFailed("its requests run", code="adapter_in_use")
-        self.unloaded += names
+    async def unload(names):
+        unloaded.extend(names)
 
-
-@pytest.fixture
-def tidy(db, events, store, tmp_path, tiers, add_job):
-    add_job("ftjob-1", phase="running")
-    rollouts = SimpleNamespace(follow=lambda: None)
-    runs = JobRuns(db, store, tmp_path, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), rollouts)
-
-    async def keep(version):
-        raise AssertionError(version)
-
-    return lambda engines: runs.tidy(engines.unload, keep)
+    for version in written:
+        write(store, OURS, version)
+    await runs._tidy_policies(unload)
+    assert left(store) == written[2:] and len(store.list("adapter", USERS)) == 1
+    assert unloaded == [f"{OURS}@{version}" for version in written[:2]]
 
 
-async def test_old_versions_and_those_of_jobs_that_are_over_go_from_engines_and_memory(store, tidy):
-    ours, over, users = policy_name("ftjob-1"), policy_name("ftjob-2"), "ft:starter:acme::1"
-    for model, version in ((users, "step-1"), (ours, "step-1"), (ours, "step-5"), (ours, "step-6"), (over, "step-2")):
-        write(store, model, version)
-    write(store, over, "step-3", kind="version")
-    engines = Engines(busy=[f"{over}@step-2"])
-    await tidy(engines)
-    assert left(store) == [(ours, "step-5"), (ours, "step-6"), (over, "step-2"), (users, "step-1")]
-    assert engines.unloaded == [f"{ours}@step-1"] and not store.list("version")
-    engines.busy.clear()
-    with store.lease(store.find("adapter", over, "step-2")):
-        await tidy(engines)
-    assert (over, "step-2") in left(store)
-    await tidy(engines)
-    assert (over, "step-2") not in left(store)
+async def test_policies_of_an_ended_job_go_once_nobody_uses_them(runs, store, db):
+    write(store, OURS, "step-2.new")
+    jobs.set_phase(db, "ftjob-1", "failed")
+
+    async def busy(names):
+        raise OperationFailed("its requests run", code="adapter_in_use")
+
+    async def unload(names):
+        pass
+
+    await runs._tidy_policies(busy)
+    assert left(store)
+    with store.lease(store.find("adapter", OURS, "step-2.new")):
+        await runs._tidy_policies(unload)
+    assert left(store)
+    await runs._tidy_policies(unload)
+    assert not left(store)

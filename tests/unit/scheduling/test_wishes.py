@@ -10,11 +10,11 @@ import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.wishes import Circumstances, Wishes, may_wake
+from appliance.controller.scheduling.wishes import Wishes, may_wake
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow
-from scheduler.core.workload import Demand
+from scheduler.core.workload import Demand, Policy
 from weights.format.names import policy_name
 
 NO_POLICIES: Mapping[str, str] = MappingProxyType({})
@@ -51,7 +51,8 @@ class Asked(Wishes):
     ],
 )
 def test_work_without_a_client_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
-    assert may_wake(Circumstances(policy, jobs, free), others) is expected
+    now = {"jobs_want_devices": jobs, "others_have_requests": others, "free_devices": free}
+    assert may_wake(Policy(policy, 1), **now) is expected
 
 
 async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
