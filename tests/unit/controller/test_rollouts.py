@@ -45,7 +45,7 @@ async def written(body: dict[str, Any]) -> EngineAnswer:
         {"index": i, "token_ids": [10 + number], "logprobs": {"token_logprobs": [-1.0]}, "text": "a" * number}
         for i, number in enumerate(numbers)
     ]
-    return EngineAnswer(200, {"choices": choices[::-1]}, "v1")
+    return EngineAnswer(200, {"choices": choices[::-1]})
 
 
 @pytest.fixture
