@@ -14,9 +14,8 @@ from appliance.store.records import keys
 from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, judges, sources
 from train.graders.grading import Graded, ModelAnswer, requests
-from train.graders.hosts import GraderHosts, WorkerBroke
+from train.graders.hosts import MOST_TIMEOUTS, GraderHosts, WorkerBroke
 from train.graders.templates import Sample
-from train.graders.worker import MOST_TIMEOUTS
 
 MOST_TOGETHER = 64
 """Samples of one call, where no job waits for them."""
