@@ -21,7 +21,7 @@ from appliance.models.checkpoint import chat_templates
 from appliance.models.errors import TemplateRefused, TrialEnded
 from appliance.models.template_trial import CPU_S, MEMORY_BYTES, OTHERS, Tried
 from runtime.processes.ended import how_it_ended
-from train.convert import tokenizer_trial
+from train.convert import checkpoint_trial
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
 from weights.checkpoint.folder import read_json, read_tokenizer_config
 from weights.checkpoint.settings import MAP_FILE
@@ -104,7 +104,7 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
     NotACheckpoint, TrialEnded."""
     given = json.dumps({"path": str(directory), "arch": arch}) + "\n"
     try:
-        found = run_trial("config.json", "train.convert.checkpoint_trial", given=given)
+        found = run_trial("config.json", checkpoint_trial.__name__, given=given)
     except TrialFailed as error:
         reason = str(error).splitlines()[-1][:300]
         raise NotACheckpoint(
@@ -162,9 +162,10 @@ def try_tokenizer(directory: Path) -> None:
     tried += [(directory, name) for name in found if name != TOKENIZER_FILE][:1]
     for path, name in tried:
         try:
-            refused = run_trial(name, tokenizer_trial.__name__, str(path), limit_s=TOKENIZER_S)["refused"]
+            refused = run_trial(name, checkpoint_trial.__name__, str(path), limit_s=TOKENIZER_S)["refused"]
         except TrialFailed as error:
-            limits = f"{tokenizer_trial.CPU_S} s of CPU or {tokenizer_trial.MEMORY_BYTES >> 30} GiB of memory"
+            memory = f"{checkpoint_trial.TOKENIZER_MEMORY_BYTES >> 30} GiB of memory"
+            limits = f"{checkpoint_trial.TOKENIZER_CPU_S} s of CPU or {memory}"
             raise TokenizerRefused(
                 name, f"reading short texts took more than {limits}, or ended its process"
             ) from error

@@ -629,8 +629,7 @@ OPENERS = {
     "train/model/model.py": "`train.trainer.prepare.refuse_unsafe`, before a rank reads anything",
     "train/model/adapter.py": "the same",
     "train/data_checks/process.py": "`check_settings` of weights.checkpoint.folder",
-    "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",
-    "train/convert/checkpoint_trial.py": "the same",
+    "train/convert/checkpoint_trial.py": "`check_folder`, which goes before a trial",
     "train/convert/gguf.py": "the file is alone in a folder of its own",
 }
 """Who has transformers or peft open a model's folder, and what looked at it first."""

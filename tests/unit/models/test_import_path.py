@@ -221,7 +221,7 @@ def replaces(pattern, content):
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
+def limited_trial(monkeypatch, of="train.convert.checkpoint_trial", **limits):
     """Trials of this module with these limits in place of their own."""
     run = subprocess.Popen
 
@@ -246,7 +246,9 @@ def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
 def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
     source = checkpoints.write(tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
-    limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
+    limited_trial(
+        monkeypatch, TOKENIZER_MEMORY_BYTES=1 << 30
+    )  # what it fills until it is refused takes most of the time
     with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|cannot read)"):
         library.import_model(source)
     assert nothing_there(tmp_path)

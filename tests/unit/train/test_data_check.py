@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.train_support.tiny import gsm8k
 from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
 from train.data.formats import BadRecord, to_prompt
 from train.methods.methods import METHODS
@@ -182,13 +181,6 @@ def test_keys_that_no_shape_reads_are_counted_in_a_note(tmp_path):
     report = check_training_file(write(tmp_path / "f", *rows))
     assert report.ok and report.left_out == {"source": 12, "id": 6}
     assert [note for note in report.notes if "id (6), source (12)" in note]
-
-
-def test_gsm8k_as_published(tmp_path):
-    report = check_training_file(gsm8k(tmp_path / "g.jsonl", "train", 500), chat_path=tmp_path / "out")
-    assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
-    assert 50_000 < report.n_tokens_estimate < 120_000
-    assert len(report.example_tokens) == 500 and sum(report.example_tokens) == report.n_tokens_estimate
 
 
 PAIR = {
