@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data_checks.made import chat, prepared, read, write
 from train.data_checks.personal_data import masked
-from train.data_checks.process import CheckFailed
+from train.data_checks.prepare import Unusable
 from train.data_checks.repeats import LIKE, grams, words_of
 
 WORDS = [f"word{n}" for n in range(40)]
@@ -76,7 +76,7 @@ def test_every_example_is_kept_or_named(tmp_path_factory, bases, edits, split):
     asked = {"drop": ("duplicates", "near_duplicates")} | ({"split": 0.4} if split else {})
     try:
         made = prepared(path, out=folder / "o.jsonl", **asked)
-    except CheckFailed as error:
+    except Unusable as error:
         assert "no example would be left" in str(error)
         return
     lines = path.read_text().splitlines()

@@ -60,10 +60,6 @@ def _is_mark(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
 
 
-def _has_mark(record: Record) -> bool:
-    return any(_is_mark(record.get(key)) for key in MARKS)
-
-
 def _is_set(value: Any) -> bool:
     return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
 
@@ -126,20 +122,16 @@ class Shape:
         object.__setattr__(self, "keys", self.reads.union(*self.needs))
 
     def fits(self, record: Record) -> bool:
-        if any(key not in record for key in self.has) or (self.marked and not _has_mark(record)):
-            return False
-        for group in self.needs:
-            if not any(has_value(record.get(key)) for key in group):
-                return False
-        return self.when(record)
+        return self._has(record, lambda key: has_value(record.get(key))) and self.when(record)
 
     def is_meant(self, record: Record) -> bool:
         """Whether a record has the keys, whatever is in them."""
-        if self.marked and not _has_mark(record):
+        return self._has(record, record.__contains__)
+
+    def _has(self, record: Record, has: Callable[[str], bool]) -> bool:
+        if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        return all(key in record for key in self.has) and all(
-            any(key in record for key in group) for group in self.needs
-        )
+        return all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
 
 
 def shape_of(record: Any) -> str:
@@ -242,12 +234,10 @@ def _read(row: Shape, record: Record) -> Record:
 def _shape(record: Any) -> Shape:
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    for row in SHAPES:
-        if row.fits(record):
-            return row
-    for row in SHAPES:
-        if row.is_meant(record):
-            return row
+    for chosen in (Shape.fits, Shape.is_meant):
+        for row in SHAPES:
+            if chosen(row, record):
+                return row
     raise BadRecord(_no_shape(record))
 
 

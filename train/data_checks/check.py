@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from train.data.formats import BadRecord, NoAnswer, Record
 from train.data_checks.personal_data import masked
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
+CHECKS = ("bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data")
+"""In the order of a report."""
 _MOST_SHOWN = 20
 _MOST_REASON = 300
 _PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -48,27 +50,23 @@ class Check:
 
     def __init__(
         self,
-        names: Sequence[str],
         convert: Convert,
         refuses: Refuses | None = None,
         count: Count | None = None,
         max_tokens: int | None = None,
         against: Path | None = None,
     ):
-        """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
-        estimated. against: the validation file."""
+        """count: gives tokens of a converted record; without it they are estimated. against: the validation file.
+        Raises OSError."""
         self._convert, self._refuses, self._count, self._max_tokens = convert, refuses, count, max_tokens
         self.rows: list[Row] = []
         self.bytes, self.sha256, self.shape = 0, "", None
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
-        self.found = {name: Finding() for name in names if needed.get(name, True)}
+        self.found = {name: Finding() for name in CHECKS if needed.get(name, True)}
         self._keys_left_out: dict[str, int] = {}
         self._by_digest: dict[bytes, int] = {}
         self._near = NearDuplicates()
-        self._validation = None
-        if against is not None:
-            other = Check(names, convert, refuses)
-            self._validation = ValidationIndex(dict(other.texts(against)))
+        self._validation = ValidationIndex(dict(self._texts(against))) if against is not None else None
 
     def read(self, path: Path) -> None:
         """Raises OSError."""
@@ -85,22 +83,15 @@ class Check:
                 count_left_out(self._keys_left_out, read.record, read.shape)
                 self._look_at(row, read.made)
 
-    def texts(self, path: Path) -> Iterable[tuple[int, str]]:
+    def _texts(self, path: Path) -> Iterator[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
         for read in read_examples(path, self._convert, self._refuses):
             if read.made is not None:
                 yield read.line, _texts_of(read.made)[0]
 
-    def usable(self) -> list[Row]:
-        return [row for row in self.rows if row.digest]
-
     def report(self, name: str) -> dict[str, Any]:
-        """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
-
-        Args:
-            name: what the report calls the file.
-        """
-        good = self.usable()
+        """The report as plain JSON values. name: what it calls the file. `usable`: whether a job would take it."""
+        good = [row for row in self.rows if row.digest]
         tokens = np.array([row.tokens for row in good], np.int64)
         return {
             "object": "file.check",

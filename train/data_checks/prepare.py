@@ -19,7 +19,7 @@ from train.data_checks.check import Check, Row
 from train.data_checks.personal_data import Match, mask_record
 
 
-class Unusable(Exception):
+class Unusable(ValueError):
     """The result would be a file that cannot be trained on; the text says which options to change."""
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from runtime.processes.bounds import Bounds
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
@@ -34,10 +34,6 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 NICE_AFTER_S, _NICENESS = 5.0, 10
 TELL_EVERY_S = 2.0
 
-CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
-CHECKS: tuple[CheckName, ...] = get_args(CheckName)
-"""In the order of a report."""
-
 
 class BadOption(ValueError):
     """An option that makes no sense; the text is shown."""
@@ -52,11 +48,11 @@ def command_of(request: dict[str, Any]) -> list[str]:
 
     Args:
         request: "file": path; "name"?: what the report calls it; "check": {"model"?: directory with a tokenizer,
-            "max_tokens"?: in place of the context that its config.json says, "method"?: a name in train.methods,
-            "against"?: validation file}; "niceness"?. To prepare a new file also "prepare": {"drop", "mask", "split"},
-            "targets": paths, "lineage"?: path (train.data_checks.prepare).
+            "max_tokens"?: in place of the model's context, "method"?: its name, "against"?: validation file};
+            "niceness"?. To prepare a new file also "prepare": {"drop", "mask", "split"}, "targets": paths,
+            "lineage"?: path (train.data_checks.prepare).
     """
-    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request)]
+    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
 
 
 def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
@@ -74,12 +70,9 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
 def check_apart(path: Path, heard: Heard | None = None, **how: Any) -> DataReport:
     """`checked`, in a process. `heard` is called now and then, in this thread. A file that takes more than the limits
     is a bad one. Raises OSError."""
-    job = {"path": path, **how}
-    request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    output = ""
-    with subprocess.Popen(
-        command_of(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as done:
+    output, quiet = "", subprocess.DEVNULL
+    command = command_of({"job": {"path": path, **how}})
+    with subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True) as done:
         for output in done.stdout or ():
             if heard is not None and output.startswith("["):
                 heard(*json.loads(output))
@@ -103,7 +96,7 @@ def main() -> None:
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
-    except (BadOption, CheckFailed, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
@@ -154,10 +147,10 @@ def checked(
 
 
 def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
+    """Runs a request of `command_of` in this process. Raises BadOption, Unusable, OSError, ValueError."""
     # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
     from train.data_checks.check import Check
-    from train.data_checks.prepare import Unusable, prepare
+    from train.data_checks.prepare import prepare
 
     options, path = request["check"], Path(request["file"])
     try:
@@ -172,14 +165,11 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
     convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
-    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
+    check = Check(convert, refuses, count, max_tokens, against)
     check.read(path)
     if "prepare" not in request:
         return check.report(request.get("name", str(path)))
-    try:
-        lineage = prepare(check, path, list(map(Path, request["targets"])), **request["prepare"])
-    except Unusable as error:
-        raise CheckFailed(str(error)) from error
+    lineage = prepare(check, path, list(map(Path, request["targets"])), **request["prepare"])
     if "lineage" in request:
         with os.fdopen(os.open(request["lineage"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(lineage, out)

@@ -15,11 +15,10 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
-from train.data.packing import build_row
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
-from train.methods.packed_objective import LogProbHead, SummedLogProbHead, to_batch
+from train.methods.packed_objective import LogProbHead, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
@@ -243,16 +242,3 @@ def test_its_defaults():
     assert few["n_epochs"] == 10 and few["learning_rate"] > 2 * fields["learning_rate"], "or 12 pairs move nothing"
     assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
     assert DPO.resolve({"learning_rate": 1e-5}, dataset, model, 1)["learning_rate"] == 1e-5
-
-
-def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
-    base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = host_spec(base, precision="fp32", method="dpo", options={"beta": 0.1})
-    objective = DPO.objective(load_model(spec), spec.options)
-    draw = np.random.default_rng(0)
-    sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]
-    with torch.no_grad():
-        rows = [build_row([sides], 128, 0, packing=True)]
-        rows += [build_row([sides[n : n + 2]], 64, 0, packing=True) for n in (0, 2)]
-        whole, *apart = [objective(to_batch(row, 1.0, "cpu") | {"as_reference": True}) for row in rows]
-    assert torch.allclose(whole, torch.cat(apart), rtol=1e-6)

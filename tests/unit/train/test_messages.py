@@ -119,13 +119,6 @@ def test_answers_within_a_prompt_are_not_trained():
     assert [message.get("weight") for message in made] == [None, 0, None, None]
 
 
-@pytest.mark.parametrize("label", [True, "good"])
-def test_unpaired_preferences_are_refused_by_name(label):
-    for record in ({"messages": [ASK, ANSWER]}, {"prompt": "3?", "completion": "12"}):
-        with pytest.raises(BadRecord, match="has 'label': a mark of good and bad answers"):
-            to_chat(record | {"label": label}, shape_of(record))
-
-
 def test_left_out_names_keys_of_turns_parts_and_calls():
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}], "language": "en", "name": ""},
@@ -169,11 +162,3 @@ def test_arguments_under_every_name_are_an_object(given, key):
 def test_arguments_that_are_not_an_object_are_refused(given):
     with pytest.raises(BadRecord, match="'gauge'"):
         read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
-
-
-@pytest.mark.parametrize("key", ["choices", "opa", "documents"])
-@pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}])
-def test_to_chat_of_a_question_without_its_choices_or_texts_is_refused(row, key):
-    with pytest.raises(BadRecord, match=key):
-        to_chat({**row, key: ["c"]}, shape_of(row))
-    assert to_chat({**row, key: []}, shape_of(row)) == to_chat(row, shape_of(row))

@@ -67,19 +67,6 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     assert again.labels_in(whole) == first.labels_in(whole) > 0
 
 
-def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_path):
-    base, method = make_model_dir(tmp_path / "base"), method_of("reinforcement")
-    write, options = METHODS["reinforcement"]
-    data = write(tmp_path / "train.jsonl", 40)
-    encoder = ChatEncoder(load_tokenizer(str(base)))
-
-    opened = opener(tmp_path, data, method.data_length(96, options), False, method)
-    first, again = opened(lambda: encoder), opened(refused)
-    assert first.n_examples == again.n_examples == 40
-    assert [pack.tolist() for pack in again.packs] == [pack.tolist() for pack in first.packs]
-    assert len(again.packs) == 40, "each prompt is a pack of its own"
-
-
 def letters(text):
     """A token for each letter and two more."""
     return [[(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data_checks.check import Check
-from train.data_checks.process import CHECKS, carried_out
+from train.data_checks.process import carried_out
 from train.methods.methods import convert
 
 
@@ -21,7 +21,7 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def read(path: Path) -> Check:
-    check = Check(CHECKS, convert)
+    check = Check(convert)
     check.read(path)
     return check
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, prepared, write
-from train.data_checks.process import CheckFailed
+from train.data_checks.prepare import Unusable
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -56,9 +56,9 @@ def test_near_duplicate_of_a_dropped_example_stays(tmp_path):
 
 def test_bad_lines_are_not_passed_over(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"), "{", chat("a", " "))
-    with pytest.raises(CheckFailed, match="1 examples are bad lines, the first on line 2"):
+    with pytest.raises(Unusable, match="1 examples are bad lines, the first on line 2"):
         prepared(path, out=tmp_path / "o.jsonl")
-    with pytest.raises(CheckFailed, match="empty"):
+    with pytest.raises(Unusable, match="empty"):
         prepared(path, out=tmp_path / "o.jsonl", drop=("bad_lines",))
     assert not (tmp_path / "o.jsonl").exists()
 
@@ -99,7 +99,7 @@ def test_a_split_is_by_content_and_stays_when_data_comes(tmp_path):
 
 def test_empty_or_existing_target_is_refused(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "ann@example.org"), chat("a", "bob@example.org"))
-    with pytest.raises(CheckFailed, match="no example would be left"):
+    with pytest.raises(Unusable, match="no example would be left"):
         prepared(path, out=tmp_path / "o.jsonl", drop=("personal_data",))
     with pytest.raises(OSError, match="exists"):
         prepared(path, out=path)
