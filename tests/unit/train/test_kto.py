@@ -9,7 +9,6 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord, shape_of, to_marked
@@ -18,7 +17,6 @@ from train.methods.kto import METHOD as KTO
 from train.methods.methods import METHODS, convert
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
-from train.trainer.prepare import prepare
 
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
 ASK, GOOD = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
@@ -81,49 +79,6 @@ def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
     assert found["kl"] == pytest.approx(kl.item(), abs=1e-4) and (kl > 0) == (shift < 0)
     right = (torch.cat((ratios[::2] - kl, kl - ratios[1::2])) > 0).float().mean().item()
     assert found["rewards/accuracies"] == pytest.approx(right)
-
-
-def trained(tmp_path, name, **fields):
-    """Events of a run over answers of which three in four are good, so that the KL term rises above 0."""
-    base, data = tmp_path / "base", tmp_path / "t.jsonl"
-    if not base.exists():
-        make_model_dir(base, dtype=torch.float32)
-        records = [{"prompt": f"{n} and {n}?", "completion": f"{2 * n}", "label": n % 4 != 0} for n in range(16)]
-        data.write_text("".join(json.dumps(KTO.convert(record, "unpaired")) + "\n" for record in records))
-    spec = host_spec(
-        base,
-        train_path=str(data),
-        valid_path=str(data),
-        run_dir=str(tmp_path / name),
-        shm_root=str(tmp_path / f"{name}-store"),
-        method="kto",
-        options=OPTIONS,
-        n_epochs=2,
-        batch_size=8,
-        max_length=64,
-        packing=False,
-        data_order="given",
-        learning_rate=1e-2,
-        precision="fp32",
-        **fields,
-    )
-    told = []
-    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
-    assert run.run()["outcome"] == "succeeded"
-    run.close()
-    return told
-
-
-def test_kto_run_accumulation_keeps_losses(tmp_path):
-    whole, split = (trained(tmp_path, f"of-{size}", micro_batch=size) for size in (8, 1))
-    for event in ("metrics", "validation"):
-        one, other = ([told for told in events if told["event"] == event] for events in (whole, split))
-        assert len(one) == len(other) > 0
-        for name in ("loss", *KTO.metric_names):
-            assert [told[name] for told in one] == pytest.approx([told[name] for told in other], rel=1e-4, abs=1e-4)
-    steps = [told for told in whole if told["event"] == "metrics"]
-    assert steps[0]["loss"] == pytest.approx((1.5 * 6 + 0.5 * 2) / 16) and steps[0]["kl"] == pytest.approx(0, abs=1e-4)
-    assert max(step["kl"] for step in steps) > 0.1 and steps[-1]["rewards/margins"] > 0
 
 
 @pytest.mark.parametrize("record", UNPAIRED)
