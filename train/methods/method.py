@@ -67,9 +67,9 @@ class Method(ABC):
     "divergence" the sum over the step, times the scale, of their log-probabilities less the reference.
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
-    a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
-    example that it leaves nothing of. sums: the loss is minus the sum of all log-probabilities, so that the gradients
-    of the output head are made as it runs.
+    a request may say of it beside hyperparameters, by name; who judges is one of them. rate_share: part of the learning
+    rate that suits supervised tuning. cut_refuses: `cut` raises for an example that it leaves nothing of. sums: the
+    loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Method(ABC):
     needs_divergence: bool = False
     judged_by: str = ""
     takes: tuple[str, ...] = ()
+    rate_share: float = 1.0
     cut_refuses: bool = False
     sums: bool = False
 
@@ -114,6 +115,8 @@ class Method(ABC):
         unsuitable common defaults. Raises InvalidHyperparameter."""
         if self.options:
             fields["options"] = {o.name: given.number(o.name, o.low, o.high, auto=o.auto) for o in self.options}
+        if not given.is_set("learning_rate"):
+            fields["learning_rate"] *= self.rate_share
 
     @abstractmethod
     def refuses(self, shape: str) -> str | None:
