@@ -39,6 +39,8 @@ Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
 Heard = Callable[[int, float], None]
 """How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
+Look = Callable[["Read", list[int]], None]
+"""Gets each example, good or bad, and the tokens of each of its sequences."""
 
 
 @dataclass
@@ -132,14 +134,16 @@ def check_training_file(
     counted: int = COUNTED_EXAMPLES,
     heard: Heard | None = None,
     refuses: Refuses | None = None,
+    look: Look | None = None,
+    most_errors: int = MAX_COUNTED_ERRORS,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
     records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
-    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is
-    unreadable.
+    called after each example, and `look` with it. The chat file exists afterwards only if the report is `ok`. Raises
+    OSError if the file is unreadable.
     """
     report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
     partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
@@ -150,18 +154,22 @@ def check_training_file(
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
         for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
-            report.shape = read.shape or report.shape
+            report.shape, rows = read.shape or report.shape, list[list[int]]()
             try:
                 if read.bad is not None:
                     raise read.bad
                 assert read.made is not None
-                _add(report, read, tokens.of(read.made))
+                rows = tokens.of(read.made)
+                _add(report, read, rows)
                 if output:
                     output.write(orjson.dumps(read.made) + b"\n")
             except BadRecord as bad:
+                read.bad = bad
                 report.add_error(read.line, str(bad))
-                if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
-                    break
+            if look is not None:
+                look(read, [length for row in rows for length in row])
+            if isinstance(read.bad, BadFile) or report.n_errors >= most_errors:
+                break
             read_bytes += len(read.raw)
             if heard is not None:
                 heard(seen, min(1.0, read_bytes / size))
@@ -181,7 +189,7 @@ class _Tokens:
 
     def of(self, made: Record) -> list[list[int]]:
         """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+        estimates = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))]
         if self._count is None:
             return [estimates]
         if self._counted == self._most:
@@ -197,7 +205,7 @@ class _Tokens:
 
 
 def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
-    count_left_out(report.left_out, read.record, read.shape)
+    _count_left_out(report.left_out, read.record, read.shape)
     report.n_examples += 1
     report.n_rows += len(rows)
     report.n_tokens_estimate += sum(map(sum, rows))
@@ -205,7 +213,7 @@ def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
     report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
 
 
-def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
+def _count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
     """Adds the keys of a record that are not read; those beyond MAX_LEFT_OUT are counted together."""
     for name in left_out(record, shape):
         short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
@@ -213,7 +221,7 @@ def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
         counts[key] = counts.get(key, 0) + 1
 
 
-def estimate_tokens(chat: dict[str, Any]) -> int:
+def _estimate_tokens(chat: dict[str, Any]) -> int:
     """The tokens of a converted chat, estimated from its bytes."""
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
     for message in chat["messages"]:

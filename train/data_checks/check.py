@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from train.data.check import Convert, Count, Refuses, count_left_out, estimate_tokens, read_examples
-from train.data.formats import BadRecord, NoAnswer, Record
+from train.data.check import Convert, Count, DataReport, Read, Refuses, check_training_file, read_examples
+from train.data.formats import NoAnswer, Record
 from train.data_checks.personal_data import masked
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
@@ -60,10 +61,9 @@ class Check:
         Raises OSError."""
         self._convert, self._refuses, self._count, self._max_tokens = convert, refuses, count, max_tokens
         self.rows: list[Row] = []
-        self.bytes, self.sha256, self.shape = 0, "", None
+        self.bytes, self.sha256, self._read = 0, "", DataReport()
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
         self.found = {name: Finding() for name in CHECKS if needed.get(name, True)}
-        self._keys_left_out: dict[str, int] = {}
         self._by_digest: dict[bytes, int] = {}
         self._near = NearDuplicates()
         self._validation = ValidationIndex(dict(self._texts(against))) if against is not None else None
@@ -73,15 +73,15 @@ class Check:
         with open(path, "rb") as file:
             self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self.bytes = file.tell()
-        for read in read_examples(path, self._convert, self._refuses):
-            row = Row(read.line)
-            self.rows.append(row)
-            self.shape = read.shape or self.shape
-            if read.bad is not None:
-                self._flag_bad(row, read.bad)
-            elif read.made is not None:
-                count_left_out(self._keys_left_out, read.record, read.shape)
-                self._look_at(row, read.made)
+        self._read = check_training_file(
+            path,
+            convert=self._convert,
+            refuses=self._refuses,
+            count=self._count,
+            counted=sys.maxsize,
+            look=self._look_at,
+            most_errors=sys.maxsize,
+        )
 
     def _texts(self, path: Path) -> Iterator[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
@@ -95,11 +95,11 @@ class Check:
         tokens = np.array([row.tokens for row in good], np.int64)
         return {
             "object": "file.check",
-            "file": {"file": name, "bytes": self.bytes, "sha256": self.sha256, "shape": self.shape},
+            "file": {"file": name, "bytes": self.bytes, "sha256": self.sha256, "shape": self._read.shape},
             "examples": len(self.rows),
             "usable": 0 < len(good) == len(self.rows),
             "checks": {name: self._finding(found) for name, found in self.found.items()},
-            "keys_left_out": dict(sorted(self._keys_left_out.items())),
+            "keys_left_out": dict(sorted(self._read.left_out.items())),
             "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
             "lengths": _lengths(tokens) if len(tokens) else {},
         }
@@ -109,13 +109,15 @@ class Check:
         kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
         return {"count": found.count, "share": share, **kinds, "first": found.first}
 
-    def _look_at(self, row: Row, made: Record) -> None:
-        try:
-            lengths = self._tokens(made)
-        except BadRecord as bad:  # the model's chat template refuses it
-            self._flag_bad(row, bad)
+    def _look_at(self, read: Read, lengths: list[int]) -> None:
+        self.rows.append(row := Row(read.line, sum(lengths)))
+        if isinstance(read.bad, NoAnswer):
+            self._flag("empty", row)
+        elif read.bad is not None:
+            self._flag("bad_lines", row, reason=str(read.bad)[:_MOST_REASON])
+        if read.bad is not None or read.made is None:
             return
-        row.tokens = sum(lengths)
+        made = read.made
         if self._max_tokens is not None and max(lengths) > self._max_tokens:
             self._flag("too_long", row, tokens=max(lengths))
         index = len(self.rows) - 1
@@ -133,18 +135,6 @@ class Check:
         if matches := [match for text in (body, shared) for match in masked(text)[1]]:
             self.found["personal_data"].kinds.update(match.kind for match in matches)
             self._flag("personal_data", row, kind=matches[0].kind, value=matches[0].hint())
-
-    def _tokens(self, made: Record) -> list[int]:
-        """Tokens of each sequence. Raises BadRecord."""
-        if self._count is not None:
-            return [length for row in self._count(made) for length in row]
-        return [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
-
-    def _flag_bad(self, row: Row, bad: BadRecord) -> None:
-        if isinstance(bad, NoAnswer):
-            self._flag("empty", row)
-        else:
-            self._flag("bad_lines", row, reason=str(bad)[:_MOST_REASON])
 
     def _flag(self, check: str, row: Row, **detail: Any) -> None:
         row.found += (check,)
