@@ -141,20 +141,18 @@ def shape_of(record: Any) -> str:
 
 def to_chat(record: Record, shape: str = "chat") -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
-    row = _shape(record)
+    row, given = _read(record)
     if row.marked:
         refuse(record, _CHAT_REFUSES)
     if "preference" in (shape, row.name):
         raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
-    given = _read(row, record)
-    return _checked(with_system(row.convert(given), given), given, _name(given))
+    return _chat(row, given)
 
 
 def to_pair(record: Record) -> list[Record]:
     """[with the preferred output, with the other] as checked chats, of which only the output is trained. Raises
     BadRecord."""
-    row = _shape(record)
-    given = _read(row, record)
+    row, given = _read(record)
     pair: Pair = row.convert(given)
     request = given["input"] if isinstance(given.get("input"), dict) else given
     prompt = with_system(pair.prompt, given)
@@ -174,13 +172,12 @@ def to_pair(record: Record) -> list[Record]:
 def to_marked(record: Record) -> tuple[Record, bool]:
     """A checked chat of which only the answer to its last question is trained, and whether that answer is a good one.
     Raises BadRecord."""
-    row = _shape(record)
-    given = _read(row, record)
+    row, given = _read(record)
     mark = one_of(given, MARKS)
     if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
         key = next(key for key in MARKS if record.get(key) is not None)
         raise BadRecord(f"{key!r} is {mark!r}; expected true for a good answer, false for a bad one")
-    chat = _checked(with_system(row.convert(given), given), given, _name(given))
+    chat = _chat(row, given)
     messages = chat["messages"]
     asked = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
     answers = [(n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -225,10 +222,11 @@ def left_out(record: Record, shape: str) -> set[str]:
     return names
 
 
-def _read(row: Shape, record: Record) -> Record:
-    """What a shape reads of a record. Raises BadRecord for what it refuses."""
+def _read(record: Record) -> tuple[Shape, Record]:
+    """The shape of a record, and what the shape reads of it. Raises BadRecord for what it refuses."""
+    row = _shape(record)
     refuse(record, row.refuses)
-    return {key: value for key, value in record.items() if key in row.keys}
+    return row, {key: value for key, value in record.items() if key in row.keys}
 
 
 def _shape(record: Any) -> Shape:
@@ -243,21 +241,19 @@ def _shape(record: Any) -> Shape:
 
 def _no_shape(record: Record) -> str:
     keys = sorted(map(str, record))
-    nested = [key for key in keys if isinstance(record[key], list) and record[key] and _has_shape(record[key][0])]
-    if nested:
-        return f"is one object with the examples in {nested[0]!r}: jq -c '.{nested[0]}[]' FILE > train.jsonl"
+    for key in keys:
+        first = record[key][0] if isinstance(record[key], list) and record[key] else None
+        if isinstance(first, dict) and any(row.fits(first) for row in SHAPES):
+            return f"is one object with the examples in {key!r}: jq -c '.{key}[]' FILE > train.jsonl"
     return (
         f"has the keys {keys[:8]}; expected 'messages' (OpenAI chat), 'conversations' (ShareGPT), 'instruction' and "
         "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', or for pairs 'chosen' and 'rejected'"
     )
 
 
-def _has_shape(record: Any) -> bool:
-    return isinstance(record, dict) and any(row.fits(record) for row in SHAPES)
-
-
-def _name(record: Record) -> str:
-    return next((name for name in _CONVERSATION if record.get(name) is not None), "messages")
+def _chat(row: Shape, given: Record) -> Record:
+    name = next((name for name in _CONVERSATION if given.get(name) is not None), "messages")
+    return _checked(with_system(row.convert(given), given), given, name)
 
 
 def _checked(turns: Any, record: Record, name: str = "messages") -> Record:
