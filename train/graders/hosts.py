@@ -33,6 +33,8 @@ OWN_TIME_S = 60
 MOST_TIMEOUTS = 3
 """If this many calls of code end without a result before any returns, the request makes no more of them: otherwise a
 job's devices would wait two minutes for each of its answers."""
+START_S = 60.0
+"""For the worker, which imports packages for a second or more, to fork a child."""
 RETRY_S = 1.0
 """Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 _RESULT_BYTES = 256 << 10  # of one sample
@@ -191,13 +193,16 @@ class GraderHosts:
         reader, writer = await asyncio.open_unix_connection(sock=mine, limit=most_bytes)
         child = None
         try:
-            async with asyncio.timeout(bounds.time_s):
+            async with asyncio.timeout(START_S):
                 # It waits for its request, so that the number is its own.
                 child = os.pidfd_open(int(await reader.readuntil()))
+            async with asyncio.timeout(bounds.time_s):
                 writer.writelines(await asyncio.to_thread(_lines, head, samples))
                 writer.write_eof()
                 return await reader.readuntil()
         except TimeoutError:
+            if child is None:
+                raise WorkerBroke(f"no process that grades started within {START_S:g} s") from None
             raise ForkBroke(f"it took longer than {bounds.time_s:g} s") from None
         except asyncio.LimitOverrunError:
             raise ForkBroke(f"its result is larger than {most_bytes >> 10} KiB") from None

@@ -84,7 +84,7 @@ async def _child_of(hosts: GraderHosts) -> int:
 async def test_grade_code_without_a_result_is_its_own_error(
     hosts: GraderHosts, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts_module, "TIME_S", 4)
+    monkeypatch.setattr(hosts_module, "TIME_S", 1)
     (graded,) = await hosts.grade("ann", python(body), [(Sample(""), None)])
     assert graded.errors.python_grader_runtime_error and graded.reward == 0
 
