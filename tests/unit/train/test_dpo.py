@@ -20,7 +20,6 @@ from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
 from train.methods.packed_objective import LogProbHead, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
-from train.plan import auto
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
 from train.state import snapshot
 from train.trainer import train as training
@@ -232,13 +231,3 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
     with pytest.raises(BadRecord, match="non-preferred output"):
         ids = np.arange(9, dtype=np.int32)
         DPO.cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
-
-
-def test_its_defaults():
-    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
-    few = DPO.resolve({}, auto.DatasetStats(12, 2_400, 100), model, 1)
-    fields = DPO.resolve({}, dataset, model, 1)
-    assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
-    assert few["n_epochs"] == 10 and few["learning_rate"] > 2 * fields["learning_rate"], "or 12 pairs move nothing"
-    assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
-    assert DPO.resolve({"learning_rate": 1e-5}, dataset, model, 1)["learning_rate"] == 1e-5

@@ -115,16 +115,6 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
     assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
 
 
-def test_heads_with_extras_go_through_the_models_own_forward(spec):
-    model = load_model(spec)
-    row = build_row([examples(2)], 128, 0, packing=True)
-    fused = SUPERVISED.objective(model, {})
-    with torch.no_grad():
-        expected = fused(to_batch(row, 1.0, "cpu"))
-        fused._fused = False
-        assert torch.allclose(fused(to_batch(row, 1.0, "cpu")), expected, rtol=1e-5)
-
-
 def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path):
     base = load_model(spec)
     lora = load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_rank": 4}))

@@ -10,8 +10,6 @@ from train.data.packing import build_row
 from train.methods.orpo import METHOD as ORPO
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model
-from train.plan import auto
-from train.plan.errors import InvalidHyperparameter
 
 BETA = 0.3
 
@@ -87,13 +85,3 @@ def test_orpo_certain_output_has_finite_gradients():
     loss, _ = ORPO.loss(log_probs, {"sequence_sizes": (2, 2, 2, 2)}, {"beta": BETA})
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
-
-
-def test_orpo_defaults():
-    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
-    fields = ORPO.resolve({"full": True}, dataset, model, 1)
-    assert fields["options"] == {"beta": 0.1} and not ORPO.needs_reference
-    assert fields["learning_rate"] == pytest.approx(5e-6)
-    with pytest.raises(InvalidHyperparameter) as refused:
-        ORPO.resolve({"beta": 11}, dataset, model, 1)
-    assert refused.value.param == "beta"
