@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -150,6 +151,20 @@ def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
         return REINFORCEMENT.convert(record, "prompt")
 
     return _write(path, n_examples, seed, made)
+
+
+def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
+    """The log-probability of each learnt token of a sequence (ids, loss mask), by the model's own logits."""
+    ids, learnt = (torch.from_numpy(part) for part in sequence)
+    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that the model has, which are reset."""
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return found
 
 
 def shared_data() -> Path:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir
+from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
@@ -39,23 +39,11 @@ def answers(count, seed=0):
     return made
 
 
-def log_prob(model, sequence):
-    ids, learnt = (torch.from_numpy(part) for part in sequence)
-    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]].sum()
-
-
-def gradients(model):
-    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("shift", [-2.0, 2.0], ids=["kl-above-0", "kl-clamped"])
 def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
     model = load_model(host_spec(make_model_dir(tmp_path / "base", dtype=torch.float32), precision="fp32"))
     sequences = answers(6)
-    log_probs = torch.stack([log_prob(model, sequence) for sequence in sequences])
+    log_probs = torch.stack([log_probs_of(model, sequence).sum() for sequence in sequences])
     reference = (log_probs + shift + torch.linspace(-1, 1, 6)).detach()
     # KTOTrainer._compute_loss, with the matched pairs of the step in place of mismatched ones.
     kl = (log_probs - reference).mean().detach().clamp(min=0)

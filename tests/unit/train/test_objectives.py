@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir
+from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import build_row
 from train.methods import packed_objective
 from train.methods.packed_objective import to_batch
@@ -46,12 +46,6 @@ def plain_loss(model, ids, mask):
     logits = model(input_ids=tokens, use_cache=False).logits[0].float()
     model.set_attn_implementation("packed")
     return functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
-
-
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
