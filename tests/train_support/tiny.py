@@ -98,59 +98,59 @@ def make_model_dir(
     return path
 
 
-def _write(path: Path, count: int, seed: int, made: Callable[[random.Random, int, int, int], Any]) -> Path:
-    """Records about the sum of two numbers below 100. made: of its draws, its number and both numbers."""
+def _write(path: Path, count: int, seed: int, record_of: Callable[[random.Random, int, int, int], Any]) -> Path:
+    """Records about the sum of two numbers below 100. record_of: a record, from draws, its number and both numbers."""
     draw = random.Random(seed)
     with open(path, "w") as file:
         for number in range(count):
-            file.write(json.dumps(made(draw, number, draw.randrange(100), draw.randrange(100))) + "\n")
+            file.write(json.dumps(record_of(draw, number, draw.randrange(100), draw.randrange(100))) + "\n")
     return path
 
 
 def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Sums to learn: short chats of different lengths."""
 
-    def made(draw: random.Random, _: int, a: int, b: int) -> Any:
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
         question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
         answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
         return {"messages": [question, {"role": "assistant", "content": answer}]}
 
-    return _write(path, n_examples, seed, made)
+    return _write(path, n_examples, seed, record_of)
 
 
 def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Right sums to be preferred to wrong ones, as the check of a file writes them for a run."""
 
-    def made(draw: random.Random, _: int, a: int, b: int) -> Any:
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
         wrong = a + b + draw.choice((-2, -1, 1, 2))
         prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
         rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
         record = {"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}
         return DPO.convert(record, "preference")
 
-    return _write(path, n_examples, seed, made)
+    return _write(path, n_examples, seed, record_of)
 
 
 def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
 
-    def made(_: random.Random, number: int, a: int, b: int) -> Any:
+    def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
         good = number % 4 != 0
         record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
         return KTO.convert(record, "unpaired")
 
-    return _write(path, n_examples, seed, made)
+    return _write(path, n_examples, seed, record_of)
 
 
 def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
 
-    def made(draw: random.Random, _: int, a: int, b: int) -> Any:
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
         question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
         record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
         return REINFORCEMENT.convert(record, "prompt")
 
-    return _write(path, n_examples, seed, made)
+    return _write(path, n_examples, seed, record_of)
 
 
 def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:

@@ -175,10 +175,10 @@ class GraderHosts:
         nice: int = NICENESS,
     ) -> bytes:
         """The result of worker.answer, as JSON. loads: names of worker.LOADED. Raises WorkerBroke."""
-        told = {"loads": list(loads), "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
+        message = {"loads": list(loads), "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
         for last_try in (False, True):
             try:
-                mine = await self._child(json.dumps(told).encode())
+                mine = await self._child(json.dumps(message).encode())
                 return await self._answered(mine, head, samples, bounds)
             except WorkerBroke as error:  # the worker ended, maybe at another owner's request
                 if last_try or isinstance(error, ForkBroke):
@@ -224,13 +224,13 @@ class GraderHosts:
             await asyncio.wait_for(self._process.wait(), _REAPED_S)
         return self._process.returncode is not None
 
-    async def _child(self, told: bytes) -> socket.socket:
+    async def _child(self, message: bytes) -> socket.socket:
         """The socket of a new child. Raises WorkerBroke."""
         control = await self._started()
         mine, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(control, [told], [theirs.fileno()])
+                socket.send_fds(control, [message], [theirs.fileno()])
             except OSError as error:
                 mine.close()
                 raise WorkerBroke(f"the process that grades ended: {error}") from None

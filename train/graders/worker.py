@@ -74,10 +74,10 @@ def main() -> None:
     prepare()
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        told, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not descriptors:
             return
-        bounds = json.loads(told)
+        bounds = json.loads(message)
         _load(bounds.pop("loads"))
         try:
             forked = os.fork()
@@ -220,7 +220,7 @@ def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) 
             raise _Unfit(f"grade() returned {type(reward).__name__}; expected a number")
         return float(reward)
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
-        why = _told(error)
+        why = _described(error)
         flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=why)
         raise GradingFailed(why, flags) from None
 
@@ -242,7 +242,7 @@ def why_unusable(source: str) -> str:
         except ValueError:  # a builtin, which has no signature
             pass
     except BaseException as error:  # noqa: BLE001 - as above
-        return _told(error)
+        return _described(error)
     return ""
 
 
@@ -264,7 +264,7 @@ def _function(source: str) -> Callable[..., Any]:
     return function
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     if isinstance(error, _Unfit):
         return str(error)
     place, trace = "", error.__traceback__
