@@ -1,9 +1,4 @@
-"""What is trained under TRL's chat templates, beside the marks of its own training templates.
-
-TRL's wheel has the templates of common families, each with a twin that has `{% generation %}` around what its authors
-train. They differ from ours in known ways: marks may begin at the header of a turn, which the generation prompt already
-has, and they leave out thoughts that a template drops from earlier turns.
-"""
+"""What is trained under the chat templates of common families, which TRL's wheel has."""
 
 from __future__ import annotations
 
@@ -109,8 +104,8 @@ REFUSED = {
 }
 
 
-def source(family, *, twin=False):
-    return (TEMPLATES / f"{family}{'_training' if twin else ''}.jinja").read_text()
+def source(family):
+    return (TEMPLATES / f"{family}.jinja").read_text()
 
 
 def ends_of(family):
@@ -118,7 +113,7 @@ def ends_of(family):
 
 
 @cache
-def encoder_of(family, own_tokens=True):
+def encoder_of(family, own_tokens):
     template = source(family)
     words = tokenizer(template)
     words.bos_token = "<|pad|>"
@@ -152,11 +147,13 @@ def trained(encoder, messages):
 CASES = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, ())]
 
 
+@pytest.mark.parametrize("own_tokens", [True, False], ids=["own tokens", "base model"])
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name):
+def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name, own_tokens):
+    """A base model that is given a chat template lacks its tokens: an engine can stop only at the tokenizer's end."""
     messages = CONVERSATIONS[name]
     answers = [message for message in messages if message["role"] == "assistant"]
-    found = trained(encoder_of(family), messages)
+    found = trained(encoder_of(family, own_tokens), messages)
     assert len(found) == len(answers)
     for (_, text), answer in zip(found, answers, strict=True):
         calls = answer.get("tool_calls", [])
@@ -164,7 +161,7 @@ def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, n
         assert text.count("read_gauge") >= len(calls)
         for call in calls:
             assert str(json.loads(call["function"]["arguments"])["line"]) in text
-        end = ends_of(family)[-1 if calls else 0]
+        end = ends_of(family)[-1 if calls else 0] if own_tokens else "<|im_end|>"
         assert text.endswith(end) and text.count(end) == 1
         for other in messages:  # nothing that others said
             if other["role"] != "assistant":
@@ -178,16 +175,4 @@ def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, n
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in REFUSED.items() for n in sorted(names)])
 def test_encode_refuses_what_a_public_template_cannot_write(family, name):
     with pytest.raises(BadRecord, match="template"):
-        trained(encoder_of(family), CONVERSATIONS[name])
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_encode_with_a_tokenizer_without_the_templates_tokens_ends_with_its_own(family, name):
-    """As of a base model that is given a chat template: an engine can stop only at the tokenizer's end."""
-    messages = CONVERSATIONS[name]
-    found = trained(encoder_of(family, own_tokens=False), messages)
-    answers = [message for message in messages if message["role"] == "assistant"]
-    assert len(found) == len(answers)
-    for (_, text), answer in zip(found, answers, strict=True):
-        assert answer["content"] in text
-        assert text.endswith("<|im_end|>") and text.count("<|im_end|>") == 1
+        trained(encoder_of(family, own_tokens=True), CONVERSATIONS[name])
