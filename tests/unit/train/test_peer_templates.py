@@ -104,17 +104,13 @@ REFUSED = {
 }
 
 
-def source(family):
-    return (TEMPLATES / f"{family}.jinja").read_text()
-
-
 def ends_of(family):
     return next((ends for prefix, ends in ENDS.items() if family.startswith(prefix)), ("<|im_end|>",))
 
 
 @cache
 def encoder_of(family, own_tokens):
-    template = source(family)
+    template = (TEMPLATES / f"{family}.jinja").read_text()
     words = tokenizer(template)
     words.bos_token = "<|pad|>"
     if own_tokens:
@@ -166,10 +162,6 @@ def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, n
         for other in messages:  # nothing that others said
             if other["role"] != "assistant":
                 assert other["content"] not in text
-
-
-# Their templates have no tools: engines and ranks are shown them in a way of our own.
-# gpt-oss's drops what was said and thought before a call once it is answered, and so its twin does not mark it.
 
 
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in REFUSED.items() for n in sorted(names)])
