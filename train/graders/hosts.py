@@ -62,7 +62,7 @@ class Bounds:
 
 
 CHECK = Bounds(time_s=30, cpu_s=30)
-SCHEMA = Bounds(time_s=300, cpu_s=10, memory_bytes=1 << 30)
+SCHEMA = Bounds(time_s=300, cpu_s=15)
 
 
 class GraderHosts:
