@@ -349,9 +349,9 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # A backup or an invitation is made by the command itself, which imports it then.
+        # A backup, an invitation or an export is made by the command itself, which imports it then.
         and not (
-            name_of(path) in ("appliance/cli/commands/machine.py", "appliance/cli/commands/box.py")
+            name_of(path) in (f"appliance/cli/commands/{command}.py" for command in ("box", "export", "machine"))
             and module.startswith(("appliance.backup", "appliance.invitation", "appliance.paths", "weights."))
         )
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
@@ -542,11 +542,10 @@ TASKS = {
     "appliance/controller/models/canaries.py Canaries.look": "guarded: the box's troubles name it",
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/context/tasks.py finished": AWAITED,
-    "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/tasks.py Tasks._begin": "logs what its task raises, and fails its object",
-    "appliance/controller/http/presence.py while_present": AWAITED,
+    "appliance/controller/http/reading.py while_present": AWAITED,
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/tiers/flow.py TierFlow.run": AWAITED,
@@ -631,6 +630,7 @@ OPENERS = {
     "train/data_checks/process.py": "`check_settings` of weights.checkpoint.folder",
     "train/convert/checkpoint_trial.py": "`check_folder`, which goes before a trial",
     "train/convert/gguf.py": "the file is alone in a folder of its own",
+    "train/convert/remake.py": "`check_folder`",
 }
 """Who has transformers or peft open a model's folder, and what looked at it first."""
 

@@ -37,8 +37,6 @@ Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
-Heard = Callable[[int, float], None]
-"""How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 Look = Callable[["Read", list[int]], None]
 """Gets each example, good or bad, and the tokens of each of its sequences."""
 
@@ -80,7 +78,6 @@ class Read:
     the file."""
 
     line: int
-    raw: bytes = b""
     record: Any = None
     shape: str = ""
     made: Record | None = None
@@ -101,7 +98,7 @@ def read_examples(
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                read.raw, read.record = raw, parse(raw)
+                read.record = parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
                 if refuses and (refusal := refuses(shape)):
@@ -132,7 +129,6 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
-    heard: Heard | None = None,
     refuses: Refuses | None = None,
     look: Look | None = None,
     most_errors: int = MAX_COUNTED_ERRORS,
@@ -141,19 +137,18 @@ def check_training_file(
 
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
-    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
-    called after each example, and `look` with it. The chat file exists afterwards only if the report is `ok`. Raises
+    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `look` is
+    called after each example. The chat file exists afterwards only if the report is `ok`. Raises
     OSError if the file is unreadable.
     """
-    report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
-    partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
+    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
         output = None
         if chat_path:
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
+        for read in read_examples(path, convert, refuses, max_example_bytes):
             report.shape, rows = read.shape or report.shape, list[list[int]]()
             try:
                 if read.bad is not None:
@@ -170,9 +165,6 @@ def check_training_file(
                 look(read, [length for row in rows for length in row])
             if isinstance(read.bad, BadFile) or report.n_errors >= most_errors:
                 break
-            read_bytes += len(read.raw)
-            if heard is not None:
-                heard(seen, min(1.0, read_bytes / size))
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.processes.bounds import Bounds
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Look, check_training_file
 from train.data.formats import Record
 from train.methods import methods
 from train.methods.method import Method
@@ -32,7 +32,6 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 # A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
-TELL_EVERY_S = 2.0
 
 
 class BadOption(ValueError):
@@ -67,17 +66,12 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
-def check_apart(path: Path, heard: Heard | None = None, **how: Any) -> DataReport:
-    """`checked`, in a process. `heard` is called now and then, in this thread. A file that takes more than the limits
-    is a bad one. Raises OSError."""
-    output, quiet = "", subprocess.DEVNULL
+def check_apart(path: Path, **how: Any) -> DataReport:
+    """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
     command = command_of({"job": {"path": path, **how}})
-    with subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True) as done:
-        for output in done.stdout or ():
-            if heard is not None and output.startswith("["):
-                heard(*json.loads(output))
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        found = json.loads(output)
+        found = json.loads(done.stdout)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
@@ -92,7 +86,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], heard=_Heard()))
+            answer = asdict(checked(**request["job"], look=_yield_later))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -102,18 +96,10 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-class _Heard:
-    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
-
-    next_s, nice = 0.0, False
-
-    def __call__(self, examples: int, share: float) -> None:
-        if not self.nice and time.process_time() >= NICE_AFTER_S:
-            self.nice = True
-            os.nice(_NICENESS)
-        if time.monotonic() >= self.next_s:
-            self.next_s = time.monotonic() + TELL_EVERY_S
-            print(json.dumps([examples, share]), flush=True)
+def _yield_later(*_: object) -> None:
+    """Lower this process's priority when its check takes long."""
+    if time.process_time() >= NICE_AFTER_S:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
 
 def checked(
@@ -122,7 +108,7 @@ def checked(
     method: str | None = None,
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
-    heard: Heard | None = None,
+    look: Look | None = None,
 ) -> DataReport:
     """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
@@ -135,7 +121,7 @@ def checked(
         convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
-        heard=heard,
+        look=look,
         refuses=how.refuses if method else None,
     )
     if encoder and encoder.n_without_tools:
