@@ -138,8 +138,7 @@ def check_training_file(
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
     records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `look` is
-    called after each example. The chat file exists afterwards only if the report is `ok`. Raises
-    OSError if the file is unreadable.
+    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError.
     """
     report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
