@@ -4,10 +4,6 @@ The architecture of config.json is built on the meta device, and the safetensors
 conversions by which transformers would load them, so that nothing is allocated and no byte of a tensor is read. Then
 the tokenizer that transformers makes of the files is held against tokenizer.json itself. The process starts before it
 has the path, on its standard input, because its imports take seconds.
-
-With a path as its argument it only reads short texts by the tokenizer there, without torch. A tokenizer.json is a
-program: its normalizer replaces texts by texts, and its expressions may never end; so do other vocabularies'
-expressions. Engines have no limit of their own; this process has one of CPU and memory.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ from weights.format.layout import Layout
 # transformers imports them for losses, generation and training: 2.5 s of CPU.
 _NOT_NEEDED = ("pandas", "scipy", "sklearn", "accelerate", "deepspeed", "peft", "triton", "torchvision", "torchao")
 CPU_S, MEMORY_BYTES = 1200, 8 << 30
-TOKENIZER_CPU_S, TOKENIZER_MEMORY_BYTES = 60, 4 << 30
-"""The vocabulary alone may take a second and a gigabyte."""
 MOST_NAMED, MOST_ADDED, MOST_BEYOND = 20, 65_536, 1024
 # Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
 _WRAPPERS = re.compile(
@@ -47,24 +41,15 @@ TEXTS = (
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \ud55c\uad6d\uc5b4 \u65e5\u672c\u8a9e",
     "caf\u00e9 \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 ok",
 )
-HARD_TEXTS = (
-    *("Hello, how can I help?", "word " * 4000, "a" * 2000, "1" * 2000, " " * 2000, "\n" * 500),
-    *("{[(!?.,;:'\"-_/)]}" * 50, "a" * 100 + "!", "1" * 100 + "!", " " * 100 + "!"),  # what nearly fits takes longest
-)
 
 
 class Unfit(Exception):
     """config.json cannot be what an engine or a rank builds the model from; the text says why."""
 
 
-def main(tokenizer: str = "") -> None:
-    """tokenizer: the file or folder of one to try; "" to compare what comes on the standard input."""
-    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    if tokenizer:
-        Bounds(TOKENIZER_CPU_S, TOKENIZER_MEMORY_BYTES).hold()
-        print(json.dumps({"refused": tried(tokenizer)}))
-        return
+def main() -> None:
     sys.modules.update(dict.fromkeys(_NOT_NEEDED))  # type: ignore[arg-type]
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     import transformers.conversion_mapping
     import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -287,8 +272,10 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     PreTrainedTokenizerFast. changed: [text, what became of it] for one that does not go round. generation: why
     generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
+    from transformers import AutoTokenizer
+
     try:
-        made = _loaded_folder(path)
+        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
     written, found = _as_written(path), {"differs": "", "class": type(made).__name__, "mended": False}
@@ -364,6 +351,8 @@ def _differs(made: Any, written: Any) -> str:
 
 
 def _with_plain_class(path: Path, folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
     for file in path.iterdir():
         if not file.name.endswith(".safetensors") and file.name != "tokenizer_config.json":
             (folder / file.name).symlink_to(file.resolve())
@@ -371,7 +360,7 @@ def _with_plain_class(path: Path, folder: Path) -> Any:
     settings = json.loads(told.read_bytes()) if told.is_file() else {}
     (folder / told.name).write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     try:
-        return _loaded_folder(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         print(f"not loaded by the plain class: {error}", file=sys.stderr)
         return None
@@ -386,49 +375,5 @@ def _changed(made: Any) -> list[str]:
     return []
 
 
-def tried(path: str) -> str:
-    """Why the tokenizer at `path`, a tokenizer.json or a folder, is refused; "" if it is not. One that cannot be loaded
-    is refused unless there is a tokenizer.json, whose readers say so."""
-    folder = Path(path).is_dir()
-    try:
-        tokenizer = _without_torch(path) if folder else _loaded_file(path)
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own, and the library raises it bare
-        if not folder or Path(path, "tokenizer.json").is_file():
-            print(f"not tried: {error}", file=sys.stderr)
-            return ""
-        said = str(error).replace(f"{path}/", "")  # a folder of the import that nobody knows
-        return f"cannot be loaded: {type(error).__name__}: {said[:300]}"
-    try:
-        for text in HARD_TEXTS:
-            tokenizer.encode(text, add_special_tokens=False)
-        tokenizer.decode(list(tokenizer.get_vocab().values()))
-    except BaseException as error:  # noqa: BLE001 - as above; Rust's panic is no Exception
-        return f"cannot read a short text: {type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def _loaded_file(path: str) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(path)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()  # as who loads it does
-    return tokenizer
-
-
-def _without_torch(path: str) -> Any:
-    # transformers needs torch for models alone, and it costs most of the time of the import.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    return _loaded_folder(path)
-
-
-def _loaded_folder(path: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -37,8 +37,8 @@ Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
-Look = Callable[["Read", list[int]], None]
-"""Gets each example, good or bad, and the tokens of each of its sequences."""
+Heard = Callable[[int, float], None]
+"""How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 
 
 @dataclass
@@ -78,6 +78,7 @@ class Read:
     the file."""
 
     line: int
+    raw: bytes = b""
     record: Any = None
     shape: str = ""
     made: Record | None = None
@@ -98,7 +99,7 @@ def read_examples(
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                read.record = parse(raw)
+                read.raw, read.record = raw, parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
                 if refuses and (refusal := refuses(shape)):
@@ -129,41 +130,41 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
+    heard: Heard | None = None,
     refuses: Refuses | None = None,
-    look: Look | None = None,
-    most_errors: int = MAX_COUNTED_ERRORS,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
-    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `look` is
-    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError.
+    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
+    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is
+    unreadable.
     """
-    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
+    report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
+    partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
     with ExitStack() as stack:
         output = None
         if chat_path:
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, convert, refuses, max_example_bytes):
-            report.shape, rows = read.shape or report.shape, list[list[int]]()
+        for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
+            report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:
                     raise read.bad
                 assert read.made is not None
-                rows = tokens.of(read.made)
-                _add(report, read, rows)
+                _add(report, read, tokens.of(read.made))
                 if output:
                     output.write(orjson.dumps(read.made) + b"\n")
             except BadRecord as bad:
-                read.bad = bad
                 report.add_error(read.line, str(bad))
-            if look is not None:
-                look(read, [length for row in rows for length in row])
-            if isinstance(read.bad, BadFile) or report.n_errors >= most_errors:
-                break
+                if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
+                    break
+            read_bytes += len(read.raw)
+            if heard is not None:
+                heard(seen, min(1.0, read_bytes / size))
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()
@@ -180,7 +181,7 @@ class _Tokens:
 
     def of(self, made: Record) -> list[list[int]]:
         """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+        estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
         if self._count is None:
             return [estimates]
         if self._counted == self._most:
@@ -196,7 +197,7 @@ class _Tokens:
 
 
 def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
-    _count_left_out(report.left_out, read.record, read.shape)
+    count_left_out(report.left_out, read.record, read.shape)
     report.n_examples += 1
     report.n_rows += len(rows)
     report.n_tokens_estimate += sum(map(sum, rows))
@@ -204,7 +205,7 @@ def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
     report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
 
 
-def _count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
+def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
     """Adds the keys of a record that are not read; those beyond MAX_LEFT_OUT are counted together."""
     for name in left_out(record, shape):
         short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
@@ -212,7 +213,7 @@ def _count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
         counts[key] = counts.get(key, 0) + 1
 
 
-def _estimate_tokens(chat: dict[str, Any]) -> int:
+def estimate_tokens(chat: dict[str, Any]) -> int:
     """The tokens of a converted chat, estimated from its bytes."""
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
     for message in chat["messages"]:

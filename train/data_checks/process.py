@@ -15,10 +15,10 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Look, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
 from train.data.formats import Record
 from train.methods import methods
 from train.methods.method import Method
@@ -33,13 +33,17 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 
+CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
+CHECKS: tuple[CheckName, ...] = get_args(CheckName)
+"""In the order of a report."""
+
 
 class BadOption(ValueError):
     """An option that makes no sense; the text is shown."""
 
 
 class CheckFailed(Exception):
-    """A check or a preparation did not finish; the text says why, for the caller."""
+    """A check did not finish; the text says why, for the caller."""
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
@@ -47,11 +51,10 @@ def command_of(request: dict[str, Any]) -> list[str]:
 
     Args:
         request: "file": path; "name"?: what the report calls it; "check": {"model"?: directory with a tokenizer,
-            "max_tokens"?: in place of the model's context, "method"?: its name, "against"?: validation file};
-            "niceness"?. To prepare a new file also "prepare": {"drop", "mask", "split"}, "targets": paths,
-            "lineage"?: path (train.data_checks.prepare).
+            "max_tokens"?: in place of the context that its config.json says, "method"?: a name in train.methods,
+            "against"?: validation file}; "niceness"?.
     """
-    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
+    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request)]
 
 
 def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
@@ -68,8 +71,9 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
 
 def check_apart(path: Path, **how: Any) -> DataReport:
     """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
-    command = command_of({"job": {"path": path, **how}})
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    job = {"path": path, **how}
+    request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
+    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:
         found = json.loads(done.stdout)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
@@ -86,17 +90,17 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], look=_yield_later))
+            answer = asdict(checked(**request["job"], heard=_yield_later))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
-    except (OSError, ValueError) as error:
+    except (BadOption, CheckFailed, OSError, ValueError) as error:
         print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
 
-def _yield_later(*_: object) -> None:
+def _yield_later(examples: int, share: float) -> None:
     """Lower this process's priority when its check takes long."""
     if time.process_time() >= NICE_AFTER_S:
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
@@ -108,7 +112,7 @@ def checked(
     method: str | None = None,
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
-    look: Look | None = None,
+    heard: Heard | None = None,
 ) -> DataReport:
     """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
@@ -121,7 +125,7 @@ def checked(
         convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
-        look=look,
+        heard=heard,
         refuses=how.refuses if method else None,
     )
     if encoder and encoder.n_without_tools:
@@ -133,10 +137,9 @@ def checked(
 
 
 def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs a request of `command_of` in this process. Raises BadOption, Unusable, OSError, ValueError."""
+    """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
     # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
     from train.data_checks.check import Check
-    from train.data_checks.prepare import prepare
 
     options, path = request["check"], Path(request["file"])
     try:
@@ -151,15 +154,9 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
     convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
-    check = Check(convert, refuses, count, max_tokens, against)
+    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
     check.read(path)
-    if "prepare" not in request:
-        return check.report(request.get("name", str(path)))
-    lineage = prepare(check, path, list(map(Path, request["targets"])), **request["prepare"])
-    if "lineage" in request:
-        with os.fdopen(os.open(request["lineage"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            json.dump(lineage, out)
-    return lineage
+    return check.report(request.get("name", str(path)))
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

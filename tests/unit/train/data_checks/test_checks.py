@@ -71,6 +71,13 @@ def test_template_of_a_validation_set_does_not_contaminate(tmp_path):
     assert checked(valid, against=valid)["checks"]["contaminated"]["count"] == 50
 
 
+def test_lengths_are_percentiles_of_tokens(tmp_path):
+    path = write(tmp_path / "f.jsonl", *(chat("q", "word " * n) for n in range(1, 101)))
+    lengths = checked(path)["lengths"]
+    assert list(lengths) == ["shortest", "p5", "p25", "p50", "p75", "p95", "p99", "longest", "mean"]
+    assert lengths["shortest"] < lengths["p50"] < lengths["longest"]
+
+
 def test_options_without_meaning_are_refused(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
     with pytest.raises(BadOption, match="'poetry'"):
