@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +17,11 @@ from runtime.processes.lifeline import Lifeline
 from train.control.progress import ControlSignals, Progress
 from train.model import adapter
 from train.plan.spec import TrainSpec
-from train.state import fragments
-from train.state import publish as publishing
+from train.state import copies, fragments
+from train.state.copies import Piece
 from train.state.publish import publish
 from train.trainer.engine import init_world
 from train.trainer.prepare import prepare
-from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor
 
 
@@ -123,11 +122,10 @@ def _tensors(values: list[Any]) -> Iterator[torch.Tensor]:
 def _count_written_elements() -> list[int]:
     """From now on, the elements this rank writes into versions."""
     written: list[int] = []
-    original = publishing.write_runs
+    original = copies.write
 
-    def counting(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
-        written.append(source.numel())
-        original(draft, name, runs, source)
+    def counting(draft: Any, pieces: Iterable[Piece]) -> None:
+        original(draft, (written.append(piece[2].numel()) or piece for piece in pieces))
 
-    publishing.write_runs = counting
+    copies.write = counting
     return written

@@ -9,7 +9,6 @@ spec, so there is nothing else to keep.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -111,19 +110,19 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     step = int(meta["step"])
     with store.lease(stored) as lease, torch.no_grad():
         shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
-        for parameter in fragments.parameters(engine):
-            if parameter.trained and shapes.get(f"master.{parameter.name}") != parameter.shape:
+        trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
+        for parameter in trained:
+            if shapes.get(f"master.{parameter.name}") != parameter.shape:
                 raise SnapshotMismatch(
                     f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
                     f"{parameter.shape}; it belongs to another model or other LoRA targets"
                 )
-
-        def whole(name: str) -> torch.Tensor:
-            return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
-
         fragments.create_moments(engine, step)
         copies.read(lease, _pieces(fragments.trained_fragments(engine)))
-        fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
+        if fragments.is_zero3(engine):
+            fragments.gather_weights(engine)
+        else:  # at a fraction of what an all-gather through gloo costs
+            copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
     return step

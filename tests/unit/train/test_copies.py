@@ -11,7 +11,12 @@ from weights.memory.store import WeightStore
 
 def test_copies_of_ranges_and_columns_round_trip(tmp_path):
     layout = Layout.plan(
-        [TensorSpec("a", "F32", (16, 4)), TensorSpec("b", "F32", (16, 4)), TensorSpec("odd", "F32", (3,))]
+        [
+            TensorSpec("a", "F32", (16, 4)),
+            TensorSpec("b", "F32", (16, 4)),
+            TensorSpec("odd", "F32", (3,)),
+            TensorSpec("half", "BF16", (5,)),
+        ]
     )
     flat, other, columns, odd = torch.randn(64), torch.randn(40), torch.randn(32), torch.randn(3)
     (last_two_columns,) = part(narrow((16, 4), 1, 2, 2), 0, 32)
@@ -21,6 +26,7 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
         ("a", Strided(24, 40, 40, 1), other),
         ("b", last_two_columns, columns),
         ("odd", Strided(0, 3, 3, 1), odd),
+        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast both ways
     ]
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
