@@ -132,12 +132,6 @@ class RankHost:
         if self._place is place:
             self._place = dict(NOWHERE)
 
-    async def wait_dead(self) -> None:
-        """Returns when no process of the rank is left."""
-        if self._child is not None:
-            await asyncio.shield(self._child.closed())
-            await self._child.kill_and_wait()
-
     def _started(self) -> Child:
         if self._child is None:
             raise ChildDied("rank", 0, str(self._log_dir), "it was never started")
