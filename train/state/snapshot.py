@@ -154,11 +154,11 @@ def _pieces(owned: Iterable[Fragment]) -> Iterator[Piece]:
 
 
 def forget_older(store: WeightStore, spec: TrainSpec) -> None:
-    """Make room for a further snapshot: with it the job has `keep_snapshots`, or two while it is written. Call it on
-    one rank."""
+    """Remove all snapshots of the job but the newest, which is kept while a further one is written. Call it on one
+    rank."""
     of_job = [stored for stored in store.list(KIND) if stored.model == spec.job_id]
     of_job.sort(key=lambda stored: stored.manifest.meta["step"], reverse=True)
-    for stored in of_job[max(1, spec.keep_snapshots - 1) :]:
+    for stored in of_job[1:]:
         try:
             store.remove(stored)
         except StoreError:  # leased by a copy to disk: the next snapshot tries again

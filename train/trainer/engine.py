@@ -35,6 +35,7 @@ compiler.compile = _compile
 
 COLLECTIVE_TIMEOUT_S = 600.0
 MAX_BUCKET_ELEMENTS = 50_000_000
+ADAM_BETAS = (0.9, 0.95)
 
 
 def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
@@ -83,7 +84,7 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
             f"ranks with tensor_parallel {spec.tensor_parallel}; see train.plan.auto.allowed_sizes"
         )
     trained = [p for p in objective.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
+    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=ADAM_BETAS, fused=True)
     config = _config(spec, world_size, trained)
     if spec.tensor_parallel > 1:
         plan = partition_config(objective.model.config, spec.tensor_parallel)

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm
 
 from runtime.devices.kinds import kind_of
-from train.control.progress import SIGNALS, ControlSignals, Events, Progress
+from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
 from train.data.packing import Row, StepPlan
 from train.data.token_set import TokenSet
@@ -105,10 +105,10 @@ class Run:
             self._tell_how_often_it_validates()
         self._publish()  # an earlier world may have been about to finish or to publish
         while not self._is_over():
-            signals = self._agreed()
-            if (outcome := self._stopped(signals)) is not None:
-                return outcome
-            if signals["snapshot"] and self.step > self.first_step:
+            suspend, due = self._agreed()
+            if suspend:
+                return self._suspended()
+            if due:
                 self.checkpointer.save(self.step)
             if self.feed.ready(self.step) and self.train_step():
                 if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
@@ -207,20 +207,14 @@ class Run:
 
     # --- signals
 
-    def _agreed(self) -> dict[str, bool]:
-        """Collective: the signals sent to any rank, by name; a snapshot also when it is due."""
+    def _agreed(self) -> list[bool]:
+        """Collective: whether the devices are wanted, and whether a snapshot is due."""
         due = self.grid.rank == 0 and self.step > self.first_step and self.checkpointer.due()
-        sent = [getattr(self.signals, name) or (name == "snapshot" and due) for name in SIGNALS]
-        self.signals.snapshot = False
         self.boundary_s = time.monotonic()
-        return dict(zip(SIGNALS, any_rank(*sent), strict=True))
+        return any_rank(self.signals.suspend, due)
 
-    def _stopped(self, signals: dict[str, bool]) -> dict[str, Any] | None:
-        """Collective: the outcome, if these signals end the run."""
-        if signals["cancel"]:
-            return {"outcome": "cancelled", "step": self.step}
-        if not signals["suspend"]:
-            return None
+    def _suspended(self) -> dict[str, Any]:
+        """Collective: the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
         if self.step > self.first_step:  # else the state is what the run began with
             written = self.checkpointer.suspend(self.step)
@@ -235,8 +229,7 @@ class Run:
 
     def _leaves(self, left_s: float, patience_s: float) -> bool:
         """Collective: whether any rank's devices are wanted, and the rank would take longer than `patience_s`."""
-        wanted = self.signals.suspend or self.signals.cancel
-        return any_rank(wanted and left_s > patience_s)[0]
+        return any_rank(self.signals.suspend and left_s > patience_s)[0]
 
     def _left_of_step_s(self) -> float:
         """How long the step under way is expected to go on."""
@@ -261,9 +254,9 @@ class Run:
         """Collective: what the starting model says of the data; the outcome, if the run is stopped before it is
         known."""
         while not self.reference.complete:
-            if (outcome := self._stopped(self._agreed())) is not None:
+            if self._agreed()[0]:
                 self.reference.save()
-                return outcome
+                return self._suspended()
             self.reference.learn_some()
         self.checkpointer.kept = self.reference.kept()
         return None
