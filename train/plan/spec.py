@@ -71,9 +71,8 @@ class TrainSpec:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
-    snapshot_every_s: float | None = (
-        None  # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices
-    )
+    # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.
+    snapshot_every_s: float | None = None
     step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -79,11 +78,6 @@ class Fragment:
         """Its elements [first, last), as a view."""
         moments = {key: moment[first:last] for key, moment in self.moments.items()}
         return replace(self, start=self.start + first, weights=self.weights[first:last], moments=moments)
-
-
-def ends_unevenly(shape: Iterable[int]) -> bool:
-    """Whether what ZeRO keeps behind a parameter of this shape begins at no whole 16 bytes, in half precision."""
-    return prod(shape) % 8 != 0
 
 
 def parameters(engine: Any) -> list[Parameter]:

@@ -87,19 +87,15 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
         return [
             TensorSpec(adapter.stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained
         ]
-    names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
+    names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
     return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
 
 
-def check_publishable(engine: Any, spec: TrainSpec) -> None:
-    """Raises UnsupportedModel, before any step, if the result could not be written under the base's own names."""
-    _names(engine, spec.base_path)
-
-
 @lru_cache(maxsize=1)  # a rank has one engine
-def _names(engine: Any, base_path: str) -> StoredNames:
+def base_names(engine: Any, base_path: str) -> StoredNames:
+    """Raises UnsupportedModel if the result could not be written under the base's own names."""
     adapters = _adapter_names(engine)
     shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
     shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
@@ -113,7 +109,7 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
             for runs, ours in fragment.pieces():
                 yield adapter.stored_name(fragment.name), runs, fragment.weights[ours]
         return
-    names = _names(engine, spec.base_path)
+    names = base_names(engine, spec.base_path)
     for fragment in fragments.written(engine, served_fragments(engine)):
         for runs, ours in fragment.pieces():
             yield from _stored(names, fragment.name, runs, fragment.weights[ours])

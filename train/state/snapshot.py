@@ -102,7 +102,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
             raise SnapshotMismatch(
                 f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has {getattr(spec, key)!r}"
             )
-    if meta.get("tokens", tokens) != tokens:  # absent: of a release that did not store it
+    if meta["tokens"] != tokens:
         raise SnapshotMismatch(
             f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the chat "
             "template of the base model change?"

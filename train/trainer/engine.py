@@ -6,6 +6,7 @@ import importlib
 import os
 from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
     # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and torch's grouped product wants a mixture's
     # experts at whole 16 bytes (GroupedMMUtils.h, on GPUs alone): behind a scale of one element they began at two.
-    trained = sorted(trained, key=lambda p: fragments.ends_unevenly(p.shape))
+    trained = sorted(trained, key=lambda p: prod(p.shape) % 8 != 0)
     # Norms and biases are not decayed (the convention since GPT-2). Without decay one group: fewer partitions.
     if spec.weight_decay == 0:
         return [{"params": trained, "weight_decay": 0.0}]

@@ -18,7 +18,7 @@ from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.state.publish import check_publishable
+from train.state.publish import base_names
 from train.trainer.engine import build_engine
 from train.trainer.train import Run
 from weights.checkpoint.errors import OpeningRefused
@@ -93,7 +93,7 @@ def prepare(
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)
     if snapshot_path is None:
-        check_publishable(engine, spec)
+        base_names(engine, spec.base_path)  # before any step
     run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:
         run.resume_from(snapshot_path)

@@ -29,7 +29,7 @@ from train.state import fragments, snapshot
 from train.trainer.checkpointer import Checkpointer, Publisher
 from train.trainer.engine import accumulation_steps
 from train.trainer.event_log import EventLog
-from train.trainer.feed import DataFeed, Feed
+from train.trainer.feed import DataFeed
 from train.trainer.metrics import Metrics
 from train.trainer.profiling import Profiling
 from train.trainer.reference import Reference
@@ -72,7 +72,7 @@ class Run:
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
-        self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
+        self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid)
         self.rollouts = None
         if self.method.rolls_out:
             self.rollouts = Rollouts(
