@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,24 +32,22 @@ from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
 KIND = "snapshot"
-FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
 Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
-NOTHING: Kept = MappingProxyType({})
 
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 
 
-def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
+def snapshot_layout(engine: Any, kept: Kept) -> Layout:
     """The layout of a snapshot; the same on every rank and for every step of a run."""
     trained = [p for p in fragments.parameters(engine) if p.trained]
     state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
     return Layout.plan([*state, *(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in kept.items())])
 
 
-def written_pieces(engine: Any, kept: Kept = NOTHING) -> Iterator[Piece]:
-    """What this rank writes into a snapshot; `kept` by the first rank. After the first step, or a resume."""
+def _written(engine: Any, kept: Kept) -> Iterator[Piece]:
+    """What this rank writes; `kept` by the first rank."""
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
     yield from _pieces(fragments.written(engine, fragments.trained_fragments(engine)))
     if comm.get_rank() == 0:
@@ -66,27 +63,19 @@ def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor |
 
 
 def write_snapshot(
-    spec: TrainSpec, store: WeightStore, layout: Layout, pieces: Iterable[Piece], *, step: int, tokens: str
+    engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, kept: Kept, *, step: int, tokens: str
 ) -> Written:
-    """Collective: all ranks copy their `written_pieces`. step: the number of steps done. tokens: digest of the training
+    """Collective: write the state after `step` steps, at least one of which was done. tokens: digest of the training
     data's tokens. Raises as `write_together`."""
-    world_size = comm.get_world_size()
 
     def reserve() -> Draft:
         if stale := store.find(KIND, spec.job_id, version_name(step)):
             store.remove(stale)
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size)
+        writers = comm.get_world_size()
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=writers)
 
-    meta = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": world_size,
-        "zero_stage": spec.zero_stage,
-        "tensor_parallel": spec.tensor_parallel,
-        "spec": {key: getattr(spec, key) for key in _IDENTITY},
-        "tokens": tokens,
-    }
-    return write_together(store, layout, reserve, lambda draft: copies.write(draft, pieces), meta)
+    meta = {"step": step, "spec": {key: getattr(spec, key) for key in _IDENTITY}, "tokens": tokens}
+    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _written(engine, kept)), meta)
 
 
 def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path, tokens: str) -> int:

@@ -44,11 +44,6 @@ def test_verdict_follows_the_losses(losses, valid, code):
     assert found.code == code and found.text.count("\n") == 0
 
 
-def test_verdict_without_validation_never_says_generalises():
-    for losses in (FALLS, FALLS_ON, FLAT, RISES):
-        assert "generalises" not in judge("supervised", run(losses), SETTINGS).text
-
-
 def test_verdict_counts_a_noisy_single_epoch_as_learned():
     noisy = [2.0 - 0.05 * n + (0.3 if n % 2 else -0.3) for n in range(20)]
     assert judge("supervised", run(noisy), SETTINGS | {"n_epochs": 1}).code == "learned"
