@@ -165,6 +165,29 @@ class PowerSettings(_Section):
     )
 
 
+class AlertSettings(_Section):
+    """People who are told of the box's problems (docs/operations.md, Alerts). Without a receiver nothing is sent."""
+
+    webhook: str | None = Field(None, pattern=URL, description="URL that each message is posted to as JSON")
+    webhook_format: Literal["json", "slack", "wecom", "feishu"] = Field(
+        "json",
+        description="'json': box, event, id, text and remedy; else what that chat service expects ('slack': Mattermost "
+        "too, 'wecom': DingTalk too)",
+    )
+    email: list[str] = Field([], description="addresses that each message is mailed to")
+    email_from: str = Field("appliance@localhost", description="sender of the mails")
+    smtp_host: str = Field("localhost", description="mail server")
+    smtp_port: int = Field(25, ge=1, le=65535, description="its port: 25, 587 with starttls, 465 with tls")
+    smtp_security: Literal["none", "starttls", "tls"] = Field("none", description="encryption of the connection")
+    smtp_user: str | None = Field(None, description="login at the mail server; unset: none")
+    smtp_password_path: str | None = Field(None, description="file with its password, readable by the box alone")
+    repeat_s: float = Field(86_400.0, ge=3600, description="seconds between reminders of a problem that lasts")
+
+    @property
+    def is_on(self) -> bool:
+        return self.webhook is not None or bool(self.email)
+
+
 class TrackingSettings(_Section):
     """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
 
@@ -207,6 +230,7 @@ class BoxConfig(_Section):
     backup: BackupSettings = Field(default_factory=BackupSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     power: PowerSettings = Field(default_factory=PowerSettings)
+    alerts: AlertSettings = Field(default_factory=AlertSettings)
 
     @property
     def scheme(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
 TIMEOUT_S = 60.0
+MOST_FAILURES, RESUME_AFTER_S = 10, 3.0  # of a download, without a byte between
 _UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
 
 
@@ -120,6 +122,27 @@ class Client:
         """Copy the body of an answer to `out`; returns its bytes."""
         with self._answer("GET", path, TIMEOUT_S) as response:
             return sum(out.write(piece) for piece in response.iter_bytes())
+
+    def parts(self, path: str) -> Iterator[bytes]:
+        """The body of an answer whose server takes ranges; a connection that breaks is resumed. Raises CommandFailed if
+        the body changed meanwhile."""
+        at, tag, failures = 0, "", 0
+        while True:
+            headers = {"range": f"bytes={at}-", "if-range": tag} if tag else {}
+            try:
+                with self._answer("GET", path, TIMEOUT_S, headers=headers) as response:
+                    if tag and response.status_code != 206:
+                        raise BadUsage("what is downloaded changed meanwhile; begin again")
+                    tag = response.headers["etag"]
+                    for piece in response.iter_raw():
+                        at, failures = at + len(piece), 0
+                        yield piece
+                return
+            except (CommandFailed, Unreachable):
+                failures += 1
+                if not tag or failures > MOST_FAILURES:
+                    raise
+                time.sleep(RESUME_AFTER_S)
 
     @contextmanager
     def _answer(self, method: str, path: str, timeout_s: float, **request: Any) -> Iterator[httpx.Response]:

@@ -14,7 +14,7 @@ from appliance.cli.command import COMMANDS
 from appliance.cli.errors import BadUsage, CliError, Said
 from appliance.cli.resources import GROUPS
 
-for _module in ("box", "chat", "data", "evals", "jobs", "keys", "machine", "mode", "models"):
+for _module in ("box", "chat", "data", "evals", "export", "jobs", "keys", "machine", "mode", "models"):
     importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")

@@ -33,6 +33,7 @@ from appliance import invitation
 from appliance.backup import read_last
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
+from appliance.controller import alerts
 from appliance.controller.access.disk import Disk
 from appliance.controller.access.quotas import Quotas
 from appliance.controller.access.spending import USAGE_EVERY_S, Spending
@@ -342,6 +343,8 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
+    if config.alerts.is_on:
+        keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
     if every_s := config.observability.profile_jobs_every_s:
         keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
 

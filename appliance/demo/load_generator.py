@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ PROMPTS = (
     "Tom has 3 apples and buys 4 more. How many apples does he have?",
     "Say hello.",
 )
+PAUSE_S = 0.3
+"""After an error, so that a refused connection is not retried in a tight loop."""
 
 
 @dataclass
@@ -52,10 +55,20 @@ class LoadReport:
 class Load:
     """`workers` threads that ask one after the other, half of the requests streaming, until stopped."""
 
-    def __init__(self, base_url: str, api_key: str, model: str, *, workers: int = 4, max_tokens: int = 24):
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        model: str,
+        *,
+        workers: int = 4,
+        max_tokens: int = 24,
+        prompts: Sequence[str] = PROMPTS,
+    ):
         # No retries: a request that the SDK had to send twice would hide a drop.
         self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
         self._asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
+        self._prompts = prompts
         self._stopping, self._numbers = threading.Event(), itertools.count()
         self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(workers)]
         self.outcomes: list[Outcome] = []
@@ -94,11 +107,12 @@ class Load:
                 self._ask(outcome)
             except openai.OpenAIError as error:
                 outcome.error = f"{type(error).__name__}: {error}"
+                self._stopping.wait(PAUSE_S)
             outcome.ended_s = time.monotonic()
             self.outcomes.append(outcome)
 
     def _ask(self, outcome: Outcome) -> None:
-        messages: Any = [{"role": "user", "content": PROMPTS[outcome.number % len(PROMPTS)]}]
+        messages: Any = [{"role": "user", "content": self._prompts[outcome.number % len(self._prompts)]}]
         create, ids = self._client.chat.completions.create, set()
         if not outcome.streamed:
             answer = create(messages=messages, **self._asked)

@@ -48,7 +48,13 @@ def init(session: Session, args: Namespace) -> None:
     print((resources.files("appliance") / "templates" / f"{args.template}.toml").read_text(), end="")
 
 
-@command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
+@command(
+    "doctor",
+    flag("--all", "Show the checks that are right too."),
+    flag("--send-test", "Send a test message to the receivers of [alerts] instead."),
+    CONFIG,
+    needs="here",
+)
 def doctor(session: Session, args: Namespace) -> None:
     """Check whether this machine is fit for the box, and whether the box is well.
 
@@ -58,8 +64,12 @@ def doctor(session: Session, args: Namespace) -> None:
     Examples:
       appliance doctor --all                     every check, with what was measured
       appliance doctor -o json                   for scripts
+      appliance doctor --send-test               do alerts reach somebody?
     """
     settings = resolved(args.config, data_dir=args.data_dir)
+    if args.send_test:
+        _send_test(session, settings)
+        return
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
     line = python("appliance.boot.doctor", "--config", "/dev/stdin", *runs)
     done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
@@ -70,6 +80,20 @@ def doctor(session: Session, args: Namespace) -> None:
     columns = "state check found wanted do=remedy"
     session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
     raise Said(answer["exit_code"])
+
+
+def _send_test(session: Session, settings: BoxConfig) -> None:
+    from appliance.alerts import Message, Undelivered, send
+
+    if not settings.alerts.is_on:
+        raise CommandFailed("[alerts] names no receiver: set webhook or email in appliance.toml (docs/operations.md)")
+    receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
+    message = Message("test", "test", "This is a test. Nothing is wrong.")
+    try:
+        send(settings.alerts, message, settings.box.public_url or f"{settings.scheme}://{settings.box.host}")
+    except Undelivered as error:
+        raise CommandFailed(f"not delivered: {error}") from error
+    session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 
 
 _LOG_BYTES = 2_000_000  # the end of each log

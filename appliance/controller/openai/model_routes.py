@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
@@ -20,11 +22,15 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidd
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
+from appliance.controller.models import archive
+from appliance.controller.models.archive import Archive
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, columns
+from appliance.tiers.tiers import name_of
+from weights.memory.lease import take_lease
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -39,6 +45,21 @@ def routes(context: ControllerContext) -> APIRouter:
             if caller_may_use(db, caller, name) and (item := resolve(db, name)) is not None:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
+
+    @router.get("/{name:path}/archive")
+    @needs(FINE_TUNING)
+    def download(name: str, caller: Caller, request: Request) -> StreamingResponse:
+        """The files of a version as a tar file, for the model's owner; of a base model for all who may use it. `Range`
+        resumes a download that broke off."""
+        found = usable_model(db, caller, name)
+        if found.model.kind != "base":
+            _refuse_unless_own(found.model, caller, "download")
+        asked = request.headers.get("range"), request.headers.get("if-range")
+        folder = found.version.disk_path
+        if folder is not None and Path(folder).is_dir():
+            return archive.answer(Archive.of(Path(folder)), name, *asked)
+        lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+        return archive.answer(Archive.of(lease.path, lease), name, *asked)
 
     @router.get("/{name:path}")
     @needs(INFERENCE, FINE_TUNING, READ)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, send, step, webhook_body
+from appliance.config import AlertSettings
+from appliance.controller import alerts
+from appliance.store.objects import jobs
+from appliance.store.rows import JobRow
+
+DAY_S = 86_400.0
+FULL = Problem("check:disk free", "disk free: 1 GB", "remove files")
+FAILED = Problem("job:1", "job 1 failed", is_event=True)
+
+
+class Timeline:
+    """Looks at the box, each message delivered."""
+
+    def __init__(self) -> None:
+        self.known: Known = {}
+
+    def look(self, now_s: float, *problems: Problem) -> list[tuple[str, str]]:
+        self.known, messages = step(problems, self.known, now_s, DAY_S)
+        for message in messages:
+            if message.id in self.known:
+                self.known[message.id]["sent_s"] = now_s
+        return [(message.event, message.id) for message in messages]
+
+
+def test_step_problem_that_lasts_is_sent_once_then_daily_then_resolved():
+    timeline = Timeline()
+    assert timeline.look(0, FULL) == []
+    assert timeline.look(SETTLE_S, FULL) == [("problem", FULL.id)]
+    assert timeline.look(2 * SETTLE_S, FULL) == []
+    assert timeline.look(SETTLE_S + DAY_S, FULL) == [("reminder", FULL.id)]
+    assert timeline.look(2 * SETTLE_S + DAY_S - 1) == []
+    assert timeline.look(2 * SETTLE_S + DAY_S) == [("resolved", FULL.id)]
+    assert timeline.known == {}
+
+
+def test_step_short_problem_sends_nothing():
+    timeline = Timeline()
+    assert [timeline.look(0, FULL), timeline.look(SETTLE_S), timeline.look(2 * SETTLE_S)] == [[], [], []]
+
+
+def test_step_event_is_sent_at_once_and_never_again():
+    timeline = Timeline()
+    assert timeline.look(0, FAILED) == [("problem", FAILED.id)]
+    assert timeline.look(2 * DAY_S, FAILED) == []
+    assert timeline.look(3 * DAY_S) == []
+
+
+@given(st.lists(st.tuples(st.floats(1, 2 * DAY_S), st.booleans()), max_size=30))
+def test_step_ends_only_what_it_has_sent(looks):
+    timeline, now_s, is_open = Timeline(), 0.0, False
+    for pause_s, lasts in looks:
+        now_s += pause_s
+        for event, _ in timeline.look(now_s, *([FULL] if lasts else [])):
+            assert (event == "problem") != is_open
+            is_open = event != "resolved"
+
+
+def test_step_undelivered_problem_is_sent_at_the_next_look():
+    known, first = step([FULL], {FULL.id: step([FULL], {}, 0, DAY_S)[0][FULL.id]}, SETTLE_S, DAY_S)
+    again = step([FULL], known, SETTLE_S + 1, DAY_S)[1]
+    assert [one.event for one in first + again] == ["problem", "problem"]
+
+
+@pytest.mark.parametrize(
+    "form, key", [("json", "remedy"), ("slack", "text"), ("wecom", "msgtype"), ("feishu", "msg_type")]
+)
+def test_webhook_body_has_the_form_of_the_service(form, key):
+    settings = AlertSettings(webhook="https://chat.example.org/hook", webhook_format=form)
+    body = webhook_body(settings, Message("problem", "a", "the disk is full", "remove files"), "box")
+    assert key in body and "remove files" in json.dumps(body)
+
+
+@contextlib.contextmanager
+def http_server(status: int) -> Iterator[tuple[str, list[bytes]]]:
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/hook", bodies
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def mail_server() -> Iterator[tuple[int, list[bytes]]]:
+    """Takes one mail (RFC 5321)."""
+    lines: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb", buffering=0) as wire:
+            wire.write(b"220 here\r\n")
+            while line := wire.readline():
+                lines.append(line)
+                command = line[:4].upper()
+                if command == b"DATA":
+                    wire.write(b"354 go on\r\n")
+                    while lines[-1] != b".\r\n":
+                        lines.append(wire.readline())
+                wire.write(b"221 bye\r\n" if command == b"QUIT" else b"250 fine\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=[listener], daemon=True)
+        thread.start()
+        yield listener.getsockname()[1], lines
+        thread.join(5)
+
+
+def test_send_posts_and_mails():
+    with http_server(200) as (url, bodies), mail_server() as (port, lines):
+        settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
+        send(settings, Message("problem", "a", "the disk is full", "remove files"), "box")
+    assert json.loads(bodies[0])["event"] == "problem"
+    mail = b"".join(lines)
+    assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail
+
+
+def test_send_names_the_receiver_that_refuses_and_tries_the_others():
+    with http_server(500) as (url, _), mail_server() as (port, lines):
+        settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
+        with pytest.raises(Undelivered, match="webhook: .*500"):
+            send(settings, Message("test", "test", "a test"), "box")
+    assert b"data\r\n" in lines
+
+
+def test_problems_are_read_from_the_state_of_the_box():
+    findings = [
+        {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
+        {"check": "certificate", "state": "warn", "found": "3 days left", "remedy": "renew it"},
+        {"check": "disk sync", "state": "warn", "found": "20 ms", "remedy": "an SSD"},
+        {"check": "device gpu1", "state": "warn", "found": "hot", "remedy": "cool it"},
+    ]
+    assert [one.id for one in alerts.of_findings(findings)] == ["check:disk free", "check:certificate", "device:gpu1"]
+    devices = [
+        {"id": "gpu0", "lost": None, "cordon": None, "health_reason": ""},
+        {"id": "gpu1", "lost": None, "cordon": "person", "health_reason": "drained by ann"},
+        {"id": "gpu2", "lost": None, "cordon": "box", "health_reason": "Xid 79"},
+        {"id": "gpu3", "lost": {"reason": "gone"}, "cordon": None, "health_reason": "gone"},
+    ]
+    assert [one.id for one in alerts.of_devices(devices)] == ["device:gpu2", "device:gpu3"]
+    troubles = [{"model": "c", "message": "its engine does not start"}]
+    replicas = [{"model": "a", "state": "open"}, {"model": "b", "state": "asleep"}]
+    waiting = {"a": 3, "b": 2}
+    assert [one.id for one in alerts.of_models(troubles, waiting, replicas)] == ["model:b", "model:c"]
+
+
+def test_jobs_that_failed_lately_are_events():
+    job = JobRow("1", "m", "supervised", "file", 0, "ft", 0.0, phase="failed", finished_s=50.0)
+    job = replace(job, error={"message": "no memory"})
+    old = replace(job, id="2", finished_s=10.0)
+    (problem,) = alerts.of_jobs([job, old], since_s=20.0)
+    assert problem.is_event and "no memory" in problem.text
+
+
+async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(control):
+    job_id = await control.job()
+    jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
+    with http_server(500) as (url, _), pytest.raises(Undelivered):
+        await alerts.Alerts(control.context, AlertSettings(webhook=url)).look()
+    with http_server(200) as (url, bodies):
+        watch = alerts.Alerts(control.context, AlertSettings(webhook=url))
+        await watch.look()
+        await watch.look()
+    assert [json.loads(body)["id"] for body in bodies if b"job:" in body] == [f"job:{job_id}"]
