@@ -5,6 +5,7 @@ All ranks of a world run this together, whether they are new or resume a snapsho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def prepare(
     train, valid = sets
     assert train is not None
     if rank == 0 and snapshot_path is None:
-        _tell_about_data(emit, spec, train)
+        for level, text in _about_data(spec, train):
+            emit("message", level=level, text=text)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
@@ -113,7 +115,8 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
         )
 
 
-def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
+    """(level, text) of what a new job is told about its data."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
     made, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
@@ -127,16 +130,11 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
     answers = f", with {made.group} answers to each" if made.room else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
-    emit("message", level="info", text=text)
+    yield "info", text
     if effort := spec.options.get("reasoning_effort"):
-        text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
-        emit("message", level="warn", text=text)
+        yield "warn", f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
     if train.n_truncated or train.n_dropped:
-        text = (
-            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
-            "left out because nothing to learn was left of them"
-        )
-        emit("message", level="warn", text=text)
+        text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
+        yield "warn", text + "left out because nothing to learn was left of them"
     if spec.zero_stage == 0:
-        text = "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"
-        emit("message", level="info", text=text)
+        yield "info", "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"
