@@ -23,8 +23,8 @@ from train.trainer.prepare import hold_base, prepare, refuse_unsafe
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
-    """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets),
-    collective_timeout_s. What else torch.distributed needs stands in the environment."""
+    """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets).
+    What else torch.distributed needs stands in the environment."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
@@ -32,7 +32,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     lifeline.serve({"ping": progress.report, "signal": signals.ask, "answer": signals.answer})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
-    init_world(spec.device_kind, meeting, args["collective_timeout_s"])
+    init_world(spec.device_kind, meeting)
     joined = time.perf_counter()
     _base = hold_base(spec)
     refuse_unsafe(spec)
