@@ -62,7 +62,7 @@ class _Files:
     """The open files of a draft or a lease, and a staging ring for each device."""
 
     def __init__(self, handle: Any, flags: int):
-        self._handle, self._flags, self._opened = handle, flags, ExitStack()
+        self._handle, self._flags, self._copying = handle, flags, ExitStack()
         self._fds: dict[str, int] = {}
         self._rings: dict[torch.device, StagingRing] = {}
 
@@ -70,7 +70,11 @@ class _Files:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._opened.__exit__(*error)
+        try:
+            self._copying.__exit__(*error)
+        finally:  # a ring's threads use the files until its end
+            for fd in self._fds.values():
+                os.close(fd)
 
     def placed(self, name: str) -> tuple[Placed, torch.dtype]:
         placed = self._handle.layout.find(name)
@@ -83,12 +87,11 @@ class _Files:
     def fd(self, file: str) -> int:
         if file not in self._fds:
             self._fds[file] = os.open(self._handle.path / file, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._opened.callback(os.close, self._fds[file])
         return self._fds[file]
 
     def ring(self, device: torch.device) -> StagingRing:
         if device not in self._rings:
-            self._rings[device] = self._opened.enter_context(StagingRing(of_torch(device), _PART_BYTES // 4))
+            self._rings[device] = self._copying.enter_context(StagingRing(of_torch(device), _PART_BYTES // 4))
         return self._rings[device]
 
 

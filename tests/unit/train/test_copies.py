@@ -1,7 +1,9 @@
 """A rank's memory goes into a snapshot and comes back, wherever its elements are."""
 
+import pytest
 import torch
 
+from tests.unit.train.test_staging import Late
 from train.state import copies
 from weights.format.layout import Layout, TensorSpec
 from weights.format.slices import Strided, narrow, part
@@ -42,3 +44,21 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
             memory.zero_()
         copies.read(lease, pieces)
     assert all(torch.equal(memory, was) for (_, _, memory), was in zip(pieces, ours, strict=True))
+
+
+@pytest.mark.parametrize("dtype, code", [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
+def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
+    monkeypatch.setattr(copies, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(copies, "of_torch", lambda device: Late())
+    monkeypatch.setattr(copies, "_PART_BYTES", 256)
+    layout = Layout.plan([TensorSpec(name, code, (500,)) for name in "abc"], max_file_bytes=1000)
+    pieces = [(name, Strided(0, 500, 500, 1), torch.randn(500).to(dtype).float()) for name in "abc"]
+    store = WeightStore(tmp_path / "store", budget_bytes=None)
+    with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
+        copies.write(draft, pieces)
+        stored = draft.commit(meta={})
+    back = [(name, runs, torch.zeros_like(ours)) for name, runs, ours in pieces]
+    with store.lease(stored) as lease:
+        copies.read(lease, back)
+    assert len(layout.files) == 3
+    assert all(torch.equal(ours, was) for (_, _, ours), (_, _, was) in zip(back, pieces, strict=True))
