@@ -35,6 +35,7 @@ class InvalidTrainingData(TrainError):
         shown = "; ".join(f"line {line}: {reason}" for line, reason in errors[:5])
         more = f" and {n_errors - 5} more" if n_errors > 5 else ""
         super().__init__(f"{name} cannot be trained on: {shown}{more}")
+        self.errors = errors
 
 
 class InvalidSpec(TrainError):
