@@ -82,12 +82,7 @@ class TrainSpec:
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
-        return "version" if self.is_whole else "adapter"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this run publishes whole weights, not an adapter."""
-        return self.full or self.lora_publish == "merged"
+        return "version" if self.full or self.lora_publish == "merged" else "adapter"
 
     @property
     def publishes_epochs(self) -> bool:
