@@ -101,11 +101,8 @@ def judge(method: str, steps: Sequence[Any], settings: Mapping[str, Any]) -> Ver
     change, moved = measure.change(start, end, error), f"{measure.called} {start:.2f} → {end:.2f}"
     growing = not known and len(each) > 1 and measure.better * (each[-1] - each[-2]) > FALLING_SHARE * max(each[-2:])
 
-    valid = [
-        (value, one.step)
-        for one in steps
-        if (value := _value(one.valid_loss, one.valid_measured, measure.name)) is not None
-    ]
+    validated = [(_value(one.valid_loss, one.valid_measured, measure.name), one.step) for one in steps]
+    valid = [(value, step) for value, step in validated if value is not None]
     if measure is _MARGIN and valid:
         valid.insert(0, (0.0, 0))
     generalised = None
