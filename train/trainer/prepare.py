@@ -30,27 +30,23 @@ from weights.memory.store import WeightStore
 
 
 def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
-    """Take the store's locks on the trained model's inputs for the life of the rank: frozen weights stay mapped from
-    their files, and the store reuses files of unlocked versions. Locking a directory outside the store is harmless.
-    Raises VersionNotFound."""
+    """Take the store's locks on the trained model's inputs for the life of the rank, and look at their files before a
+    library opens them. Raises VersionNotFound, UnsupportedModel.
+
+    Frozen weights stay mapped from their files, and the store reuses files of unlocked versions. Locking a directory
+    outside the store is harmless.
+    """
     held = []
-    for path in (spec.base_path, spec.base_adapter):
-        if path is not None:
-            lock = DirectoryLock.try_shared(Path(path))
-            if lock is None:
-                raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
-            held.append(lock)
+    for path in filter(None, (spec.base_path, spec.base_adapter)):
+        lock = DirectoryLock.try_shared(Path(path))
+        if lock is None:
+            raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+        held.append(lock)
+        try:
+            may_open(path, spec.base_model)
+        except OpeningRefused as error:
+            raise UnsupportedModel(str(error)) from error
     return held
-
-
-def refuse_unsafe(spec: TrainSpec) -> None:
-    """Look at the files of the trained model's inputs before a library opens them. Raises UnsupportedModel."""
-    for path in (spec.base_path, spec.base_adapter):
-        if path is not None:
-            try:
-                may_open(path, spec.base_model)
-            except OpeningRefused as error:
-                raise UnsupportedModel(str(error)) from error
 
 
 def prepare(

@@ -19,7 +19,7 @@ from runtime.processes.lifeline import Lifeline
 from train.control.progress import ControlSignals, Progress
 from train.plan.spec import TrainSpec
 from train.trainer.engine import init_world, meeting_url
-from train.trainer.prepare import hold_base, prepare, refuse_unsafe
+from train.trainer.prepare import hold_base, prepare
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
@@ -35,7 +35,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     init_world(spec.device_kind, meeting)
     joined = time.perf_counter()
     _base = hold_base(spec)
-    refuse_unsafe(spec)
     run = prepare(spec, lifeline.emit, signals, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
