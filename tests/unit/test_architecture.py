@@ -626,7 +626,7 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
 
 
 OPENERS = {
-    "train/model/model.py": "`train.trainer.prepare.refuse_unsafe`, before a rank reads anything",
+    "train/model/model.py": "`train.trainer.prepare.hold_base`, before a rank reads anything",
     "train/model/adapter.py": "the same",
     "train/data_checks/process.py": "`check_settings` of weights.checkpoint.folder",
     "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",
