@@ -59,6 +59,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     if spec.published_kind == "adapter":
         whole = factors
     elements = sum(tensor.numel() for tensor in whole.values())
+    comm.barrier()  # the first rank has committed it
     stored = run.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.store.lease(stored) as lease:
